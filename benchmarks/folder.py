@@ -57,14 +57,14 @@ def make_folder(folder: Path, sizes: dict[str, Any]) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from shardkit.checkpoint.formats.safetensors import INDEX, header_of
-    from shardkit.checkpoint.native.reader import TensorInfo
+    from shardkit.checkpoint.native.reader import TensorSpec
 
     folder.mkdir(parents=True)
     config = LlamaConfig(**sizes)
     config.save_pretrained(folder)
     with torch.device("meta"):
         tensors = {
-            n: TensorInfo(tuple(t.shape), torch.float32) for n, t in LlamaForCausalLM(config).state_dict().items()
+            n: TensorSpec(tuple(t.shape), torch.float32) for n, t in LlamaForCausalLM(config).state_dict().items()
         }
     names, placed = list(tensors), {}
     for index, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):

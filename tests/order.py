@@ -7,17 +7,17 @@ import random
 import pytest
 
 LONG = [
-    "tests/slurm", "tests/plan/test_plan.py", "tests/launch/test_launcher.py", "tests/run/test_directory.py",
-    "tests/run/test_train.py", "tests/checkpoint/test_resume.py", "tests/strategies/test_foreign.py",
-    "tests/plan/test_world.py", "tests/report/test_browser.py", "tests/checkpoint/formats/test_hostile.py",
-    "tests/run/test_gradients.py", "tests/integrations/test_watching.py", "tests/run/test_watchdog.py",
-    "tests/test_libraries.py",
-    "tests/strategies/test_parity.py", "tests/strategies/test_precision.py", "tests/checkpoint/test_faults.py",
-    "tests/plan/test_auto.py", "tests/plan/test_cost.py", "tests/launch/test_slurm.py",
-    "tests/foreign/test_commands.py",
-    "tests/docs",
-    "tests/checkpoint/test_matrix.py", "tests/faults/test_memory.py", "tests/checkpoint/formats/test_bad_input.py",
-    "tests/config/test_load.py", "tests/checkpoint/test_manage.py", "tests/strategies/test_features.py",
+    "tests/slurm", "tests/plan/test_plan.py", "tests/foreign/test_commands.py", "tests/launch/test_launcher.py",
+    "tests/strategies/test_graphs.py", "tests/checkpoint/test_resume.py", "tests/run/test_directory.py",
+    "tests/strategies/test_foreign.py", "tests/checkpoint/formats/test_hostile.py", "tests/run/test_evaluate.py",
+    "tests/run/test_train.py", "tests/plan/test_world.py", "tests/report/test_browser.py",
+    "tests/integrations/test_watching.py", "tests/run/test_watchdog.py",
+    "tests/test_libraries.py", "tests/run/test_gradients.py", "tests/strategies/test_precision.py",
+    "tests/checkpoint/test_faults.py", "tests/plan/test_auto.py", "tests/plan/test_cost.py",
+    "tests/launch/test_slurm.py", "tests/docs",
+    "tests/checkpoint/test_matrix.py", "tests/faults/test_memory.py", "tests/strategies/test_parity.py",
+    "tests/checkpoint/formats/test_bad_input.py", "tests/config/test_load.py", "tests/checkpoint/test_manage.py",
+    "tests/strategies/test_features.py",
     "tests/activation/test_strategies.py", "tests/launch/test_doctor.py", "tests/tasks/test_models.py",
 ]  # fmt: skip
 """Folders and files that take more than 8 s, the longest first (docs/log.md has the times): started early, they leave

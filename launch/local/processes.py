@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, Protocol
 
 from ...files import open_regular
 
@@ -126,23 +126,31 @@ def _prctl(option: int, value: int) -> None:
 _TRACEBACK = re.compile(rb"^(\[rank\d+\]: )?(Traceback \(most recent call last\):|error: )", re.MULTILINE)
 
 
+class Sink(Protocol):
+    """Takes bytes that a follower copies."""
+
+    def write(self, text: bytes, /) -> object: ...
+
+    def flush(self) -> None: ...
+
+
 class Follower:
     """Copies text that is appended to a file; the file may appear later, and may be truncated."""
 
-    def __init__(self, path: Path, out: BinaryIO) -> None:
+    def __init__(self, path: Path, out: Sink) -> None:
         self.path = path
         self._out = out
         self._offset = 0
 
     def pump(self, stop_at_error: bool = False) -> int:
         """Copy new text; returns the number of bytes. `stop_at_error` drops a traceback and everything after it."""
-        data = self._new()
-        if stop_at_error and (match := _TRACEBACK.search(data)):
-            data = data[: match.start()]
-        if data:
-            self._out.write(data)
+        chunk = self._new()
+        if stop_at_error and (match := _TRACEBACK.search(chunk)):
+            chunk = chunk[: match.start()]
+        if chunk:
+            self._out.write(chunk)
             self._out.flush()
-        return len(data)
+        return len(chunk)
 
     def _new(self) -> bytes:
         try:
@@ -151,11 +159,11 @@ class Follower:
                 if size < self._offset:  # truncated
                     self._offset = 0
                 file.seek(self._offset)
-                data = file.read()
+                chunk = file.read()
         except OSError:  # not there yet
             return b""
-        self._offset += len(data)
-        return data
+        self._offset += len(chunk)
+        return chunk
 
 
 _QUIET_S, _HOLD_S = 10.0, 60.0
@@ -169,32 +177,32 @@ class PatientFollower(Follower):
         showed_traceback: whether a traceback was copied.
     """
 
-    def __init__(self, path: Path, out: BinaryIO) -> None:
+    def __init__(self, path: Path, out: Sink) -> None:
         super().__init__(path, out)
         self.showed_traceback = False
         self._traceback, self._since = b"", 0.0
 
     def pump(self, stop_at_error: bool = False) -> int:
-        data = self._new()
+        chunk = self._new()
         if self._traceback:
-            self._traceback += data
+            self._traceback += chunk
             age_s = time.monotonic() - self._since  # a process that dies of it writes nothing more, or soon
-            return self.release() if age_s > _HOLD_S or (data and age_s > _QUIET_S) else 0
-        match = _DIED.search(data)
+            return self.release() if age_s > _HOLD_S or (chunk and age_s > _QUIET_S) else 0
+        match = _DIED.search(chunk)
         if match is not None:
-            self._traceback, self._since = data[match.start() :], time.monotonic()
-            data = data[: match.start()]
-        self._out.write(data)
+            self._traceback, self._since = chunk[match.start() :], time.monotonic()
+            chunk = chunk[: match.start()]
+        self._out.write(chunk)
         self._out.flush()
-        return len(data)
+        return len(chunk)
 
     def release(self) -> int:
         """Copy the traceback that was withheld; returns the number of bytes."""
-        data, self._traceback = self._traceback, b""
-        self.showed_traceback = self.showed_traceback or bool(data)
-        self._out.write(data)
+        chunk, self._traceback = self._traceback, b""
+        self.showed_traceback = self.showed_traceback or bool(chunk)
+        self._out.write(chunk)
         self._out.flush()
-        return len(data)
+        return len(chunk)
 
 
 class RankOutput:

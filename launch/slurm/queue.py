@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 import time
@@ -10,8 +11,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from ...errors import LaunchError
-from ..local.processes import Follower
+from ...errors import LONGEST, LaunchError, printable_lines
+from ..local.processes import Follower, Sink
 from . import commands
 
 _SEPARATOR = "\x1f"  # job names may hold any printable character
@@ -125,22 +126,39 @@ def held_back(job: str) -> str | None:
     return None if not reason or reason in _ITS_TURN else reason
 
 
+class _Printable:
+    """Writes the output of other programs to a terminal that none of it may control: lines, with the rest escaped."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def write(self, text: bytes, /) -> None:
+        decoded = self._decoder.decode(text).replace("\r\n", "\n").replace("\r", "\n")  # bars of progress, one a line
+        pieces = re.findall(rf"[^\n]{{1,{LONGEST}}}|\n", decoded)  # `printable` shortens longer ones
+        self._out.write("".join(piece if piece == "\n" else printable_lines(piece) for piece in pieces).encode())
+
+    def flush(self) -> None:
+        self._out.flush()
+
+
 def show_logs(job: str, follow: bool, out: BinaryIO | None = None) -> None:
-    """Print a job's output; with `follow`, until the job ends, through requeues.
+    """Print a job's output, control characters escaped; with `follow`, until the job ends, through requeues.
 
     The lines of an array's tasks have the task's index in front; `JOB_INDEX` shows one task.
 
     Raises:
         LaunchError: see `output_of`; or the job ended without output.
     """
+    sink = _Printable(sys.stdout.buffer if out is None else out)
     folder = array_folder(job) if is_job_id(job) and "_" not in job else None
     if folder is not None:
-        _show_array(job, folder, follow, sys.stdout.buffer if out is None else out)
+        _show_array(job, folder, follow, sink)
         return
     job_id, path = output_of(job)
     if path.exists() and not path.is_file():
         raise LaunchError(f"{path} is not a regular file", "remove it: a job's output is a file")
-    follower = Follower(path, sys.stdout.buffer if out is None else out)
+    follower = Follower(path, sink)
     copied = follower.pump()
     if not follow or job_id is None:
         if not path.exists():
@@ -171,7 +189,7 @@ def array_folder(job: str) -> Path | None:
     return Path(output[1]).parent if output is not None and output[1] else None
 
 
-def _show_array(job: str, folder: Path, follow: bool, out: BinaryIO) -> None:
+def _show_array(job: str, folder: Path, follow: bool, out: Sink) -> None:
     """Print the outputs of all tasks, each line with its task's index in front; with `follow`, until all have ended."""
     tasks: dict[str, Follower] = {}
     buffers: dict[str, BytesIO] = {}
@@ -192,7 +210,7 @@ def _show_array(job: str, folder: Path, follow: bool, out: BinaryIO) -> None:
         raise LaunchError(f"no task of array {job} has written to {folder}", "they may be waiting: `shardkit jobs`")
 
 
-def _print_lines(index: str, buffer: BytesIO, out: BinaryIO, is_last: bool) -> None:
+def _print_lines(index: str, buffer: BytesIO, out: Sink, is_last: bool) -> None:
     """Move whole lines to `out`; the rest waits for its end, which the last call writes as well."""
     complete, end, remainder = buffer.getvalue().rpartition(b"\n")
     if is_last and remainder:

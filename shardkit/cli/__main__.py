@@ -20,8 +20,9 @@ from ..files.children import module_command
 from . import jobs
 from .checkpoint import app as checkpoint_app
 from .checkpoint import convert
+from .ladder import ladder, max_model
 from .option_groups import with_option_groups
-from .plan import ladder, max_model, plan
+from .plan import plan
 from .program import UsageError
 from .report import profile
 from .report import report as report_command

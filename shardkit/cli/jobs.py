@@ -15,9 +15,10 @@ from .submit import submit
 
 def jobs() -> None:
     """List the jobs that were submitted here and have not ended."""
+    from ..errors import printable_lines
     from ..launch.slurm import queue
 
-    typer.echo(queue.table(queue.jobs()))
+    typer.echo(printable_lines(queue.table(queue.jobs())))
 
 
 def logs(

@@ -1,13 +1,15 @@
-"""`shardkit plan`, `ladder` and `max-model`: predict each rank's memory, and whether it fits."""
+"""`shardkit plan`: predict each rank's memory, and whether it fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
+
+from .program import Overrides, Text, Words
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
@@ -15,37 +17,30 @@ if TYPE_CHECKING:
     from ..plan.advise import Change
     from ..plan.client import Planner
     from ..plan.model.estimate import MemoryEstimate
-    from ..plan.search.ladder import Step
     from ..plan.target import Target
     from .plan_job import Subject
 
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
-Overrides = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads it at run time on Python 3.10
-    typer.Argument(metavar="[section.key=value]...", help="Overrides the file's value."),
-]
-Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job, one rank each.")]
-GpuName = Annotated[Optional[str], typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")]  # noqa: UP045
-GpuMemory = Annotated[Optional[str], typer.Option(metavar="80GB", help="Per GPU, if not the card's.")]  # noqa: UP045
-HostMemory = Annotated[Optional[str], typer.Option(metavar="1TB", help="Per machine.")]  # noqa: UP045
+GpuName = Annotated[Text, typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")]
+GpuMemory = Annotated[Text, typer.Option(metavar="80GB", help="Per GPU, if not the card's.")]
+HostMemory = Annotated[Text, typer.Option(metavar="1TB", help="Per machine.")]
 MemoryCap = Annotated[
-    Optional[str],  # noqa: UP045
+    Text,
     typer.Option(metavar="24GiB", help="Emulate a smaller card, also on the CPU."),
 ]
 From = Annotated[
-    Optional[list[str]],  # noqa: UP045
+    Words,
     typer.Option("--from", metavar="FILE", help="Another tool's file in place of CONFIG; may be repeated."),
 ]
 Model = Annotated[
-    Optional[str],  # noqa: UP045
+    Text,
     typer.Option(metavar="DIR|config.json", help="--from: the transformers model."),
 ]
 Peft = Annotated[
-    Optional[str],  # noqa: UP045
+    Text,
     typer.Option(metavar="DIR|adapter_config.json", help="--from: the adapter that peft puts into it."),
 ]
 ConfigOrFrom = Annotated[
-    Optional[str],  # noqa: UP045
+    Text,
     typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults."),
 ]
 JobGpus = Annotated[
@@ -213,7 +208,7 @@ def subject_of_files(
     job: Job, settings: list[str], cards: CardOptions, search: SearchOptions, as_json: bool
 ) -> Subject | None:
     """The job of other tools' files, whose keys are printed first; `None` after a search from the job."""
-    from ..foreign.advice import changes_in_their_keys
+    from ..foreign.advice import changes_in_files
     from ..foreign.show import OVERRIDES, details, mapping, save
     from .plan_job import Details, Subject
 
@@ -230,7 +225,7 @@ def subject_of_files(
         job.name,
         config,
         target,
-        lambda estimate, planner: changes_in_their_keys(job, overrides, estimate, planner),
+        lambda estimate, planner: changes_in_files(job, overrides, estimate, planner),
         lambda estimate: Details(*details(job, config, estimate, target.ranks_per_node)),
         job.loop,
         job.not_planned,
@@ -266,158 +261,3 @@ def read_files(
     settings = [word for word in words if "=" in word]
     files = [*(job_files.files or []), *(word for word in words if "=" not in word)]
     return read_job(files, job_files.model, gpus, job_files.peft, settings), settings
-
-
-def ladder(
-    config: ConfigOrFrom = None,
-    overrides: Overrides = None,
-    *,
-    job_files: FileOptions,
-    gpus: JobGpus = None,
-    gpu: GpuName = None,
-    gpu_memory: GpuMemory = None,
-    memory_cap: MemoryCap = None,
-    rung: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="'NAME: key=value …'", help="Instead of the usual rungs; may be repeated."),
-    ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=3, help="Steps of each rung.")] = 6,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write runs, table, plot.")] = Path("ladder"),
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Predict only; needs no GPU.")] = False,
-) -> None:
-    """Try one technique after another on CONFIG's model: the memory of each, predicted and measured, and its speed.
-
-    Every rung runs in fresh processes; running out of memory is a result.
-
-    With --from, predict the rungs of the job that files of Accelerate, DeepSpeed or transformers' Trainer, or a recipe
-    of axolotl, LLaMA-Factory or TRL, describe, each as a change of these files. Their loop is not run.
-    """
-    from ..config.load import load_config
-    from ..foreign.files import foreign_file_error
-    from ..plan.search import ladder as ladders
-    from ..plan.target import cap_setting, choose_target, target_here
-
-    if job_files.files:
-        job, settings = read_files(config, overrides or [], job_files, gpus)
-        _ladder_of_files(job, settings, gpu, gpu_memory, memory_cap, rung or [], out)
-        return
-    path, given = read_path(config, job_files), list(overrides or [])
-    gpus = 1 if gpus is None else gpus
-
-    def load(more: Sequence[str]) -> RunConfig:
-        return load_config(path, [*given, *more], foreign_file_error).config
-
-    rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus, load([]))
-    first = load(rungs[0].settings)
-    if dry_run:
-        target, try_it = choose_target(first, gpus, gpus, gpu, gpu_memory, memory_cap=memory_cap), None
-    else:
-        _refuse_gpu_memory(gpu_memory)
-        target = target_here(first, gpus, gpu, memory_cap)
-        try_it = ladders.tried(path, given, gpus, out, steps, cap_setting(memory_cap))
-    _print_and_save(ladders.climb(load, rungs, target, try_it), target.device_memory, out)
-
-
-def _ladder_of_files(
-    job: Job, given: list[str], gpu: str | None, gpu_memory: str | None, memory_cap: str | None, rungs: list[str],
-    out: Path,
-) -> None:  # fmt: skip
-    """Predict the rungs of a job of other tools."""
-    from ..foreign.advice import climb
-    from ..foreign.show import OVERRIDES
-    from ..plan.search import ladder as ladders
-    from ..plan.target import choose_target
-
-    ours = [*OVERRIDES, *given]
-    job.refuse_unplanned()
-    loaded = job.load(ours).config
-    per_node = min(job.gpus, job.gpus_per_node or 8)
-    target = choose_target(
-        loaded, job.gpus, per_node, gpu, gpu_memory, memory_cap=memory_cap, expandable=job.expandable
-    )
-    chosen = [ladders.parse_rung(text) for text in rungs] or ladders.default_rungs(job.gpus, loaded)[1:]
-    typer.echo(f"{job.name} on {target.world_size} × {target.gpu.name if target.gpu else 'cpu'}\n", err=True)
-    _print_and_save(climb(job, ours, chosen, target), target.device_memory, out)
-
-
-def _print_and_save(steps: Iterator[Step], limit: int | None, out: Path) -> None:
-    from ..errors import ConfigError
-    from ..plan.search import ladder as ladders
-    from ..report.plot import save_ladder
-
-    found: list[Step] = []
-    for step in steps:
-        found.append(step)
-        rows = ladders.table([step]).splitlines()
-        typer.echo("\n".join(rows[-1:] if len(found) > 1 else rows))
-    typer.echo(f"written: {ladders.save(found, out, limit)}", err=True)
-    try:
-        typer.echo(f"written: {save_ladder(found, limit, out)}", err=True)
-    except ConfigError as error:
-        typer.echo(f"no plot: {error.cause}; {error.fix}", err=True)
-
-
-def _refuse_gpu_memory(gpu_memory: str | None) -> None:
-    from ..errors import ConfigError
-
-    if gpu_memory is not None:
-        raise ConfigError(
-            f"--gpu-memory {gpu_memory}: real runs have the memory of this machine's cards",
-            "pass --memory-cap for a smaller one, or predict only",
-        )
-
-
-def max_model(
-    config: Config,
-    overrides: Overrides = None,
-    find: Annotated[str, typer.Option(metavar="model|batch", help="The most parameters, or samples.")] = "model",
-    gpus: Gpus = 1,
-    gpu: GpuName = None,
-    gpu_memory: GpuMemory = None,
-    host_memory: HostMemory = None,
-    memory_cap: MemoryCap = None,
-    confirm: Annotated[bool, typer.Option("--confirm", help="Train sizes around the boundary here.")] = False,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the runs of --confirm.")] = Path("max-model"),
-) -> None:
-    """Find the largest model, or micro-batch, that CONFIG's settings can train, by prediction or real steps."""
-    from ..config.load import load_config, resolve_batch
-    from ..errors import ConfigError, gib
-    from ..foreign.files import foreign_file_error
-    from ..plan.search.ladder import tried
-    from ..plan.search.max_model import batch_sizes, largest, model_sizes
-    from ..plan.target import cap_setting, choose_target, target_here
-
-    if find not in ("model", "batch"):
-        raise ConfigError(f"--find {find} is neither model nor batch", "pass --find model or --find batch")
-    path, given = (None if config == "-" else config), list(overrides or [])
-
-    def load(more: Sequence[str]) -> RunConfig:
-        return load_config(path, [*given, *more], foreign_file_error).config
-
-    start = load([])
-    if find == "model" and (start.task.factory is not None or start.task.name != "causal_lm"):
-        raise ConfigError(
-            "--find model varies the reference transformer's layers and width, but the task has another model",
-            "pass --find batch, or use task.name=causal_lm",
-        )
-    try_it = None
-    if confirm:
-        _refuse_gpu_memory(gpu_memory)
-        target = target_here(start, gpus, gpu, memory_cap)
-        try_it = tried(path, given, gpus, out, 3, cap_setting(memory_cap))
-    else:
-        target = choose_target(start, gpus, gpus, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
-    if find == "batch":
-        sizes = batch_sizes(resolve_batch(start, gpus) if start.train.global_batch_size is not None else None)
-    else:
-        limit = (target.device_memory or 0) * gpus + (1 << 40)
-        sizes = model_sizes(start.model, limit / 2, 16 if start.precision.mode == "fp8" else 1)
-    found = largest(load, sizes, target, try_it, look_ahead=6 if find == "model" else 0)
-    what = "samples" if find == "batch" else "parameters"
-    how = f"confirmed by {found.attempts} real runs: the next size ran out of memory" if confirm else "predicted"
-    typer.echo(f"largest   {found.largest.amount:,} {what}: {' '.join(found.largest.settings)}")
-    short = "; the next one is short of host memory" if found.limited_by == "host" else ""
-    typer.echo(f"needs     {gib(found.predicted)} of {gib(target.device_memory or 0)} (predicted){short}")
-    typer.echo(
-        f"next      {found.next_up.amount:,} {what} ({found.next_up.amount / found.largest.amount - 1:+.1%}): {how}"
-    )

@@ -27,6 +27,7 @@ def report(
     Of a script's run directory it shows the starts, and the failed rank with its log.
     """
     from ..report.compare import compare_page
+    from ..report.measure import status
     from ..report.page import run_page, save
     from ..report.read import read_run
     from ..report.script import read_script, script_page
@@ -34,19 +35,17 @@ def report(
     path = out or run / ("report.html" if second is None else "compare.html")
 
     def write() -> str:
-        """How a script's last start ended; empty of a config's run."""
+        """Write the page; returns how the run stands, or of a script's run, how its last start ended."""
         if second is None and (script := read_script(run)) is not None:
             save(script_page(script), path)
             return script.status[1]
         contents = read_run(run)
         save(run_page(contents, path) if second is None else compare_page(contents, read_run(second)), path)
-        return ""
+        return status(contents)[1] if second is None else ""
 
     folders = [run] if second is None else [run, second]
-    ending = in_child("run directory", " and ".join(map(str, folders)), sum(map(_size_of, folders)), write, DataError)
-    if ending:
-        typer.echo(printable(ending))
-    typer.echo(printable(path))
+    verdict = in_child("run directory", " and ".join(map(str, folders)), sum(map(_size_of, folders)), write, DataError)
+    typer.echo(printable(f"{verdict}; report: {path}" if verdict else f"comparison: {path}"))
 
 
 def _size_of(run: Path) -> int:

@@ -66,9 +66,20 @@ class ClusterOptions:
         """Refuse values that no cluster accepts.
 
         Raises:
-            LaunchError: an unknown style, or a number that is negative.
+            LaunchError: an unknown style, a number that is negative, or something other than an option for sbatch.
         """
         from ..errors import LaunchError
+
+        for option, number in (("--gpus-per-node", self.gpus_per_node), ("--max-restarts", self.max_restarts)):
+            if number < 0:
+                raise LaunchError(f"{option} {number} is negative", "pass 0 or more")
+        if self.cpus_per_task is not None and self.cpus_per_task < 1:
+            raise LaunchError(f"--cpus-per-task {self.cpus_per_task} is no number of CPUs", "pass 1 or more")
+        if self.array is not None and not re.fullmatch(r"[\d,:%-]*\d", self.array):
+            raise LaunchError(f"--array {self.array!r} is not a list of indices", "write it as 0-3, 1,5-9:2 or 0-9%2")
+        for option in self.sbatch or []:
+            if not option.startswith("-"):
+                raise LaunchError(f"--sbatch {option!r} is not an option", f"write it as --sbatch=--{option}")
 
         if self.style not in ("torchrun", "srun"):
             raise LaunchError(f"--style {self.style!r} is not a way to start ranks", "pass torchrun or srun")

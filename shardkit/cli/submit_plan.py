@@ -131,7 +131,7 @@ def _plan_by_files(
 ) -> tuple[MemoryEstimate, RunConfig]:
     """Plan a script's job by the files of its trainer: its steps, its loading and its saving."""
     from ..errors import ConfigError
-    from ..foreign.advice import changes_in_their_keys
+    from ..foreign.advice import changes_in_files
     from ..foreign.show import OVERRIDES, left_out, misfits, moments
     from ..foreign.translate import read_job
     from ..plan.submit_check import refuse_misfit
@@ -147,7 +147,7 @@ def _plan_by_files(
     )
 
     def advisor(estimate: MemoryEstimate, planner: Planner) -> list[Change]:
-        return changes_in_their_keys(job, overrides, estimate, planner)
+        return changes_in_files(job, overrides, estimate, planner)
 
     estimate = refuse_misfit(config, target, advisor, job.loop)
     misfit_lines = list(misfits(moments(job, config, estimate), estimate, target.ranks_per_node))

@@ -54,6 +54,7 @@ _VALUE_SYNONYMS = {
     "half": "fp16",
     "bfloat16": "bf16",
     "disk": "nvme",
+    "deepspeed": "zero3",
 }
 
 

@@ -65,10 +65,3 @@ _TASKS = {
 def task_of(preset: str) -> str:
     """The built-in task that a preset is made for."""
     return _TASKS[HF_PRESETS[preset]["model_type"]] if preset in HF_PRESETS else "causal_lm"
-
-
-def targets_called(task: object, factory: object) -> str:
-    """The word for the targets that a task's loss averages over; more specific only for built-in tasks."""
-    if factory is not None:
-        return "targets"
-    return "samples" if task in ("image_classification", "super_resolution") else "tokens"

@@ -1,4 +1,4 @@
-"""Read off a training loop of other tools what it trains and how: engine, state, precision, batch."""
+"""Find out what another tool's training loop trains, and how: its engine, state, precision and batch."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class StateTensor:
 
 
 class ObservedConfig(LoadedConfig):
-    """A config that a loop shows; its text has only the settings that were seen."""
+    """The config that a watched loop implies; its YAML lists only the settings that could be observed."""
 
     def render(self) -> str:
-        """The settings that were seen, as YAML."""
+        """The observed settings as YAML."""
         tree: dict[str, Any] = {}
         for key, source in self.sources.items():
             section, _, name = key.partition(".")
@@ -48,17 +48,17 @@ class ObservedConfig(LoadedConfig):
 
 
 class ForeignLoop:
-    """A model and its optimizers, in whatever a tool has wrapped them.
+    """Another tool's model and optimizers, seen through the tool's wrappers.
 
     Attributes:
         model: the module that the loop calls.
         optimizers: torch's own, or DeepSpeed's; each has the `step` that updates the model.
         device: where the model trains.
-        micro_batch, seq_len: of the last forward; `None` if they do not show.
-        accum: forwards of the last whole step.
+        micro_batch, seq_len: sizes of the last forward's batch; `None` if its inputs do not tell.
+        accum: number of forward passes in the last complete step.
 
     Raises:
-        ConfigError: there is no optimizer, or it is none.
+        ConfigError: no optimizer was passed, or an object without a `step`.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], rank: int, world_size: int) -> None:
@@ -103,13 +103,13 @@ class ForeignLoop:
         )
 
     def buffers(self, phase: str | None) -> int:
-        """Bytes of ZeRO's reduce buffers in a phase: neither state nor activations."""
+        """Bytes of ZeRO's reduce buffers during a phase; they are neither state nor activations."""
         if self._zero is None or (phase != "backward" and self.stage != 3):
             return 0
         return zero_state.reduce_buffer(self._zero)[1]
 
     def smaller_buckets(self) -> tuple[int, int] | None:
-        """(elements that are enough for a reduce bucket, bytes saved); `None` if the bucket is no larger than that."""
+        """The elements that a reduce bucket needs at most, and the bytes that this size saves; `None` if none."""
         if self._zero is None:
             return None
         elements, n_bytes = zero_state.reduce_buffer(self._zero)
@@ -119,7 +119,7 @@ class ForeignLoop:
         return (enough, n_bytes * (elements - enough) // elements) if n_bytes and enough < elements else None
 
     def shards(self) -> Iterator[StateTensor | Shard]:
-        """Names of the state's tensors."""
+        """Every local tensor of the state, with its name."""
         named = {plain_name(name): param for name, param in self.model.named_parameters()}
         if self._zero is not None:
             of_stage = zero_state.zero3_shards if self.stage == 3 else zero_state.zero12_shards
@@ -133,7 +133,7 @@ class ForeignLoop:
                         yield from (StateTensor(f"optim.{name}.{key}", local) for local in local_tensors(value))
 
     def look(self, inputs: Sequence[Any]) -> None:
-        """Note the batch of a forward that begins, and its autocast."""
+        """Record the batch size, sequence length and autocast type of a forward that begins."""
         batch = next(_tensors(inputs), None)
         if batch is not None:
             self.micro_batch = batch.shape[0]
@@ -143,7 +143,7 @@ class ForeignLoop:
         self.autocast = _HALVES.get(torch.get_autocast_dtype(kind)) if on else None
 
     def settings(self) -> dict[str, Any]:
-        """The settings of shardkit that the loop shows, by their dotted keys."""
+        """The shardkit settings that can be observed on the loop, by dotted key."""
         settings: dict[str, Any] = {
             "run.device": "cuda" if self.device.type == "cuda" else "cpu",
             "parallel.strategy": self._strategy(),
@@ -161,7 +161,7 @@ class ForeignLoop:
         return settings
 
     def config(self, settings: Mapping[str, Any]) -> ObservedConfig:
-        """The loop's config with more settings; keys that do not show keep their defaults, for advice only."""
+        """The observed config, updated by `settings`; keys that cannot be observed keep defaults, for advice only."""
         settings_seen = {**self.settings(), **settings}
         unknown = _unknown(self._inner()) | ({"model.max_seq_len": self.seq_len} if self.seq_len else {})
         loaded = load_config(None, {**settings_seen, **unknown})
@@ -196,7 +196,7 @@ class ForeignLoop:
 
 
 def _unknown(optimizer: Any) -> dict[str, Any]:
-    """Values for settings that no loop shows, so that advice expects nothing of them."""
+    """Neutral values for settings that a foreign loop does not expose, so that no advice is based on them."""
     name = _NAMES.get(type(optimizer).__name__.lower())
     plain = {"optim.name": "sgd", "optim.momentum": 0.0}
     return {
@@ -211,14 +211,14 @@ def _is_of(instance: Any, module: str) -> bool:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside wrappers of Accelerate and Lightning, whose `step` may do nothing or refuse hooks."""
+    """The optimizer inside Accelerate's and Lightning's wrappers, whose own `step` may do nothing or refuse hooks."""
     while type(optimizer).__module__.startswith(_WRAPPERS) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _device(model: nn.Module) -> torch.device:
-    """The accelerator if any parameter lives there or one is in use, else the CPU."""
+    """The device that trains the model: a GPU if a parameter is on one or CUDA is in use, else the CPU."""
     devices = {param.device for param in model.parameters()}
     on_card = next((device for device in devices if device.type not in ("cpu", "meta")), None)
     if on_card is None and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

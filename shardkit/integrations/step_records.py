@@ -12,7 +12,7 @@ from ..telemetry.metrics import MetricsWriter
 
 
 class StepRecords:
-    """Rank 0's record of each step; values that a GPU still computes are written later, in order."""
+    """Writes rank 0's record of each step, in order, once the GPU has computed its values."""
 
     def __init__(
         self, writer: MetricsWriter, optimizer: Any, show: Callable[[Mapping[str, float]], None] | None
@@ -25,7 +25,7 @@ class StepRecords:
         self._tokens = 0.0
 
     def begin(self, step: int, seconds: float, waited: float) -> None:
-        """The step ended; values are added to its record until the next forward."""
+        """Begin the record of a step that has ended; `add` extends it until the next forward."""
         self.flush()
         self._now = {"step": step, **self._early, "step_time_s": seconds, "data_wait_s": waited}
         self._early = {}
@@ -48,7 +48,7 @@ class StepRecords:
                 raise TypeError(f"log() got {key} of type {type(value).__name__}; it takes numbers")
 
     def flush(self) -> None:
-        """The next step began: write what has arrived."""
+        """Close the current record, and write all records whose values have arrived."""
         if self._now is not None:
             self._queue.append((self._now, self._event))
             self._now = self._event = None
@@ -60,7 +60,7 @@ class StepRecords:
         for record, event in self._queue:
             try:
                 event.synchronize()
-            except RuntimeError:  # the device failed, and with it what it computed
+            except RuntimeError:  # the device failed: the values are lost
                 break
             self._write(record)
         self.writer.close()

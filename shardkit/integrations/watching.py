@@ -1,4 +1,4 @@
-"""One line around a loop of another tool: every rank's memory, a run directory, and a post-mortem."""
+"""`shardkit.watch`: account for, record and explain the memory of another tool's training loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
-from ..foreign.advice import LIMIT_S, TheirKeys, Tool
+from ..foreign.advice import LIMIT_S, ToolKeys
+from ..foreign.phrases import Tool
 from ..foreign.translate import Job, read_job
 from ..launch.failures import failure, job_starts
 from ..memory.ledger import MemoryLedger
@@ -36,7 +37,7 @@ from .ranks import LoopRanks
 from .step_records import StepRecords
 
 PLANNING = ".shardkit/planning"
-"""The file of the rank that plans after an out-of-memory error."""
+"""The file by which the first rank that runs out of memory claims the planning of advice."""
 
 
 def watch(
@@ -98,7 +99,7 @@ class Settings:
     """The arguments of `watch` after the model and its optimizers.
 
     Attributes:
-        tool_settings: settings of shardkit that the tool says and the model does not show.
+        tool_settings: shardkit settings that the tool states and that cannot be observed on the model.
         contents: the tool's settings, in objects that `read_job` takes; called if memory runs out.
         is_marked: whether the caller marks the phases, through `Watching.marks`; else hooks do.
     """
@@ -133,7 +134,7 @@ class Watching:
             raise ConfigError(f"watch() got every={settings.every}", "pass the steps between two gathers, 1 or more")
         self._settings, self._ranks = settings, LoopRanks()
         self._loop = ForeignLoop(model, optimizers, self._ranks.rank, self._ranks.size)
-        if settings.files:  # what cannot be read is said now
+        if settings.files:  # an unreadable file is an error now, not once memory has run out
             read_job(settings.files, settings.model_config, self._ranks.size)
         self._inside = ExitStack()
         self._records: StepRecords | None = None
@@ -238,7 +239,7 @@ class Watching:
         self._is_open = True
 
     def close(self, failed: bool = False) -> None:
-        """Gather once more unless the loop failed, print the table on rank 0, and let go of everything; collective."""
+        """Gather once more unless the loop failed, print the table on rank 0, and release everything; collective."""
         if not self._is_open:
             return
         self._is_open = False
@@ -251,7 +252,7 @@ class Watching:
                 say(f"{self.table()}\n  look at the run: shardkit report {self.run_dir}")
 
     def explain(self, error: BaseException) -> OutOfMemoryError | None:
-        """If memory ran out, write `RUN_DIR/oom/rank{r}.json` and say cause and fix; the error itself goes on.
+        """If memory ran out, write `RUN_DIR/oom/rank{r}.json` and print cause and fix; the error itself stays.
 
         The two lines become a note of the error, the last lines of its traceback (Python 3.10: they are printed).
 
@@ -292,7 +293,7 @@ class Watching:
             self._records = None
         if self._records is not None:
             self._records.begin(step, seconds, waited)
-            if not self._is_described:  # the batch shows only now
+            if not self._is_described:  # the batch's sizes are known only after a step
                 self._describe()
 
     def gather(self, step: int) -> None:
@@ -322,7 +323,7 @@ class Watching:
         return self._loop.config(overrides)
 
     def _describe(self) -> None:
-        """Write what the loop shows; a problem with it does not end the loop."""
+        """Write the observed config to `config.yaml`; a failure is printed and does not end the loop."""
         self._is_described = True
         try:
             directory.write_config(self.run_dir, self._config())
@@ -332,7 +333,7 @@ class Watching:
     def _post_mortem(self, planned: bool) -> PostMortem:
         config, model, ranks = self._config().config, self._loop.model, self._ranks
         has_checkpointing = any(hasattr(module, "gradient_checkpointing_enable") for module in model.modules())
-        tool_keys = TheirKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
+        tool_keys = ToolKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
         return PostMortem(
             config, self.ledger, self._loop, ranks.local_size, self._cap,
             lambda model: len(find_blocks(model)), self._loop.buffers,
@@ -340,8 +341,8 @@ class Watching:
             (lambda advice: self._planned(tool_keys, advice)) if planned else None,
         )  # fmt: skip
 
-    def _planned(self, tool_keys: TheirKeys, advice: list[Advice]) -> list[Advice]:
-        """Advice with plans, on the first rank that lacks memory."""
+    def _planned(self, tool_keys: ToolKeys, advice: list[Advice]) -> list[Advice]:
+        """Plan the advice if this is the first rank that ran out of memory; else return it unplanned."""
         with tempfile.TemporaryDirectory(prefix="shardkit-") as folder:
             job = self._job(Path(folder))
             if job is None or not _is_first_to_plan(self.run_dir / PLANNING):
@@ -358,7 +359,7 @@ class Watching:
             return tool_keys.planned(advice, job, target, overrides)
 
     def _job(self, folder: Path) -> Job | None:
-        """The loop as its tool's files and objects describe it; a model's config that has no file goes to `folder`."""
+        """The job that the tool's files and objects describe; a model config without a file is written to `folder`."""
         contents = self._settings.contents
         names = [*self._settings.files, *(() if contents is None else contents())]
         described = self._settings.model_config
@@ -372,7 +373,7 @@ class Watching:
 
 
 def _claimed(config: ObservedConfig, ranks: LoopRanks) -> tuple[Path, Owner | None]:
-    """The run directory and, on rank 0, its owner; what is wrong with it is said in the words of `watch`."""
+    """Claim the run directory: its path and, on rank 0, its owner. Errors name the arguments of `watch`."""
     try:
         return directory.prepare(config, ranks, exclusive=False)
     except ConfigError as error:
@@ -393,7 +394,7 @@ def say(text: str) -> None:
 
 
 def _is_first_to_plan(path: Path) -> bool:
-    """Whether this rank is the first to ask; the file says so to the others."""
+    """Whether this rank is the first to ask: the first one creates the file."""
     try:
         path.touch(exist_ok=False)
     except OSError:

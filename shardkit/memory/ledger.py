@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError
-from .arrival_report import ArrivalReport
+from .exchange import RowExchange
 from .limits import SHARE, HostRisk, tightest_limit
 from .phases import PhaseMeter, note_phase
 from .probe import DeviceProbe, HostProbe
@@ -29,8 +29,6 @@ from .rows import (
     RankRow,
     StateBytes,
     StateKind,
-    decode,
-    encode,
     phase_name,
 )
 from .state import HasState, count_state, module_state
@@ -93,8 +91,6 @@ class MemoryLedger:
         self.last_rows: list[RankRow] = []
         self.staging_bytes = self.step = 0
         self.risk = HostRisk(host_warn)
-        self._group = group
-        self._arrivals = None if group is None or world_size == 1 else ArrivalReport(group, rank)
         self._device_probe, self._host_probe = DeviceProbe(self.device), HostProbe()
         self._limit = tightest_limit()
         self._phases = PhaseMeter(self._device_probe, self._host_probe)
@@ -105,8 +101,8 @@ class MemoryLedger:
         self._step_times: list[tuple[float, float, float]] = []
         self._slow: tuple[int | None, int | None, int | None] = (None, None, None)
         self._slow_next = 0.0
-        identity = Identity(rank, host or socket.gethostname(), local_rank, self._device_probe.name)
-        self._identities = self._exchange(identity)
+        self._identity = Identity(rank, host or socket.gethostname(), local_rank, self._device_probe.name)
+        self._exchange = RowExchange(group, self._identity, world_size)
         self.overhead_s += time.perf_counter() - began
 
     @classmethod
@@ -244,12 +240,10 @@ class MemoryLedger:
         """
         began = time.perf_counter()
         row = self.row()
-        rows = [row]
-        if self._arrivals is not None:
-            rows = self._collect(self._arrivals, step, row)
+        rows = self._exchange.collect(step, row)
         self._phases.start_interval()
         self._step_times.clear()
-        self.last_rows = rows if self.rank == 0 else []
+        self.last_rows = rows
         self.risk.look(row, self.last_rows)
         took = time.perf_counter() - began
         self.gather_s += took
@@ -262,7 +256,7 @@ class MemoryLedger:
         uss, children, on_card = self._slow_probes()
         times = [_mean(values) for values in zip(*self._step_times, strict=True)] or [None] * 3
         return RankRow(
-            identity=self._identities[self.rank],
+            identity=self._identity,
             step_time_s=times[0],
             data_wait_s=times[1],
             busy_s=times[2],
@@ -302,32 +296,6 @@ class MemoryLedger:
         from .table import render_table
 
         return render_table(self.last_rows, width) if self.last_rows else ""
-
-    def _exchange(self, identity: Identity) -> list[Identity]:
-        if self.world_size == 1:
-            return [identity]
-        identities: list[Identity] = [identity] * self.world_size
-        dist.all_gather_object(identities, identity, group=self._group)
-        return identities
-
-    def _collect(self, arrivals: ArrivalReport, step: int, row: RankRow) -> list[RankRow]:
-        sent = torch.tensor([step, *encode(row)], dtype=torch.int64)
-        received = [torch.empty_like(sent) for _ in range(self.world_size)] if self.rank == 0 else None
-        arrivals.note(step)
-        try:
-            dist.gather(sent, received, group=self._group, group_dst=0)
-        except RuntimeError as error:
-            if received is None:
-                raise
-            raise arrivals.explain(step, [identity.name for identity in self._identities], error) from error
-        return [] if received is None else self._decoded(step, received)
-
-    def _decoded(self, step: int, received: list[torch.Tensor]) -> list[RankRow]:
-        numbers = [tensor.tolist() for tensor in received]
-        for identity, (their_step, *_) in zip(self._identities, numbers, strict=True):
-            if their_step != step:
-                raise RuntimeError(f"rank {identity.name} gathers memory at step {their_step}, rank 0 at step {step}")
-        return [decode(identity, fields) for identity, (_, *fields) in zip(self._identities, numbers, strict=True)]
 
     def _slow_probes(self) -> tuple[int | None, int | None, int | None]:
         """USS, children's RSS, memory of the card's processes; cached while a new reading would cost too much."""

@@ -1,4 +1,4 @@
-"""Account a training loop from outside: hooks on the model and its optimizers tell the ledger where the loop is."""
+"""Account for a training loop from outside: hooks on the model and its optimizers mark the ledger's phases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .state import HasState
 
 
 class Listener(Protocol):
-    """Hears what a watched loop does, on every rank."""
+    """Receives the events of a watched loop, on every rank."""
 
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
         """A forward in training begins, with these arguments, those by name last."""
@@ -35,11 +35,11 @@ class Listener(Protocol):
 
 
 class LoopHooks:
-    """While entered: forward = the model's forward in training, backward = from there to the optimizer step or the next
-    forward, update = the optimizers' steps; memory is gathered when due, and once more on leaving.
+    """Marks a loop's phases by hooks while entered, and gathers memory when due and once more on leaving.
 
-    The last optimizer's step ends a training step. Every rank must take the same number of steps. A step that is given
-    a closure counts its forward and backward as such.
+    `forward` is the model's forward in training, `backward` lasts from its end to the optimizer step or the next
+    forward, `update` is the optimizers' steps; forward and backward inside a step's closure are marked as such. The
+    last optimizer's step ends a training step. Every rank must take the same number of steps.
 
     Args:
         optimizers: torch's, or objects with a `step` that updates the model once: it is replaced while entered.
@@ -205,7 +205,7 @@ _WATCHED = ("forward", "backward", "update")
 
 
 class _Replaced:
-    """An object's `step`, with calls before and after it, until `remove`."""
+    """Replaces an object's `step` by one that calls `before` and `after` around it; `remove` restores it."""
 
     def __init__(self, owner: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
         self._owner, self._own_step, original = owner, vars(owner).get("step"), owner.step
@@ -226,7 +226,7 @@ class _Replaced:
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook in plain Python, although the model around it may be compiled in place."""
+    """The hook, kept out of the compiled graph of a model that is compiled in place."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and the import takes a second
         return hook
     plain: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]

@@ -52,7 +52,7 @@ class _Peaks:
             self.host = host
 
     def forget(self, host: bool) -> None:
-        """Drop the figures of the interval before; the host's only if new ones come."""
+        """Drop the previous interval's figures; the host's only if they will be read again."""
         if self.stale:
             self.device, self.stale = None, False
         if self.stale_host and host:

@@ -69,7 +69,7 @@ class DeviceProbe:
         return int(total - free)
 
     def reset_peak(self) -> None:
-        """Let peaks start from the present values; resets `torch.cuda.max_memory_allocated` too."""
+        """Reset the peaks to the current values, those of `torch.cuda.max_memory_allocated` included."""
         if self._index is not None:
             torch.cuda.reset_peak_memory_stats(self._index)
 
@@ -111,7 +111,7 @@ class HostProbe:
         return HostCounters(rss, max(rss, peak))
 
     def reset_peak(self) -> None:
-        """Let the peak start from the present RSS."""
+        """Reset the peak to the current RSS."""
         if self._clear_refs is not None:
             try:
                 os.pwrite(self._clear_refs, b"5", 0)  # 5: reset VmHWM (Linux, Documentation/filesystems/proc.rst)

@@ -32,6 +32,8 @@ _LABELS = {
     "state": "state",
     "step_time_s": "step time",
 }
+_OF_A_DEVICE = ["peak allocated", "peak reserved", "retries"]
+"""Columns that ranks on the CPU have no figures for: its allocator counts nothing."""
 _PLAIN_WIDTH = 160
 
 
@@ -39,7 +41,8 @@ def render_table(rows: Sequence[RankRow], width: int | None = None) -> str:
     """One line per rank and a summary of one gather's rows, as text.
 
     `*` marks the worst rank: largest peak allocated, or largest peak RSS on the CPU. Above 16 ranks only the 8 worst
-    and the 2 best have a line. `–`: the CPU has no such counter. `+…h`: bytes on the host beside those on the device.
+    and the 2 best have a line. Columns of a device's allocator are left out on the CPU. `–`: not known. `+…h`: bytes on
+    the host beside those on the device.
 
     Args:
         rows: the result of `MemoryLedger.gather`.
@@ -98,16 +101,17 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, list[RankRow]]]:
 
 def _fitting(rows: Sequence[RankRow], console: Console) -> Table:
     """The table, without its least informative columns if it is too wide; numbers are never cut."""
+    absent = [] if any(row.device_mem for row in rows) else _OF_A_DEVICE
     omit: list[str] = ["host"]
-    if not any(row.alloc_retries for row in rows):
+    if not absent and not any(row.alloc_retries for row in rows):
         omit.append("retries")
     if not any(row.state and row.state["master_params"].total for row in rows):
         omit.append("master")
-    table = _table(rows, ())
+    table = _table(rows, absent)
     for count in range(1, len(omit) + 1):
         if _width(table, console) <= console.width:
             break
-        table = _table(rows, omit[:count])
+        table = _table(rows, [*absent, *omit[:count]])
     console.width = max(console.width, _width(table, console))
     return table
 
@@ -230,5 +234,5 @@ def _spread_line(name: str, spread: Spread) -> str:
     unit, scale = (("s", 1.0) if spread.max >= 10 else ("ms", 1e-3)) if name == "step_time_s" else _unit(spread.max)
     return (
         f"{_LABELS[name] + ':':<16}max {_number(spread.max, scale)} {unit} (rank {spread.worst}), "
-        f"min {_number(spread.min, scale)} {unit}, skew {spread.skew:.2f}"
+        f"min {_number(spread.min, scale)} {unit}, max / mean {spread.skew:.2f}"
     )

@@ -1,7 +1,7 @@
-"""Model FLOPs of a training token, for model FLOPs utilisation (MFU).
+"""Count the FLOPs of a training token, for model FLOPs utilisation (MFU).
 
-MFU = tokens/s × FLOPs per token / peak FLOP/s (PaLM, Chowdhery et al. 2022, appendix B): the FLOPs that the model
-needs, not those that were executed, so recomputed activations do not raise it.
+MFU = tokens/s × FLOPs per token / peak FLOP/s (PaLM, Chowdhery et al. 2022, appendix B). It counts the FLOPs that the
+model needs, not those that were executed, so recomputed activations do not raise it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ..config.schema import ModelConfig
 
 
 def transformer_matmul_params(config: ModelConfig) -> int:
-    """Weights that multiply every token: 12 d² per block (qkv 3, projection 1, MLP 8) and the head's vocab × d.
+    """Number of weights that multiply every token: 12 d² per block (qkv 3, projection 1, MLP 8), vocab × d in the head.
 
-    The head counts also when tied to the token embedding. Embedding look-ups, norms and biases do not count.
+    The head counts even if it is tied to the token embedding. Embedding look-ups, norms and biases do not count.
     """
     return 12 * config.n_layers * config.d_model**2 + config.vocab_size * config.d_model
 
 
 def transformer_flops_per_token(config: ModelConfig, seq_len: float) -> float:
-    """Training FLOPs per token: 6 N_matmul + 12 L d T (PaLM appendix B), forward 1/3 and backward 2/3, no recompute.
+    """Training FLOPs per token without recomputation: 6 N_matmul + 12 L d T (PaLM appendix B), one third in forward.
 
     12 L d T is attention's QKᵀ and its product with V over all T positions: the convention does not discount the causal
     mask.
@@ -30,17 +30,19 @@ def transformer_flops_per_token(config: ModelConfig, seq_len: float) -> float:
     return 6.0 * transformer_matmul_params(config) + 12.0 * config.n_layers * config.d_model * seq_len
 
 
-# In these, every token multiplies every matrix of a block once, and every layer attends over the whole sequence.
+# Architectures in which each token meets every matrix of a block once, and each layer attends to the whole sequence.
 _PLAIN = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "olmo2"})
 
 
 def hf_flops_per_token(model: nn.Module, seq_len: float, adapter: int | None = None) -> float | None:
-    """Training FLOPs per token of a transformers causal LM, the same formula: 6 N_matmul + 12 L (heads × head width) T.
+    """Training FLOPs per token of a transformers causal LM: 6 N_matmul + 12 L (heads × head width) T.
 
-    With an adapter of that many values over the frozen model, which needs no gradients of its own weights: 4 N_matmul
-    and 6 for each of the adapter's values.
+    Args:
+        adapter: number of values of an adapter, if there is one. The frozen model then needs no gradients of its
+            weights: 4 N_matmul, and 6 for each of the adapter's values.
 
-    None for architectures that it does not fit: experts (a token meets few of them), state spaces, sliding windows.
+    Returns:
+        None if the formula does not fit: experts (a token meets few of them), state spaces, sliding windows.
     """
     config: Any = model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])

@@ -1,7 +1,7 @@
 """Reference decoder-only transformer: GPT-2's architecture (Radford et al. 2019, section 2.3), bias-free output head.
 
-Construction leaves parameters uninitialised and `init_parameter` fills them one by one, so a model is built at once on
-the meta device or under ZeRO-3, and its weights are the same whatever the strategy and world size.
+Construction leaves parameters uninitialised, and `init_parameter` fills them one by one. So a model can be built on the
+meta device or under ZeRO-3, and its weights are the same for every strategy and world size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention, [batch, seq, d_model] to the same."""
+    """Causal multi-head self-attention, from [batch, seq, d_model] to the same shape."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears around a GELU, hidden width 4 × d_model."""
+    """Two linear layers around a GELU, with hidden width 4 × d_model."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm block; the unit that is sharded, checkpointed and compiled."""
+    """A pre-norm block: the unit that is sharded, checkpointed and compiled."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Block(nn.Module):
 
 
 class Head(Linear):
-    """Output projection; with targets it computes the loss itself, so its weight is gathered where it is used."""
+    """Output projection. With targets it computes the loss itself, so that its weight is gathered where it is used."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.d_model, config.vocab_size, bias=False)
@@ -137,13 +137,13 @@ class Transformer(nn.Module):
         documents: DocumentLayout | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [batch, seq, vocab], or with `targets` the sum of their cross-entropies (fp32 scalar).
+        """Compute logits [batch, seq, vocab], or with `targets` the sum of their cross-entropies (fp32 scalar).
 
         Args:
             tokens: [batch, seq] integers below `vocab_size`.
             targets: [batch, seq]; positions equal to `ignore_index` are not counted.
-            documents: of a packed batch: positions [batch, seq], bounds and lengths (`BatchDocuments`).
-            positions: [n] indices into the flattened batch × seq, whose logits [n, vocab] alone are wanted.
+            documents: the documents of a packed batch: positions [batch, seq], bounds and lengths (`BatchDocuments`).
+            positions: [n] indices into the flattened batch × seq; only their logits [n, vocab] are computed.
 
         Raises:
             ConfigError: the sequence, or the longest document, is longer than `max_seq_len`.
@@ -155,12 +155,12 @@ class Transformer(nn.Module):
                 "raise model.max_seq_len or shorten the sequences",
             )
         if documents is None:
-            places, inside = torch.arange(seq, device=tokens.device), {}
+            position_ids, block_options = torch.arange(seq, device=tokens.device), {}
         else:
-            places, inside = documents[0], {"documents": BatchDocuments(*documents[1:])}
-        x = self.dropout(self.tok_emb(tokens) + self.pos_emb(places))
+            position_ids, block_options = documents[0], {"documents": BatchDocuments(*documents[1:])}
+        x = self.dropout(self.tok_emb(tokens) + self.pos_emb(position_ids))
         for block in self.blocks:
-            x = block(x, **inside)
+            x = block(x, **block_options)
         x = self.norm(x)
         if positions is not None:
             x = x.flatten(0, 1).index_select(0, positions)
@@ -171,14 +171,14 @@ class Transformer(nn.Module):
 # Every parameter of Transformer by its full name: a new layer must be added here before it can be initialised.
 _RESIDUAL = re.compile(r"blocks\.\d+\.(attn|mlp)\.proj\.weight")
 _NORMAL = re.compile(r"(tok_emb|pos_emb|head|blocks\.\d+\.(attn\.qkv|mlp\.fc))\.weight")
-_UNIT_NORMS = re.compile(r"(blocks\.\d+\.norm[12]|norm)\.weight")
+_NORM_WEIGHT = re.compile(r"(blocks\.\d+\.norm[12]|norm)\.weight")
 
 
 def init_parameter(config: ModelConfig, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill one whole parameter in place as GPT-2 does (section 2.3): a function of the generator's state alone.
+    """Fill one whole parameter in place as GPT-2 does (section 2.3), from the generator's state alone.
 
-    Normal of std 0.02 for linears and embeddings, divided by sqrt(2 × n_layers) for the two projections that write to
-    the residual stream; zero biases; norm weights one.
+    Linear layers and embeddings are normal with std 0.02, divided by sqrt(2 × n_layers) for the two projections that
+    write to the residual stream. Biases are zero, and norm weights one.
 
     Raises:
         KeyError: `fqn` is not a parameter of `Transformer`.
@@ -188,7 +188,7 @@ def init_parameter(config: ModelConfig, fqn: str, full: torch.Tensor, generator:
             full.normal_(0.0, INIT_STD / math.sqrt(2 * config.n_layers), generator=generator)
         elif _NORMAL.fullmatch(fqn):
             full.normal_(0.0, INIT_STD, generator=generator)
-        elif _UNIT_NORMS.fullmatch(fqn):
+        elif _NORM_WEIGHT.fullmatch(fqn):
             full.fill_(1.0)
         elif fqn.endswith(".bias"):
             full.zero_()

@@ -59,7 +59,7 @@ def advise(config: RunConfig, world_size: int, local_world_size: int, device: st
         device: "cpu" or "cuda".
     """
     n = Numbers(config, world_size, resolve_batch(config, world_size), device, used)
-    advice = [Advice(*rule) for rule in outside(n)] if used.where == "device" else []
+    advice = [Advice(*rule) for rule in outside(n)] if used.short_of == "device" else []
     for settings, saving, cost, reason in rules(n):
         if (saving is None or saving >= 1) and _allowed(config, settings, world_size, local_world_size, device):
             change = " ".join(f"{key}={_shown(value)}" for key, value in settings.items())

@@ -43,9 +43,9 @@ class Used:
     """The memory of one rank when it ran out, by its use, in bytes.
 
     Attributes:
-        where: the memory that is short: the training device's or the host's.
+        short_of: the memory that is short: the training device's or the host's.
         state: categories as the ledger counts them; `None` before there was any.
-        other: memory that is not state, with the failed request; activations if `phase` is forward or backward.
+        not_state: memory that is not state, with the failed request; activations if `phase` is forward or backward.
         phase: the phase that ran.
         missing: bytes by which the free memory was too small; `None` if unknown.
         fragmentation: held by the allocator without a tensor in it.
@@ -54,9 +54,9 @@ class Used:
         staging: copies of background saves.
     """
 
-    where: Literal["device", "host"] = "device"
+    short_of: Literal["device", "host"] = "device"
     state: Mapping[StateKind, StateBytes] | None = None
-    other: int = 0
+    not_state: int = 0
     phase: str | None = None
     missing: int | None = None
     fragmentation: int = 0
@@ -81,12 +81,12 @@ class Numbers:
 
         self.params, self.masters = state_bytes("params"), state_bytes("master_params")
         if not self.params and used.phase == "wrap":
-            self.params = used.other  # nothing was counted yet, but memory in use while wrapping is weights
+            self.params = used.not_state  # nothing was counted yet, but memory in use while wrapping is weights
         self.grads, self.optimizer = state_bytes("grads"), state_bytes("optimizer")
         if used.phase != "wrap" and config.parallel.offload_optimizer == config.parallel.offload_param == "none":
             self._expect(config)
         in_pass = used.phase in ("forward", "backward", None)
-        self.activations = used.other if in_pass else 0
+        self.activations = used.not_state if in_pass else 0
 
     def _expect(self, config: RunConfig) -> None:
         """Add gradients and moments that the first step would create: a run that fails earlier would need them next."""
@@ -108,9 +108,9 @@ class Numbers:
 
 def rules(n: Numbers) -> Iterator[Rule]:
     """Every change of settings that affects the memory that is short, whether or not it is allowed."""
-    if n.used.where == "host":
+    if n.used.short_of == "host":
         yield from _host(n)
-    if n.used.where == "device" or n.device == "cpu":
+    if n.used.short_of == "device" or n.device == "cpu":
         yield from _activations(n)
         yield from _sharding(n)
         yield from _offload(n)

@@ -59,8 +59,8 @@ class PostMortem:
         local_world_size: ranks on this machine.
         cap: the rank's memory cap on the CPU.
         count_blocks: counts the blocks of the model that can be recomputed.
-        buffers: bytes of an engine's communication buffers in a phase: they are no activations.
-        words: says advice in another tool's keys; drops what that tool cannot do.
+        buffers: bytes of an engine's communication buffers during a phase, which are no activations.
+        words: translates advice into another tool's keys, and drops changes that the tool lacks.
         planned: plans advice; takes seconds, so the file is written before, too.
     """
 
@@ -189,9 +189,9 @@ class PostMortem:
         not_state -= 0 if on_host else self._attempt("buffers", lambda: self._buffers(phase), 0)
         blocks = 0 if model is None else self._attempt("blocks", lambda: self._count_blocks(model), 0)
         used = Used(
-            where="host" if on_host else "device",
+            short_of="host" if on_host else "device",
             state=row.state,
-            other=max(0, not_state + (shortage.request or 0)),
+            not_state=max(0, not_state + (shortage.request or 0)),
             phase=phase,
             missing=shortage.missing,
             fragmentation=shortage.fragmentation or 0,
@@ -213,7 +213,7 @@ class PostMortem:
         return self._attempt("tensors", lambda: biggest(TENSORS, device, state, shards, made, blocks), [])
 
     def _attempt(self, subject: str, find: Callable[[], _T], otherwise: _T) -> _T:
-        """A value for the file, or a note in it why the value is unknown: the failure may have left broken state."""
+        """Return `find()`; if that fails, note why in the file and return `otherwise`: any state may be broken."""
         try:
             return find()
         except Exception as problem:

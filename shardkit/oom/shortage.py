@@ -18,7 +18,7 @@ from ..memory.tracing.compat import allocator_snapshot, fsdp_module_name, observ
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # torch's files, FSDP2's among them, and those packages of shardkit that only watch.
-_OTHERS = (
+_LIBRARIES = (
     os.path.dirname(torch.__file__) + os.sep,
     *(os.path.join(_PACKAGE, part) + os.sep for part in ("memory", "oom", "tracing")),
 )
@@ -28,7 +28,7 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 def innermost(frame: FrameType | None) -> str:
     """`FILE:LINE in FUNCTION` of the innermost frame outside torch and this package; empty if there is none."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OTHERS):
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
             return _line(frame, frame.f_lineno)
         frame = frame.f_back
     return ""
@@ -38,7 +38,7 @@ def raised_at(error: BaseException) -> str | None:
     """`FILE:LINE in FUNCTION` of the deepest frame of an exception's traceback outside torch and this package."""
     line = None
     for trace in _traces(error):
-        if not trace.tb_frame.f_code.co_filename.startswith(_OTHERS):
+        if not trace.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
             line = _line(trace.tb_frame, trace.tb_lineno)
     return line
 
@@ -82,13 +82,13 @@ def _line(frame: FrameType, line: int) -> str:
 _LOG = logging.getLogger(__name__)
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
-_FRESH_S = 120.0  # other ranks' traffic and a slow unwinding may lie between a failed request and a look at it
-# Shortages of device memory that come as other errors, from libraries that allocate on their own.
+_FRESH_S = 120.0  # collectives and unwinding may take this long between a failed request and its handling
+# Messages of libraries that allocate device memory on their own, and raise other errors when it runs out.
 _OTHER_WORDS = re.compile(
     r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
 )
-_BARE = "CUDA error: out of memory"  # page-locked host memory raises it too
-_ROOM = 1 / 16  # share of a device: more than libraries that allocate on their own ask for
+_BARE = "CUDA error: out of memory"  # a failed request of pinned host memory has the same message
+_ROOM = 1 / 16  # share of a device's memory: libraries that allocate on their own request less
 _CPU_ALLOCATOR = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes", re.DOTALL)
 
 

@@ -208,8 +208,8 @@ def _nested_tie(model: nn.Module, modules: Iterable[nn.Module]) -> ConfigError:
 
 
 def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
-    """Describe a model's blocks: `12 T5Block in encoder.block, 12 in decoder.block; 38 % of the parameters are outside:
-    …`.
+    """Describe a model's blocks: `12 T5Block in encoder.block, 12 in decoder.block; 38% of the parameters
+    belong to no block: …`.
 
     For a model that is sharded by units, the line also names the units beside the blocks, and the share of each.
     """
@@ -228,7 +228,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
             outside[name.removeprefix("module.").rpartition(".")[0] or name] += numel
     shown = ", ".join(name for name, _ in outside.most_common(3)) + (", …" if len(outside) > 3 else "")
     total = max(sum(sizes.values()), 1)
-    outside_share = f"{sum(outside.values()) / total:.0%} of the parameters are outside: {shown}"
+    outside_share = f"{sum(outside.values()) / total:.0%} of the parameters belong to no block: {shown}"
     units = find_units(model, blocks) if is_sharded(model) else []
     apart = "".join(
         f"; {unit.kind}: {' + '.join(names[id(module)] for module in unit.modules)}"

@@ -103,9 +103,9 @@ def _used(estimate: MemoryEstimate, scarce: str) -> Used:
     }
     unclassified = sum(c.device for name, c in estimate.categories.items() if name not in KINDS)
     return Used(
-        where="host" if scarce == "host" else "device",
+        short_of="host" if scarce == "host" else "device",
         state=state,
-        other=unclassified,
+        not_state=unclassified,
         phase=estimate.peak.phase,
         n_blocks=estimate.n_blocks,
     )

@@ -11,7 +11,7 @@ from .page import facts
 from .read import Run, mapping
 
 NAMES = ("A", "B")
-WHERE = ("run.dir", "run.overwrite", "run.resume", "logging.prometheus_port")
+UNIMPORTANT = ("run.dir", "run.overwrite", "run.resume", "logging.prometheus_port")
 """Settings that differ between any two runs and do not affect results."""
 
 
@@ -56,7 +56,7 @@ def _settings(a: Run, b: Run) -> Markup:
     lines = [
         [words(key), *(words(side.get(key, "–")) for side in (before, after))]
         for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key) and key not in WHERE
+        if before.get(key) != after.get(key) and key not in UNIMPORTANT
     ]
     run_facts = [dict(facts(run)) for run in (a, b)]
     lines += [

@@ -11,7 +11,7 @@ from typing import Any
 from ..memory.rows import PHASES, RankRow
 from . import measure
 from .html.page import LINES, Figure, label, unit_of
-from .measure import REST, Parts, RankStepTime
+from .measure import UNATTRIBUTED, Parts, RankStepTime
 from .read import Run
 
 COLOURS = {
@@ -24,7 +24,7 @@ COLOURS = {
     "communication": "#72b7b2",
     "workspace": "#eeca3b",
     "staging": "#88d27a",
-    REST: "#bab0ac",
+    UNATTRIBUTED: "#bab0ac",
 }
 PHASE_COLOURS = dict(zip(PHASES, ("#d8d8d8", "#bdbdbd", "#9ecae9", "#fdbe85", "#a1d99b"), strict=True))
 POINTS = 1000

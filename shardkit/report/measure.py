@@ -10,19 +10,18 @@ from typing import Any, Literal
 
 from ..memory.rows import PHASES, PhaseName, RankRow
 from ..memory.spread import BEST, SHOWN_SINGLY, WORST, Straggler, pressure, summary
+from ..telemetry.catalog import STEP_PARTS
 from .html.page import Unit
 from .read import Gather, Run, number
 
 STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "update")
-REST = "unattributed"
+UNATTRIBUTED = "unattributed"
 LABELS = {
     "peak_allocated": "peak allocated",
     "peak_reserved": "peak reserved",
     "peak_rss": "peak RSS",
     "state": "state",
 }
-TIMES = {"data_wait_s": "waiting for data", "forward_s": "forward", "backward_s": "backward", "update_s": "update"}
-"""Parts of `step_time_s`."""
 Parts = dict[str, int]
 """Bytes by category."""
 
@@ -65,7 +64,10 @@ def key_figures(run: Run) -> list[KeyFigure]:
         KeyFigure("validation loss", validation[-1] if validation else None, "plain"),
         KeyFigure(f"{run.targets} per second", median(tokens) if tokens else None, "rate", "median over steps"),
         KeyFigure("step time", median(times) if times else None, "s", "median over steps"),
-        *(KeyFigure(label, _share_of_steps(run, key), "share", "of step time, rank 0") for key, label in TIMES.items()),
+        *(
+            KeyFigure(label, _share_of_steps(run, key), "share", "of step time, rank 0")
+            for key, label in STEP_PARTS.items()
+        ),
         KeyFigure("stalled by saves", sum(saves + end_saves) if saves + end_saves else None, "s", "in all"),
     ]
     for key, label in LABELS.items():
@@ -74,7 +76,7 @@ def key_figures(run: Run) -> list[KeyFigure]:
             KeyFigure(label, spread.max if spread else None, "bytes", f"rank {spread.worst}" if spread else "")
         )
     skew = None if condensed.peak is None else condensed.peak[1].skew
-    figures.append(KeyFigure("memory skew", skew, "plain", "largest peak over the mean"))
+    figures.append(KeyFigure("largest peak / mean peak", skew, "plain", "1: all ranks need the same memory"))
     if any(record.get("skipped") is not None for record in run.metrics):
         figures.append(KeyFigure("skipped steps", sum(skipped), "count", "loss scaling"))
     return figures
@@ -173,11 +175,14 @@ def parts(row: RankRow) -> dict[str, Parts]:
 
 def state_alone(locations: dict[str, Parts]) -> dict[str, Parts]:
     """`parts` without the unattributed rest."""
-    return {location: {kind: n for kind, n in parts.items() if kind != REST} for location, parts in locations.items()}
+    return {
+        location: {kind: n for kind, n in parts.items() if kind != UNATTRIBUTED}
+        for location, parts in locations.items()
+    }
 
 
 def _with_rest(attributed: Parts, total: int) -> Parts:
-    return {**attributed, REST: max(0, total - sum(attributed.values()))}
+    return {**attributed, UNATTRIBUTED: max(0, total - sum(attributed.values()))}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ..memory.spread import pressure
 from ..plan import history
 from .figures import COLOURS
 from .html.page import LINES, Figure, unit_of
-from .measure import REST, phase_peaks
+from .measure import UNATTRIBUTED, phase_peaks
 from .read import Gather, Run, mapping, number, read_run, sequence
 from .traced import categories_of, peak_of
 
@@ -126,7 +126,7 @@ def predicted(comparisons: Sequence[Compared], figure: str = "peak allocated") -
             "y": [None if (v := getattr(c, name)) is None else v / scale for c in shown],
             "hovertemplate": f"%{{y:.6g}} {unit}",
         }
-        for name, colour in (("predicted", COLOURS[REST]), ("measured", LINES[0]))
+        for name, colour in (("predicted", COLOURS[UNATTRIBUTED]), ("measured", LINES[0]))
     ]  # fmt: skip
     layout = {
         "barmode": "group",

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ..config.presets import targets_called
 from ..errors import DataError
 from ..files import open_regular, parse_json, parsed, read_regular
 from ..launch.failures import failure, job_starts
 from ..memory.rows import READABLE, RankRow
+from ..telemetry.catalog import targets_called
 
 PROFILED = ("_memory.html", "_trace.json.gz", "_summary.json", "_snapshot.pickle")
 

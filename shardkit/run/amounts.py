@@ -93,9 +93,13 @@ def describe_passes(data: Dataset, schedule: BatchSchedule, steps: int) -> str:
     tokens = "" if counted.tokens is None else f"{counted.tokens:,} tokens, "
     n_samples = schedule.n_samples
     passes = f"{steps / per_pass:,.1f}".removesuffix(".0")
+    if steps < per_pass:
+        passes = f"{steps / per_pass:.2g} of a pass"
+    else:
+        passes += f" pass{'es' * (passes != '1')}"
     return (
         f"a pass: {n_samples:,} samples, {tokens}{per_pass:,} step{'s' * (per_pass > 1)}; {steps:,} "
-        f"step{'s' * (steps > 1)} are {passes} pass{'es' * (passes != '1')}"
+        f"step{'s' * (steps > 1)} {'are' if steps > 1 else 'is'} {passes}"
     )
 
 

@@ -31,12 +31,12 @@ Loss = TypeVar("Loss")
 
 
 class BlockCalls:
-    """Checks that all ranks call the same blocks, if an engine gathers these.
+    """Checks that all ranks call the same blocks, where an engine pairs their gathers by order.
 
-    In the first two steps ranks compare each call of a gathered module before the call, and before backward the
-    parameters that the loss depends on. Later a call is only noted in a list, whose `flags` ride in the step's
-    reduction, with the parameters that got no gradient where the engine knows them. Compiled blocks get the second
-    check alone: the hooks of the others would be compiled with them.
+    In the first two steps the ranks compare every call of a gathered module before the call, and before backward the
+    parameters that the loss depends on. Later each rank only notes its calls: `flags` sends a checksum of them, and of
+    the parameters that got no gradient, with the step's reduction. For compiled blocks only the parameters of the loss
+    are compared, since hooks on their modules would be compiled with them.
 
     Args:
         blocks: the model's repeated blocks by name.
@@ -100,7 +100,7 @@ class BlockCalls:
         return [m for key, m in callable_modules.items() if key not in self._not_gathered_alone]
 
     @property
-    def last(self) -> str:
+    def last_called(self) -> str:
         """Name of the block that this rank called last; empty before the first call, and where no engine compares."""
         return self._order[self._called[-1]] if self._called else ""
 
@@ -121,7 +121,7 @@ class BlockCalls:
         self._leaves |= {id(param): prefix + name for name, param in module.named_parameters()}
 
     def _compare(self, name: str) -> None:
-        """Raise on every rank if the ranks are not at the same place; collective."""
+        """Raise on every rank if the ranks are at different calls; collective."""
         if self._agreed(name):
             return
         raise self._refusal([str(called) for called in self._world.gather(name)])
@@ -156,7 +156,7 @@ class BlockCalls:
         return plain_class(modules[holder]) if holder else None
 
     def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
-        """`loss`; in the first steps it ends by comparing its calls and the parameters that it depends on.
+        """The loss function; in the first steps it ends by comparing its calls and the parameters it depends on.
 
         Raises (from the loss):
             ConfigError: ranks differ, or the loss bypassed the wrapped model.
@@ -189,7 +189,7 @@ class BlockCalls:
         return explained(error, self._model, self._strategy)
 
     def compare_reach(self, words: str) -> None:
-        """Raise on every rank unless all have just found the same part used outside of its block; collective."""
+        """Raise on every rank unless all ranks have just found the same part used outside of its block; collective."""
         if self._same_calls and self._model.training and self._step <= FIRST_STEPS:
             self._compare(words)
 
@@ -253,7 +253,11 @@ class BlockCalls:
 
 
 def advice(strategy: StrategyName, shared: str | None) -> str:
-    """The fix for a model whose ranks use different parts; `shared`: a class around the parts that every rank calls."""
+    """The fix for a model whose ranks use different parts.
+
+    Args:
+        shared: name of a class around those parts that every rank calls; `None` if there is none.
+    """
     if strategy == "ddp":  # the words name settings, which differ by the name of the strategy
         return "set parallel.find_unused=true"
     ddp = "set parallel.strategy=ddp with parallel.find_unused=true"

@@ -164,7 +164,7 @@ def _refuse_to_lose(path: Path, loaded: LoadedConfig) -> None:
     """Raise if `run.overwrite` would delete checkpoints that this job made, or may have made.
 
     Where nothing identifies the job, an unfinished run of the same config counts as its own: a supervisor may have
-    started the command again. Checkpoints of other jobs are deleted, which is said.
+    started the command again. Checkpoints of other jobs are deleted, with a warning.
     """
     newest = job_starts.newest_checkpoint(path)
     if newest is None:
@@ -188,7 +188,7 @@ def _refuse_to_lose(path: Path, loaded: LoadedConfig) -> None:
 
 
 def _has_config(path: Path, loaded: LoadedConfig) -> bool:
-    """Whether the run in `path` has this config, however each was to treat the directory."""
+    """Whether the run in `path` has this config, apart from the keys that say how to treat the directory."""
     try:
         earlier = load_config(path / "config.yaml").config
     except ConfigError:  # written by another version
@@ -225,7 +225,7 @@ def write_config(path: Path, loaded: LoadedConfig) -> None:
 
 
 def note_last_step(world: Ranks, path: Path, step: int) -> None:
-    """Write to env.json at which step the run will end, for a run whose length its data decide; collective."""
+    """Record the run's last step in env.json, for a run whose length depends on its data; collective."""
 
     def change() -> None:
         file = path / "env.json"
@@ -301,14 +301,13 @@ def _clear(path: Path, files_in_use: Sequence[str]) -> None:
     for name in FILES:
         (path / name).unlink(missing_ok=True)
     if foreign_entries:
-        shown = ", ".join(str(entry.relative_to(path)) for entry in foreign_entries[:5]) + ", …" * (
-            len(foreign_entries) > 5
-        )
+        names = [str(entry.relative_to(path)) for entry in foreign_entries]
+        shown = ", ".join(names[:5]) + ", …" * (len(names) > 5)
         print(f"run.overwrite keeps files in {path} that no run wrote: {shown}", file=sys.stderr, flush=True)
 
 
 def _of_rivals(path: Path) -> list[Path]:
-    """The logs of jobs that run right now. One that started at the same time is refused soon, and says so there."""
+    """The logs of jobs that run now. A job that started at the same time is refused soon, and its log says so."""
     logs = path.absolute() / "logs"
     running = [folder for folder in logs.glob("*") if folder.is_dir() and job_starts.is_in_use(folder)]
     jobs = {match[1] for folder in running if (match := re.fullmatch(r"slurm-(\w+)\.\d+", folder.name))}
@@ -352,9 +351,9 @@ def _clear_folder(path: Path, name: str, files_in_use: Sequence[str] = ()) -> li
 
 
 def listed(path: Path) -> str:
-    """The run's files on one line: top-level files, and each folder with the number and size of its files.
+    """List the run's files on one line: top-level files, and each folder with the number and size of its files.
 
-    Files of the user's own beside them are left out.
+    Other files of the user in the same directory are left out.
     """
     parts = []
     for entry in sorted(entry for entry in path.iterdir() if entry.name in {*FILES, *FOLDERS, _PLAN}):

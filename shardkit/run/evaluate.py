@@ -67,7 +67,7 @@ def _means(task: Task, sums: dict[str, float], part: str) -> dict[str, float]:
 _COUNT = ""
 """Key of the number of targets."""
 _LARGEST = 700.0
-"""exp of more is no number."""
+"""Losses above this have no perplexity: exp would overflow."""
 
 
 def _sums(job: Job, task: Task, data: Dataset, limit: int, is_over: Callable[[], bool]) -> dict[str, float] | None:
@@ -114,7 +114,7 @@ def report(job: Job, task: Task, run_dir: Path, measured: dict[str, float]) -> N
 
 
 def beside(val_loss: float, baseline: float) -> str:
-    """How far a validation loss is below a baseline, in per cent of it, or how many times as high it is."""
+    """Compare a validation loss with a baseline in words: how many per cent below it, or how many times as high."""
     if val_loss > baseline:
         times = val_loss / baseline
         return f"the validation loss is {times:.2f} times as high: worse than each token's frequency alone"

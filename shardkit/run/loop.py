@@ -189,12 +189,11 @@ class Loop:
         """Check what only the first step of this start can show; later steps get a shorter time limit."""
         if not record.get("skipped"):
             self.first_update.check(step.lr)
-        if self.step != self.first_step:
-            return
-        audit(self.job.strategy, self.job.world, self.run_dir)
-        if self.config.compile.enabled:
-            say_graph_breaks()
-        self.watchdog.set_limit(self.config.run.step_timeout_s)
+        if self.step == self.first_step:
+            audit(self.job.strategy, self.job.world, self.run_dir)
+            if self.config.compile.enabled:
+                say_graph_breaks()
+            self.watchdog.set_limit(self.config.run.step_timeout_s)
 
     def _gather_due(self, step: int) -> bool:
         return step == 1 or step % self.config.memory.interval == 0 or self._is_last(step)

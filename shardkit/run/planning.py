@@ -109,7 +109,7 @@ class RunPlan:
                     estimates.append(self._planner.predict(config))
                 estimates[0].save(run_dir, config, estimates[1:])
                 if len(estimates) == 1:
-                    print(f"plan: {said(estimates[0])}", flush=True)
+                    print(f"plan: {describe(estimates[0])}", flush=True)
         except (ShardkitError, OSError, ValueError) as error:
             late = time.monotonic() >= self._deadline
             if not self._over:
@@ -124,7 +124,7 @@ class RunPlan:
             self._planner.stop()
 
 
-def said(estimate: MemoryEstimate) -> str:
+def describe(estimate: MemoryEstimate) -> str:
     """An estimate in one line."""
     if estimate.device_memory is None:
         return f"{gib(estimate.needed)} predicted"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config.presets import targets_called
 from ..config.schema import LoggingConfig
 from ..hardware.cards import gpu_peak_flops
 from ..memory.rows import RankRow
 from ..parallel.world import World
 from ..tasks.base import Task
+from ..telemetry.catalog import targets_called
 from ..telemetry.metrics import MetricsWriter
 from ..telemetry.progress import RunProgress
 from . import directory
@@ -27,7 +27,7 @@ class Recorder:
     """`metrics.jsonl`, TensorBoard, the terminal and the Prometheus endpoint of a run; on rank 0 only.
 
     Args:
-        done: steps that the resumed run has already recorded.
+        n_recorded: steps that the resumed run has already recorded.
         last_step: the run's last step.
 
     Raises:

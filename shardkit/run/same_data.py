@@ -31,8 +31,9 @@ def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized])
 
 
 def check_same_digests(world: World, digests: Mapping[str, str]) -> None:
-    """Refuse ranks that read other data of the same size, or tokenise them otherwise: they would train a mixture. All
-    ranks call it.
+    """Refuse ranks whose data differ at the same size, or are tokenised differently: they would train on a mixture.
+
+    Collective.
 
     Args:
         digests: of this rank's data, by name, as `Task.digests` gives them.

@@ -54,7 +54,7 @@ def write_samples(
 def _continue(
     job: Job, task: Any, prompts: Prompts, indices: Sequence[int], step: int, is_over: Callable[[], bool]
 ) -> dict[int, list[int]]:
-    """The new tokens of this rank's prompts; rows beyond the last prompt are fillers, so that all ranks call alike."""
+    """Generate the new tokens of this rank's prompts; fillers for missing prompts let all ranks call alike."""
     train, device = job.config.train, job.world.device
     _, width = prompts.batch(train, job.world.size)
     tokens = torch.zeros(len(indices), width, dtype=torch.long)

@@ -39,7 +39,7 @@ class SumCheck:
             self._counts += counts
 
     def around(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
-        """`loss_fn`, with its losses recorded; it does not wait for them."""
+        """The loss function, with its losses recorded; it does not wait for them."""
 
         def noted(model: Any, batch: Any) -> torch.Tensor:
             loss = one_number(loss_fn(model, batch))

@@ -144,7 +144,7 @@ class Trainer:
         hosts = [str(host) for host in job.world.gather(os.environ.get("SLURMD_NODENAME") or os.uname().nodename)]
         return Watchdog(
             self.run_dir / "logs" / "hang", job.world.rank, job.world.size, self.config.run.init_timeout_s,
-            block=lambda: job.calls.last, hosts=hosts, key="run.init_timeout_s",
+            block=lambda: job.calls.last_called, hosts=hosts, key="run.init_timeout_s",
             pulse=self._say_pulse if job.world.is_main else None,
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ Loss = TypeVar("Loss")
 
 _LOG = logging.getLogger(__name__)
 WATCHED_S = 7 * 24 * 3600.0
-"""Timeout for collectives of a watched job: their own names no rank, and counts time while the job is suspended."""
+"""Timeout of collectives in a watched job. It names no rank, and counts time while the job is suspended."""
 
 
 def _none() -> object:
@@ -104,7 +104,7 @@ class Watchdog:
         self._step, self._doing, self._beats = step, doing, self._beats + 1
 
     def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
-        """`loss`, with a beat before and after: a rank stuck in forward is then behind a rank waiting in backward."""
+        """The loss function with a beat before and after: a rank stuck in forward is behind one waiting in backward."""
 
         def watched(*args: Any) -> Loss:
             self.beat(self._step, "forward")

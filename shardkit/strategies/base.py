@@ -1,4 +1,4 @@
-"""The strategy protocol; the trainer, the ledger and checkpoints use nothing else."""
+"""The protocol of engines, as the training loop, the ledger and checkpoints use it."""
 
 from __future__ import annotations
 

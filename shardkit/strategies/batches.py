@@ -31,11 +31,11 @@ def map_tensors(batch: Any, change: Change, convert: Callable[[Any], Any] | None
     call of its constructor. The given batch is not changed.
 
     Args:
-        convert: what becomes of other objects with a method `to` of their own, such as torch's `PackedSequence`; None =
-            they stay as they are.
+        convert: converts other objects that have a method `to` of their own, such as torch's `PackedSequence`; None
+            leaves them as they are.
 
     Raises:
-        ConfigError: a mapping with tensors can neither be copied nor made anew.
+        ConfigError: a mapping with tensors can neither be copied nor rebuilt.
     """
     within = partial(map_tensors, change=change, convert=convert)
     if isinstance(batch, torch.Tensor):

@@ -52,7 +52,7 @@ def refuse_parameters(model: nn.Module, strategy: Strategy) -> nn.Module:
     """Return the model if the engine can hold each of its parameters.
 
     Raises:
-        ConfigError: a parameter has no size yet, is complex, has several elements in one place of memory, or gets
+        ConfigError: a parameter has no size yet, is complex, has several elements at one address of memory, or gets
             sparse gradients; names it and its module.
     """
     for prefix, module in model.named_modules():
@@ -84,7 +84,7 @@ def make_contiguous(model: nn.Module, strategy: Strategy) -> None:
     """Lay out parameters and saved buffers in memory in the order of their elements, as engines and checkpoints do.
 
     Raises:
-        ConfigError: the parameter is a view of another one, which a sharding engine would part.
+        ConfigError: the parameter is a view of another one, which a sharding engine would separate.
     """
     plain = {fqn: param for fqn, param in model.named_parameters() if not hasattr(param, "ds_id")}
     addresses = Counter(param.untyped_storage().data_ptr() for param in plain.values() if not param.is_meta)

@@ -28,7 +28,7 @@ from .states import TorchStates, flat
 from .step import clip_and_step
 
 _WATCHDOG_S = 0.2
-"""Twice the interval in which NCCL's watchdog lets go of collectives that have ended (kWatchdogThreadSleepMillis)."""
+"""Twice the interval at which NCCL's watchdog releases collectives that have ended (kWatchdogThreadSleepMillis)."""
 
 
 def own_or_models(wrapper: nn.Module, name: str) -> Any:
@@ -42,7 +42,7 @@ def own_or_models(wrapper: nn.Module, name: str) -> Any:
 
 
 class Wrapped(DistributedDataParallel):
-    """torch's wrapper, which also shows the attributes of the model inside it (a tokenizer, a preprocessor)."""
+    """torch's wrapper, with the attributes of the model inside it (a tokenizer, a preprocessor)."""
 
     __getattr__ = own_or_models
 
@@ -117,9 +117,10 @@ class DDP(TorchStates):
         return update
 
     def _let_first_buckets_go(self) -> None:
-        """Wait until nobody but DDP holds the buckets of the first step, once.
+        """Wait once, after the first step, until NCCL's watchdog has released its gradient buckets.
 
-        The second forward makes them anew, and the watchdog still held the old ones: both were in memory.
+        The second forward allocates new buckets. Without the wait the watchdog still holds the old ones, so that both
+        take memory.
         """
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)

@@ -21,8 +21,8 @@ class EMA:
     """Wraps any strategy; after each step: average ← decay · average + (1 - decay) · weight.
 
     A rank averages only the ranges that it writes to checkpoints (of the fp32 masters, if there are any). Evaluation
-    exchanges the values of weights and averages, not the tensors: compiled code and engines do not notice. Checkpoints
-    hold the averages as `ema.<fqn>`.
+    exchanges the values of weights and averages, not the tensors, so that engines and compiled code keep their tensors.
+    Checkpoints hold the averages as `ema.<fqn>`.
 
     Args:
         decay: share of the average that a step keeps; a weight's half-life is ln 2 / (1 - decay) steps.
@@ -33,7 +33,7 @@ class EMA:
         self._decay = decay
         self._averages: list[torch.Tensor] = []
         self._followed: list[torch.Tensor] = []
-        """The weights of each average, views into the engine's memory; their place is fixed after the first step."""
+        """The weights of each average, views into the engine's memory; addresses stay after the first step."""
         self.name = inner.name
         # Methods that the average does not affect are the engine's own, called directly.
         self.construction, self.create_optimizer_state = inner.construction, inner.create_optimizer_state
@@ -89,17 +89,17 @@ class EMA:
 
     def shards(self) -> Iterator[Shard]:
         yield from self.inner.shards()
-        yield from self._own()
+        yield from self._average_shards()
 
     def load_targets(self) -> Iterator[Shard]:
         yield from self.inner.load_targets()
-        yield from self._own()
+        yield from self._average_shards()
 
     def _weights(self) -> list[Shard]:
         """This rank's own ranges of the weights, always in the same order."""
         return [shard for shard in self.inner.shards() if shard.name.startswith(_MODEL)]
 
-    def _own(self) -> Iterator[Shard]:
+    def _average_shards(self) -> Iterator[Shard]:
         for shard, average in zip(self._weights(), self._averages, strict=True):
             yield replace(shard, name=_EMA + shard.name.removeprefix(_MODEL), local=average)
 

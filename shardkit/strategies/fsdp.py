@@ -54,7 +54,7 @@ class FSDP(TorchStates):
         self._order_differs = False
         """Whether ranks may call units in different orders, since the data choose."""
         self.unused: UnusedParameters | None = None
-        """Of several ranks: what this one did not use in the step."""
+        """The parameters that this rank did not use in the step; `None` on a single rank."""
         self._may_differ: list[str] = []
         """The parameters that the data may choose (experts): ranks may use different ones."""
 
@@ -131,8 +131,8 @@ class FSDP(TorchStates):
     def _prefetch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Gather the parameters of `parallel.prefetch` blocks ahead; torch's default is one in backward.
 
-        torch takes the unit whose forward ended before. Where ranks call different units (shared experts), it would
-        gather in another order on each, so the blocks are named here, and no other unit gathers ahead.
+        By default torch gathers the unit whose forward ended before. Where ranks call different units (shared experts),
+        each rank would gather in another order: then the blocks are named here, and no other unit gathers ahead.
         """
         ahead = self._config.parallel.prefetch
         if ahead == 1 and not self._order_differs:

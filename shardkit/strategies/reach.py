@@ -51,7 +51,7 @@ class Reach(TorchFunctionMode):
         observes: look for uses outside of a unit's forward in the first steps.
 
     Attributes:
-        agree: called with words about each new find; raises on every rank unless all ranks have found the same.
+        agree: called with a description of each newly held unit; raises on every rank unless all descriptions agree.
         gathered: called when a unit was gathered outside of its forward.
     """
 
@@ -62,8 +62,8 @@ class Reach(TorchFunctionMode):
         self._units: list[FSDPModule] = []
         self._slots: dict[int, tuple[FSDPModule, nn.Module, str]] = {}
         self._late: list[Any] = []
-        """Units that get gradients after FSDP2 has reduced theirs: those left are reduced at the end of backward."""
-        self.held: list[FSDPModule] = []
+        """Units that got more gradients after FSDP2 had reduced theirs: these are reduced at the end of backward."""
+        self.held_units: list[FSDPModule] = []
         self._observes = observes
         self._steps = 0
         self.agree: Callable[[str], None] = lambda words: None
@@ -97,16 +97,16 @@ class Reach(TorchFunctionMode):
 
     def _gather(self, *_: Any) -> None:
         """Gather the held units; a hook before the model's forward."""
-        for unit in self.held:
+        for unit in self.held_units:
             unit.unshard()
-        if self.held:
+        if self.held_units:
             self.gathered()
 
     def hold(self, unit: Any) -> None:
         """Hold a unit from now on, in each step."""
         assert isinstance(unit, FSDPModule)
-        if unit not in self.held:
-            self.held.append(unit)
+        if unit not in self.held_units:
+            self.held_units.append(unit)
             # FSDP2 frees it after an outer call of itself, if it calls itself.
             again = torch.compiler.disable(partial(_gather_again, unit))  # type: ignore[no-untyped-call]
             unit.register_forward_hook(again)  # type: ignore[attr-defined]
@@ -114,11 +114,11 @@ class Reach(TorchFunctionMode):
 
     def is_held(self, module: nn.Module) -> bool:
         """Whether calls of a module gather nothing, since its unit is held."""
-        return id(module) in map(id, self.held)
+        return id(module) in map(id, self.held_units)
 
     def keep_held(self) -> None:
         """Hold the held units after a change of the whole model's settings."""
-        for unit in self.held:
+        for unit in self.held_units:
             self._keep(unit)
 
     def _keep(self, unit: FSDPModule) -> None:
@@ -130,7 +130,7 @@ class Reach(TorchFunctionMode):
         """Reduce the held units' gradients, if `reduces`, and free their parameters."""
         if self._observes:
             self._look_for_gradients(reduces)
-        for unit in self.held:
+        for unit in self.held_units:
             unit.set_requires_gradient_sync(reduces, recurse=False)
             unit.set_reshard_after_backward(True, recurse=False)
             compat_fsdp.reduce_gradients(unit)
@@ -141,7 +141,7 @@ class Reach(TorchFunctionMode):
     def _look_for_gradients(self, reduces: bool) -> None:
         """Find the units that got gradients after they had reduced theirs."""
         for unit in [*self._units, self._model] if reduces else ():
-            if unit not in self.held and unit not in self._late and compat_fsdp.has_gradients(unit):
+            if unit not in self.held_units and unit not in self._late and compat_fsdp.has_gradients(unit):
                 self._late.append(unit)
 
     def finish_step(self) -> None:
@@ -159,23 +159,23 @@ class Reach(TorchFunctionMode):
             return func(*args, **kwargs)
         for leaf in _leaves((args, kwargs)):
             if id(leaf) in self._slots:
-                args, kwargs = self._whole(args), self._whole(kwargs)
+                args, kwargs = self._gathered_arguments(args), self._gathered_arguments(kwargs)
                 break
         return func(*args, **kwargs)
 
-    def _whole(self, tree: Any) -> Any:
-        """The arguments with gathered parameters in place of sharded ones."""
+    def _gathered_arguments(self, tree: Any) -> Any:
+        """The arguments, with each sharded parameter replaced by the gathered one; holds the parameter's unit."""
         if isinstance(tree, (tuple, list)):
-            return type(tree)(map(self._whole, tree)) if not hasattr(tree, "_fields") else tree
+            return type(tree)(map(self._gathered_arguments, tree)) if not hasattr(tree, "_fields") else tree
         if isinstance(tree, dict):
-            return {key: self._whole(value) for key, value in tree.items()}
+            return {key: self._gathered_arguments(value) for key, value in tree.items()}
         slot = self._slots.get(id(tree))
         if slot is None:
             return tree
         unit, module, name = slot
         if isinstance(getattr(module, name), DTensor):
             name_of_use = f"{self._names[id(module)]}.{name}"
-            if unit not in self.held:
+            if unit not in self.held_units:
                 self.agree(f"{name_of_use} outside of its block's forward")
                 self._say(f"{name_of_use} is used outside of {self._names[id(unit)]}'s forward", unit)
             self.hold(unit)
@@ -189,7 +189,7 @@ class Reach(TorchFunctionMode):
         with compat_fsdp.backward_inside_forward(self._model, self._units) as entered:
             result = func(*args, **kwargs)
         for unit in entered:
-            if unit not in self.held:
+            if unit not in self.held_units:
                 self._say(f"forward takes a gradient through {self._names[id(unit)]}", unit)
             self.hold(unit)
             unit.unshard()
@@ -281,7 +281,7 @@ def _is_torch(frame: FrameType) -> bool:
 
 
 _NOT_GATHERED = ("got mixed torch.Tensor and DTensor", "storage of size 0", "sharded_param.grad to be DTensor")
-"""Words of torch's errors where a sharded parameter was computed with, or got the gradient of a whole one."""
+"""Parts of torch's messages when a computation uses a sharded parameter, or gives it a gradient of the full shape."""
 
 
 def explained(error: Exception, model: nn.Module, strategy: str) -> Exception:

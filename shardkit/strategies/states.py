@@ -103,7 +103,7 @@ class TorchStates:
 
 
 def with_scalars(shards: Iterator[Shard], scalars: Collection[str]) -> Iterator[Shard]:
-    """`shards`, with shape () restored for 0-d parameters that an engine holds with shape [1]."""
+    """The shards, with shape () restored for 0-d parameters that an engine holds with shape [1]."""
     for shard in shards:
         fqn = shard.name.partition(".")[2]
         yield replace(shard, shape=()) if fqn in scalars or fqn.rpartition(".")[0] in scalars else shard

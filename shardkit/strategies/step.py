@@ -33,7 +33,7 @@ class StepOutput:
         loss_sum: this rank's summed loss, before division by the global target count.
         grad_norm: global gradient norm before clipping.
         updated: False if loss scaling skipped the update.
-        turns: where each micro-batch's forward and its backward begin, in turns, and then the update.
+        turns: the moments at which each micro-batch's forward and its backward begin, alternating, and then the update.
         ended: the end of the update.
     """
 
@@ -182,7 +182,7 @@ def clip_and_step(
             still compute the norm of the same tensors.
     """
     scaler.unscale_(optimizer)
-    # Kept until the update is done: torch makes the Python object of a gradient anew for each look at it.
+    # Kept until the update has ended: torch creates a new Python object of a gradient at each access.
     grads = [grad for p in parameters if (grad := p.grad) is not None]
     norm = nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes 0.4 s to import
@@ -213,12 +213,12 @@ def _scaled_step(optimizer: torch.optim.Optimizer, scaler: GradScaler, near: tor
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
-    """Update unless the gradients' norm is not finite, as far as this can be told without waiting.
+    """Update unless the gradients' norm is not finite, as far as the host can decide without waiting.
 
-    On the CPU the norm is at hand. On a GPU torch's fused optimizers read a flag on the device; other optimizers still
-    update, and the resulting state must not be saved.
+    On the CPU the norm is known. On a GPU torch's fused optimizers read a flag on the device. Other optimizers update
+    there in any case, and the resulting state must not be saved.
     """
-    zero = norm * 0  # of infinity: NaN; isfinite launches three kernels more
+    zero = norm * 0  # inf · 0 is NaN, which differs from 0; isfinite would launch three more kernels
     if norm.device.type == "cpu":
         if not zero.ne(0):
             optimizer.step()
@@ -229,7 +229,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None
 
 @contextmanager
 def skipping(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> Iterator[None]:
-    """Inside, a step of torch's fused optimizers does nothing if `bad` is true; the device reads `bad`."""
+    """Inside this context a step of torch's fused optimizers does nothing if `bad`, which the device reads, is true."""
     if not all(group.get("fused") for group in optimizer.param_groups):
         yield
         return

@@ -46,11 +46,11 @@ class UnusedParameters:
             self._without[unit, self._names[id(param)]] += 1
 
     def names(self) -> list[str]:
-        """The parameters that this rank did not use in the present step, or in the last one before the next begins."""
+        """The parameters that this rank did not use in the present step; between two steps, in the one that ended."""
         return sorted(name for (unit, name), count in self._without.items() if count == self._reductions[unit])
 
     def end_step(self) -> None:
-        """Count anew from the next reduction on; until then `names` answers for this step.
+        """Restart the count at the next reduction; until then `names` describes the step that has ended.
 
         The first step gathers the units that it did not use, on all ranks: FSDP2 reduces no zeros for a unit that was
         never gathered, and a rank that uses it later would reduce it alone.

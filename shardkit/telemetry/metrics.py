@@ -25,12 +25,7 @@ _QUEUE = 10_000
 class MetricsWriter:
     """Appends one JSON object per optimizer step; TensorBoard gets the same numbers and every gather's memory.
 
-    A step's object holds: step, loss (mean over the step's targets), grad_norm (before clipping), lr, tokens (targets
-    in this step, all ranks), tokens_total, step_time_s and its parts data_wait_s, forward_s, backward_s and update_s
-    (rank 0), tokens_per_s, positions and positions_per_s (that the model computed, with padding and tokens without a
-    target) if the task counts them, val_loss and eval_s after an evaluation, profile_s after a profile's export, and
-    save_s after a save (seconds that training stalled for it before this step). The last one has end_save_s: the same
-    after it, and the wait for a save in the background. The norm of a step that fp16 loss scaling skipped is null.
+    `catalog.METRICS` lists the fields of a step's object. A number that is not finite is written as null.
 
     Args:
         wandb_project: also log to this Weights & Biases project; the run keeps its id when it is resumed.

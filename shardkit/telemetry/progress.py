@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Any
 from ..errors import gib
 from ..memory.rows import RankRow
 from ..memory.spread import Summary, pressure, summary
+from .catalog import STEP_PARTS
 
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
 LINE_S = 30.0
-"""Most seconds between two lines where there is no terminal, if steps end meanwhile."""
+"""Longest pause in seconds between two lines without a terminal, if steps end meanwhile."""
 REFRESH_S = 1.0
 """Least seconds between two drawings of a terminal."""
 BARS = 8
 """At most this many ranks get a bar: those with the largest peaks."""
 TIGHT = 0.9
 """A rank's bar turns red at this share of its memory."""
-
-_PARTS = {"data_wait_s": "data", "forward_s": "forward", "backward_s": "backward", "update_s": "update"}
 
 
 class RunProgress:
@@ -92,7 +91,7 @@ class RunProgress:
         if self._condensed is not None and self._condensed.peak is not None:
             metric, spread = self._condensed.peak
             kind = "peak RSS" if metric == "peak_rss" else "peak allocated"
-            worst = f" (rank {spread.worst}, skew {spread.skew:.2f})" if len(self._rows) > 1 else ""
+            worst = f" (rank {spread.worst}, {spread.skew:.2f} × the mean)" if len(self._rows) > 1 else ""
             parts.append(f"{kind} {gib(spread.max)}{worst}")
             parts += [f"slow: rank {slow.name}" for slow in self._condensed.stragglers[:1]]
         if self._saves_s:
@@ -219,11 +218,11 @@ def _tqdm_draws() -> bool:
 
 
 def parts_of(record: Mapping[str, float]) -> str:
-    """A step's time and its parts: `step 412 ms: data 2 %, forward 31 %, backward 58 %, update 9 %`."""
+    """A step's time and its parts: `step 412 ms: waiting for data 2 %, forward 31 %, backward 58 %, update 9 %`."""
     if "forward_s" not in record:
         return ""
     step_s = record["step_time_s"]
-    parts = [f"{name} {record[key] / step_s:.0%}".replace("%", " %") for key, name in _PARTS.items()]
+    parts = [f"{name} {record[key] / step_s:.0%}".replace("%", " %") for key, name in STEP_PARTS.items()]
     return f"step {1e3 * step_s:,.0f} ms: {', '.join(parts)}"
 
 

@@ -27,7 +27,7 @@ def corpus(folder: Path) -> Path:
 
 def settings(case: str, world: int, root: str, run: str, **extra: Any) -> dict[str, Any]:
     strategy, *offloaded = case.split("+")
-    out: dict[str, Any] = {f"parallel.offload_{what}": "cpu" for what in offloaded}
+    out: dict[str, Any] = {f"parallel.offload_{part}": "cpu" for part in offloaded}
     out |= {
         "data.path": f"{root}/text", "data.cache_dir": f"{root}/cache", "run.dir": f"{root}/{run}", "run.device": "cpu",
         "parallel.strategy": strategy, "train.deterministic": True, "model.dropout": 0.1,
@@ -83,18 +83,18 @@ def cpu_adam_bits(stops: tuple[int, ...], steps: int) -> list[bool]:
         param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(index))
         optimizer.step()
 
-    first = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    through, again = torch.nn.Parameter(first.clone()), torch.nn.Parameter(first.clone())
-    one, other = adam(through), adam(again)
+    start = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    through, again = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    uninterrupted, resumed = adam(through), adam(again)
     same = []
     for index in range(1, steps + 1):
-        step(one, through, index)
+        step(uninterrupted, through, index)
         if index in stops:
-            state = other.state[again]
-            other = adam(again)
-            other.state[again] = state
-            _replay_bias_correction(other)
-        step(other, again, index)
+            state = resumed.state[again]
+            resumed = adam(again)
+            resumed.state[again] = state
+            _replay_bias_correction(resumed)
+        step(resumed, again, index)
         same.append(torch.equal(through, again))
     return same
 
@@ -104,12 +104,12 @@ def interrupted(names: list[str], root: str, stops: tuple[int, ...] = (3, 6), **
     out = {}
     for case in names:
         tag = f"{case}@{dist.get_world_size()}"
-        whole = train(case, root, f"{tag}-whole", **extra)
+        figures = train(case, root, f"{tag}-whole", **extra)
         pieces = []
         for stop in (*stops, None):
-            first = stop == stops[0]
-            pieces += train(case, root, f"{tag}-parts", stop, **{"run.resume": not first}, **extra)
-        out[case] = (whole, pieces, [_recorded(Path(root) / f"{tag}-{run}") for run in ("whole", "parts")])
+            is_first = stop == stops[0]
+            pieces += train(case, root, f"{tag}-parts", stop, **{"run.resume": not is_first}, **extra)
+        out[case] = (figures, pieces, [_recorded(Path(root) / f"{tag}-{run}") for run in ("whole", "parts")])
     return out
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing import connection
@@ -31,13 +32,13 @@ def resumed(root: Path, **config: Any) -> int | None:
     strategy = fakes.Plain()
     checkpoints = fakes.checkpointer(root, strategy, **config)
     try:
-        found = checkpoints.resume(root)
+        loaded = checkpoints.resume(root)
     finally:
         checkpoints.close()
-    if found is None:
+    if loaded is None:
         return None
-    assert strategy.holds(found[1].step), "loaded, but wrongly"
-    return found[1].step
+    assert strategy.holds(loaded[1].step), "loaded, but wrongly"
+    return loaded[1].step
 
 
 def damage(path: Path, how: str, chance: random.Random) -> None:
@@ -128,10 +129,10 @@ def test_another_runs_checkpoints_are_left_alone(saved: Path, tmp_path: Path) ->
     before = sorted(p.name for p in saved.iterdir())
     strategy = fakes.Plain()
     checkpoints = fakes.checkpointer(tmp_path / "mine", strategy)
-    found = checkpoints.resume(saved)
+    loaded = checkpoints.resume(saved)
     checkpoints.close()
-    assert found is not None
-    assert found[1].step == 2
+    assert loaded is not None
+    assert loaded[1].step == 2
     assert sorted(p.name for p in saved.iterdir()) == before
 
 
@@ -237,6 +238,7 @@ def save_with_a_full_rank(root: str, async_save: bool) -> tuple[list[str | None]
         root, strategy, async_save=async_save, on_done=lambda report: errors.append(report.error)
     )
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sys.dont_write_bytecode = True  # the limit would cut it
     for step in (1, 2, 3):
         limited = step == 2 and dist.get_rank() == 1
         limit = 100_000 if limited else resource.RLIM_INFINITY
@@ -264,7 +266,7 @@ def only_rank_0_saves(root: str) -> None:
 
 
 # What is resumed from, the step that is saved then, and what may be found after a crash.
-PLACES = {
+MOMENTS = {
     "a new step": ("newest", 4, {3, 4}),
     "going back": ("step_00000002", 3, {2, 3}),
     "after a damaged one": ("newest", 3, {2, 3}),
@@ -273,16 +275,17 @@ PLACES = {
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(name, marks=() if name == "after a damaged one" else pytest.mark.release) for name in PLACES]
+    "moment",
+    [pytest.param(name, marks=() if name == "after a damaged one" else pytest.mark.release) for name in MOMENTS],
 )
-def test_a_crash_before_any_change_on_disk(place: str, saved: Path, tmp_path: Path) -> None:
+def test_a_crash_before_any_change_on_disk(moment: str, saved: Path, tmp_path: Path) -> None:
     """One process for each change (write, fsync, rename, ...) that a resume and a save make, ended right before it."""
-    source, step, wanted = PLACES[place]
+    source, step, allowed_steps = MOMENTS[moment]
     context = _forkserver()
     for count in range(1, 1000):
         root = tmp_path / f"crash{count}"
         shutil.copytree(saved, root)
-        if place == "after a damaged one":
+        if moment == "after a damaged one":
             os.truncate(root / "step_00000003" / "rank_00000.bin", 100)
         start = {"newest": str(root), "": ""}.get(source, f"{root}/{source}")
         process = context.Process(target=killed.crash_at, args=(str(root), count, start, step))
@@ -290,14 +293,14 @@ def test_a_crash_before_any_change_on_disk(place: str, saved: Path, tmp_path: Pa
         process.join(60)
         assert process.exitcode in (0, 9), f"change {count}: exit code {process.exitcode}"
         bad = {p.name for p in layout.checkpoints(root) if manage.verify(p)}
-        assert bad <= ({"step_00000003"} if place == "after a damaged one" else set()), f"change {count}: {bad}"
+        assert bad <= ({"step_00000003"} if moment == "after a damaged one" else set()), f"change {count}: {bad}"
         # As the next start of the run would: it sweeps, and takes the newest.
-        found = resumed(root)
-        assert found in wanted, f"change {count}: step {found}"
+        resumed_step = resumed(root)
+        assert resumed_step in allowed_steps, f"change {count}: step {resumed_step}"
         assert not [p for p in root.iterdir() if p.suffix in (layout.TMP, layout.OLD, layout.DELETED)]
         shutil.rmtree(root)
         if process.exitcode == 0:
-            assert found == step
+            assert resumed_step == step
             assert count > 10, "the changes were not counted"
             return
     raise AssertionError("never came to its end")
@@ -314,18 +317,18 @@ def kill_during_saves(root: Path, kills: int, seed: int, async_save: bool) -> No
     chance, context = random.Random(seed), _forkserver()
     reached, halfway = [], 0
     for trial in range(kills):
-        said = root.parent / f"said{trial}"
+        word = root.parent / f"word{trial}"
         ranks = [
             context.Process(
                 target=killed.save_forever,
-                args=(str(root), str(root.parent / f"store{trial}"), rank, 2, f"{said}.{rank}", async_save),
+                args=(str(root), str(root.parent / f"store{trial}"), rank, 2, f"{word}.{rank}", async_save),
             )
             for rank in range(2)
         ]
         for process in ranks:
             process.start()
         try:
-            _until(Path(f"{said}.0").exists, ranks)
+            _until(Path(f"{word}.0").exists, ranks)
             _until(lambda: any(root.glob("step_*.tmp")), ranks)
             # The moment is random on purpose: anywhere in the save that has begun, or after it.
             ended = connection.wait([p.sentinel for p in ranks], timeout=chance.uniform(0, 0.03))
@@ -334,7 +337,7 @@ def kill_during_saves(root: Path, kills: int, seed: int, async_save: bool) -> No
             for process in chance.sample(ranks, 2):
                 process.kill()
                 process.join()
-        reached.append(_look(root, Path(f"{said}.0")))
+        reached.append(_look(root, Path(f"{word}.0")))
         halfway += bool(list(root.glob("step_*.*")))
     assert reached == sorted(reached), "the next start went on from what was there"
     assert reached[-1] > reached[0]
@@ -349,14 +352,14 @@ def _until(seen: Callable[[], bool], ranks: list[Any]) -> None:
         assert not connection.wait([p.sentinel for p in ranks], timeout=0.001), "a rank failed by itself"
 
 
-def _look(root: Path, said: Path) -> int:
+def _look(root: Path, word: Path) -> int:
     """After a kill: everything that looks like a checkpoint is one, and what was said to be done is there."""
-    lines = said.read_text().split("\n")[:-1]  # a last line without its end was cut by the kill
+    lines = word.read_text().split("\n")[:-1]  # a last line without its end was cut by the kill
     announced = int(lines[-1]) if lines else 0
-    found = layout.checkpoints(root)
-    for path in found:
+    checkpoints = layout.checkpoints(root)
+    for path in checkpoints:
         assert manage.verify(path) == [], path
-    newest = layout.step_of(found[0])
+    newest = layout.step_of(checkpoints[0])
     assert newest is not None
     assert newest >= announced, "a checkpoint that was done is gone"
     return newest

@@ -47,12 +47,12 @@ def odd_manifests(body: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
 @pytest.mark.parametrize("count", [20, pytest.param(250, marks=pytest.mark.slow)])
 def test_ls_of_odd_manifests_with_right_digests(count: int, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = saved / "step_00000003" / "manifest.json"
-    whole = json.loads(file.read_bytes())["manifest"]
+    manifest = json.loads(file.read_bytes())["manifest"]
     (saved / "step_00000009.\x1b[2J").mkdir()
     chance = random.Random(0)
-    cases = list(odd_manifests(whole))
+    cases = list(odd_manifests(manifest))
     for at, odd in [(("run", "val_loss"), odd) for odd in ODD] + chance.sample(cases, count):
-        body = copy.deepcopy(whole)
+        body = copy.deepcopy(manifest)
         inner = body
         for key in at[:-1]:
             inner = inner[key]
@@ -67,10 +67,10 @@ def test_ls_of_odd_manifests_with_right_digests(count: int, saved: Path, capsys:
         for command in (["checkpoint", "ls", str(saved.parent)], ["checkpoint", "verify", str(saved.parent), "3"]):
             with pytest.raises(SystemExit) as ended:
                 main(command)
-            said = capsys.readouterr()
-            shown = said.out + said.err
+            printed = capsys.readouterr()
+            shown = printed.out + printed.err
             assert ended.value.code in (0, 1, 2) and all(c.isprintable() or c == "\n" for c in shown), (at, odd, shown)
-            assert ended.value.code != 2 or said.err.startswith("error: "), (at, odd, said)
+            assert ended.value.code != 2 or printed.err.startswith("error: "), (at, odd, printed)
 
 
 COSTLY: dict[str, dict[str, Any]] = {
@@ -171,5 +171,5 @@ def test_listing_needs_no_torch(saved: Path) -> None:
         "import sys; from pathlib import Path; from shardkit.checkpoint import manage; "
         f"manage.entries(Path({str(saved)!r})); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"

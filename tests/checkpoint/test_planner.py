@@ -34,11 +34,11 @@ def planner(*shards: Shard) -> RangeSavePlanner:
 
 def ranges(plan: SavePlan) -> list[tuple[int, int]]:
     """(first element, number of elements) of each item."""
-    found = []
+    starts_and_lengths = []
     for item in plan.items:
         assert item.tensor_data is not None
-        found.append((item.tensor_data.chunk.offsets[0], item.tensor_data.chunk.sizes[0]))
-    return found
+        starts_and_lengths.append((item.tensor_data.chunk.offsets[0], item.tensor_data.chunk.sizes[0]))
+    return starts_and_lengths
 
 
 def test_a_range_is_cut_into_chunks_and_each_holds_its_own_elements() -> None:
@@ -51,10 +51,10 @@ def test_a_range_is_cut_into_chunks_and_each_holds_its_own_elements() -> None:
 
 
 def test_replicas_write_nothing_and_the_whole_is_described_once() -> None:
-    first, second = planner(shard(0, 3000)), planner(shard(3000, 2000), shard(0, 3000, replica=1))
-    plans = [second.create_local_plan(), first.create_local_plan()]
+    owner, replica_holder = planner(shard(0, 3000)), planner(shard(3000, 2000), shard(0, 3000, replica=1))
+    plans = [replica_holder.create_local_plan(), owner.create_local_plan()]
     assert ranges(plans[0]) == [(3000, 1000), (4000, 1000)]
-    _, metadata = first.create_global_plan(plans)
+    _, metadata = owner.create_global_plan(plans)
     assert metadata.planner_data == {"model.w": (5000,)}
     starts = [chunk.offsets[0] for chunk in metadata.state_dict_metadata["model.w"].chunks]  # type: ignore[union-attr]
     assert starts == [0, 1000, 2000, 3000, 4000]
@@ -93,7 +93,7 @@ def reads(entry: TensorEntry, target: Shard) -> list[ReadItem]:
 
 
 @pytest.mark.parametrize(
-    ("start", "length", "wanted"),
+    ("start", "length", "expected"),
     [
         (0, 5000, [(0, 0, 0, 1000), (1, 0, 1000, 1000), (2, 0, 2000, 3000)]),
         (1000, 1000, [(1, 0, 0, 1000)]),
@@ -102,12 +102,12 @@ def reads(entry: TensorEntry, target: Shard) -> list[ReadItem]:
     ],
 )
 def test_a_load_reads_the_parts_of_chunks_that_overlap_and_no_more(
-    start: int, length: int, wanted: list[tuple[int, int, int, int]]
+    start: int, length: int, expected: list[tuple[int, int, int, int]]
 ) -> None:
     """(chunk, first element in it, first element of the target, number of elements)."""
     items = reads(saved(), shard(start, length))
-    found = [(i.storage_index.index, i.storage_offsets[0], i.dest_offsets[0], i.lengths[0]) for i in items]
-    assert found == wanted
+    planned = [(i.storage_index.index, i.storage_offsets[0], i.dest_offsets[0], i.lengths[0]) for i in items]
+    assert planned == expected
 
 
 def test_another_shape_or_type_is_never_reshaped_or_cast() -> None:
@@ -122,15 +122,15 @@ def test_another_shape_or_type_is_never_reshaped_or_cast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "left"),
+    ("run_names", "dropped"),
     [
         (["model.a", "model.b"], "model.c, which"),
         (["model.a"], "model.b and 1 more, which"),
         ([], "model.a and 2 more, which"),
     ],
 )
-def test_what_a_run_would_drop_is_named_and_counted(wanted: list[str], left: str) -> None:
+def test_what_a_run_would_drop_is_named_and_counted(run_names: list[str], dropped: str) -> None:
     tensors = {name: saved(name) for name in ("model.c", "model.a", "model.b", "rng.0.cpu")}
-    with pytest.raises(CheckpointError, match=f"the checkpoint holds {left} this run has no place for"):
-        refuse_leftovers(tensors, wanted)
+    with pytest.raises(CheckpointError, match=f"the checkpoint holds {dropped} this run has no place for"):
+        refuse_leftovers(tensors, run_names)
     refuse_leftovers(tensors, ["model.a", "model.b", "model.c"])

@@ -37,7 +37,7 @@ def test_every_range_is_what_was_written(saved: Path, whole: fakes.Plain, data: 
 def test_it_lists_names_shapes_and_types(saved: Path, whole: fakes.Plain) -> None:
     with CheckpointReader(saved / "step_00000003") as checkpoint:
         found = checkpoint.tensors()
-    assert found["optim.0.exp_avg"] == reader_module.TensorInfo((50_000,), torch.bfloat16)
+    assert found["optim.0.exp_avg"] == reader_module.TensorSpec((50_000,), torch.bfloat16)
     assert {n for n in found if not n.startswith("rng.")} == set(whole.wholes)
 
 

@@ -42,15 +42,17 @@ def check_bitwise(world: int, names: list[str], root: Path, **extra: Any) -> Non
     for result in run_ranks(
         world, "tests.checkpoint.runs:interrupted", timeout=850, names=names, root=str(root), **extra
     ):
-        for case, (whole, pieces, recorded) in result.items():
-            where = f"{case} on {world} ranks"
+        for case, (steps, pieces, recorded) in result.items():
+            label = f"{case} on {world} ranks"
             assert [step for step, *_ in pieces] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8], (
-                f"{where}: the save comes after a step"
+                f"{label}: the save comes after a step"
             )
-            last = {step: rest for step, *rest in pieces}
-            for step, *rest in whole:
-                assert last[step] == rest, f"{where}, step {step}: (loss, norm) {last[step]} instead of {rest}"
-            assert recorded[0] == recorded[1], f"{where}: metrics.jsonl and memory.jsonl have each step once"
+            final_figures = {step: figures for step, *figures in pieces}
+            for step, *figures in steps:
+                assert final_figures[step] == figures, (
+                    f"{label}, step {step}: (loss, norm) {final_figures[step]} instead of {figures}"
+                )
+            assert recorded[0] == recorded[1], f"{label}: metrics.jsonl and memory.jsonl have each step once"
             assert recorded[0][0] == list(range(1, runs.STEPS + 1))
 
 
@@ -137,13 +139,13 @@ def fresh(tmp_path: Path) -> Path:
 @pytest.mark.release
 def test_killed_by_the_system_and_started_again(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The whole command, SIGKILL to every process, the same command again."""
-    other = tmp_path_factory.mktemp("whole")
-    runs.corpus(other / "text")
+    reference_root = tmp_path_factory.mktemp("whole")
+    runs.corpus(reference_root / "text")
     # tensorboard on: its events are to hold each step once too
     same = ["run.resume=true", "train.max_steps=30", "logging.tensorboard=true"]
-    whole = run(other, *same, ranks=2)
-    assert whole.returncode == 0, whole.stderr
-    first = subprocess.Popen(
+    reference = run(reference_root, *same, ranks=2)
+    assert reference.returncode == 0, reference.stderr
+    launcher = subprocess.Popen(
         command(fresh, *same), cwd=REPO, env=environment(), start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
@@ -151,22 +153,22 @@ def test_killed_by_the_system_and_started_again(fresh: Path, tmp_path_factory: p
     try:
         deadline = time.monotonic() + 90
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 7:
-            assert first.poll() is None, "ended by itself"
+            assert launcher.poll() is None, "ended by itself"
             assert time.monotonic() < deadline
             time.sleep(0.002)  # looks for the moment; nothing depends on how often
     finally:
-        whole_job = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+        whole_job = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
         for process in whole_job:  # torchrun puts each rank into a session of its own
             process.kill()
-        first.wait()
+        launcher.wait()
         psutil.wait_procs(whole_job[1:], timeout=30)
-    done = run(fresh, *same, ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "resuming from" in done.stdout
+    second_start = run(fresh, *same, ranks=2)
+    assert second_start.returncode == 0, second_start.stderr
+    assert "resuming from" in second_start.stdout
     assert [r["step"] for r in lines(metrics)] == list(range(1, 31))
-    assert losses(fresh) == losses(other)
+    assert losses(fresh) == losses(reference_root)
     memory = [r["step"] for r in lines(fresh / "run" / "memory.jsonl")]
-    assert memory == [r["step"] for r in lines(other / "run" / "memory.jsonl")]
+    assert memory == [r["step"] for r in lines(reference_root / "run" / "memory.jsonl")]
     assert board_steps(fresh / "run" / "tensorboard") == list(range(1, 31))
     assert len(list((fresh / "run" / "logs").glob("config.*.yaml"))) == 1, "the first start's settings are kept"
 
@@ -186,44 +188,44 @@ def test_another_world_size_goes_on_within_rounding(fresh: Path) -> None:
     assert run(fresh, *extra).returncode == 0
     alone = losses(fresh)
     layout.remove(fresh / "run" / "checkpoints" / "step_00000008")
-    done = run(fresh, *extra, "run.resume=true", ranks=2)
-    assert done.returncode == 0, done.stderr
+    ended = run(fresh, *extra, "run.resume=true", ranks=2)
+    assert ended.returncode == 0, ended.stderr
     assert losses(fresh) == pytest.approx(alone, abs=1e-5)
     assert losses(fresh)[:4] == alone[:4]
 
 
 def test_resume_without_a_run_starts_one(fresh: Path) -> None:
-    done = run(fresh, "run.resume=auto", "train.max_steps=2")
-    assert done.returncode == 0, done.stderr
-    assert "from the start" in done.stdout
+    ended = run(fresh, "run.resume=auto", "train.max_steps=2")
+    assert ended.returncode == 0, ended.stderr
+    assert "from the start" in ended.stdout
     assert len(losses(fresh)) == 2
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_over(fresh: Path) -> None:
     assert run(fresh, "train.max_steps=2", "checkpoint.every_steps=null", "checkpoint.at_end=false").returncode == 0
     assert not (fresh / "run" / "checkpoints" / "latest").exists()
-    done = run(fresh, "train.max_steps=2", "run.resume=true")
-    assert done.returncode == 0, done.stderr
+    ended = run(fresh, "train.max_steps=2", "run.resume=true")
+    assert ended.returncode == 0, ended.stderr
     assert [r["step"] for r in lines(fresh / "run" / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_finished_run_has_nothing_to_do_and_is_made_longer(fresh: Path) -> None:
-    first = run(fresh, "train.max_steps=2")
-    assert first.returncode == 0
+    first_start = run(fresh, "train.max_steps=2")
+    assert first_start.returncode == 0
     limit = "if a save makes no progress for {} s, the job ends (checkpoint.timeout_s)"
-    assert limit.format(1800) in first.stdout, "no save of the run was timed yet"
+    assert limit.format(1800) in first_start.stdout, "no save of the run was timed yet"
     before, checkpoints = losses(fresh), fresh / "run" / "checkpoints"
     (checkpoints / "step_00000009.tmp").mkdir()  # as a start that was killed in a save leaves them
     (checkpoints / "step_00000009.tmp/rank_00000.bin").write_text("part")
     (checkpoints / "latest.part0123456789ab").write_text("step_00000009")
-    done = run(fresh, "train.max_steps=2", "run.resume=true")
+    later_start = run(fresh, "train.max_steps=2", "run.resume=true")
     assert not list(checkpoints.glob("*.tmp")) and not list(checkpoints.glob("*.part*"))
-    assert limit.format(120) in done.stdout, "as long as the earlier start's saves allow"
-    assert done.returncode == 0, done.stderr
-    assert "nothing to do" in done.stdout
+    assert limit.format(120) in later_start.stdout, "as long as the earlier start's saves allow"
+    assert later_start.returncode == 0, later_start.stderr
+    assert "nothing to do" in later_start.stdout
     assert losses(fresh) == before
-    done = run(fresh, "train.max_steps=3", "run.resume=true")
-    assert done.returncode == 0, done.stderr
+    later_start = run(fresh, "train.max_steps=3", "run.resume=true")
+    assert later_start.returncode == 0, later_start.stderr
     assert losses(fresh)[:2] == before and len(losses(fresh)) == 3
 
 
@@ -263,10 +265,10 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_what_does_not_fit_is_refused_in_two_lines(
     case: str, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides, said = REFUSED[case]
+    overrides, words = REFUSED[case]
     before = contents(finished / "run")
     extra = [o.replace("elsewhere", str(tmp_path / "new")) for o in overrides]
-    user_error(run_here(command(finished, "train.max_steps=4", *extra, ranks=0)[3:], capfd, monkeypatch), *said)
+    user_error(run_here(command(finished, "train.max_steps=4", *extra, ranks=0)[3:], capfd, monkeypatch), *words)
     assert contents(finished / "run") == before, "a refused run leaves the directory as it was"
 
 
@@ -288,22 +290,22 @@ def run_here(
 
 
 def test_another_run_starts_from_a_checkpoint(finished: Path, tmp_path: Path) -> None:
-    first = finished / "run" / "checkpoints" / "step_00000001"
-    done = run(finished, "train.max_steps=3", f"run.resume={first}", f"run.dir={tmp_path / 'other'}")
-    assert done.returncode == 0, done.stderr
+    checkpoint = finished / "run" / "checkpoints" / "step_00000001"
+    ended = run(finished, "train.max_steps=3", f"run.resume={checkpoint}", f"run.dir={tmp_path / 'other'}")
+    assert ended.returncode == 0, ended.stderr
     assert [r["step"] for r in lines(tmp_path / "other" / "metrics.jsonl")] == [2, 3]
     assert lines(tmp_path / "other" / "metrics.jsonl")[0]["loss"] == losses(finished)[1]
 
 
 def test_a_run_saves_by_time(fresh: Path) -> None:
-    done = run(fresh, "checkpoint.every_steps=null", "checkpoint.every_minutes=0.00001", "checkpoint.keep_last=null")
-    assert done.returncode == 0, done.stderr
+    ended = run(fresh, "checkpoint.every_steps=null", "checkpoint.every_minutes=0.00001", "checkpoint.keep_last=null")
+    assert ended.returncode == 0, ended.stderr
     assert len(layout.checkpoints(fresh / "run" / "checkpoints")) == runs.STEPS
 
 
 def test_saves_are_noted_with_what_they_cost(fresh: Path) -> None:
-    done = run(fresh, "checkpoint.async_save=true", "train.max_steps=3")
-    assert done.returncode == 0, done.stderr
+    ended = run(fresh, "checkpoint.async_save=true", "train.max_steps=3")
+    assert ended.returncode == 0, ended.stderr
     saves = lines(fresh / "run" / "logs" / "checkpoints.jsonl")
     assert [s["step"] for s in saves] == [1, 2, 3]
     for save in saves:
@@ -314,17 +316,17 @@ def test_saves_are_noted_with_what_they_cost(fresh: Path) -> None:
     metrics = lines(fresh / "run" / "metrics.jsonl")
     assert [r.get("save_s", 0) > 0 for r in metrics] == [False, True, True], "what the save before a step took"
     assert metrics[1]["save_s"] >= saves[0]["blocking_s"]
-    first, *_, last = lines(fresh / "run" / "memory.jsonl")
-    assert first["ranks"][0]["host_mem"]["staging"] == 0
-    assert last["ranks"][0]["host_mem"]["staging"] == saves[0]["staging_bytes"]
+    first_record, *_, last_record = lines(fresh / "run" / "memory.jsonl")
+    assert first_record["ranks"][0]["host_mem"]["staging"] == 0
+    assert last_record["ranks"][0]["host_mem"]["staging"] == saves[0]["staging_bytes"]
 
 
 def test_a_full_disk_fails_the_saves_not_the_steps(fresh: Path, small_disk: Path) -> None:
     assert small_disk == fresh / "run" / "checkpoints"
-    done = run(fresh, "train.max_steps=3")
-    assert done.returncode == 5, done.stderr
-    assert "checkpoint of step 1 failed, the run goes on: rank 0" in done.stderr
-    assert "checkpoint of step 3 failed: rank 0" in done.stderr, "the run ends after this one"
+    ended = run(fresh, "train.max_steps=3")
+    assert ended.returncode == 5, ended.stderr
+    assert "checkpoint of step 1 failed, the run goes on: rank 0" in ended.stderr
+    assert "checkpoint of step 3 failed: rank 0" in ended.stderr, "the run ends after this one"
     assert len(losses(fresh)) == 3
     saves = lines(fresh / "run" / "logs" / "checkpoints.jsonl")
     assert ["64.0 MiB to keep free" in s["error"] for s in saves] == [True] * 3
@@ -375,9 +377,9 @@ def test_nothing_is_drawn_for_weights_that_are_loaded(tmp_path: Path) -> None:
     base = ["model.preset=debug", "train.seq_len=32", "train.micro_batch_size=1", "run.device=cpu",
             "parallel.strategy=single", "logging.tensorboard=false", f"run.dir={tmp_path}/run"]  # fmt: skip
     drawn = []
-    for more in (["train.max_steps=1", "run.resume=auto"], ["train.max_steps=2", "run.resume=true"],
+    for overrides in (["train.max_steps=1", "run.resume=auto"], ["train.max_steps=2", "run.resume=true"],
                  ["train.max_steps=1", f"model.init_from={tmp_path}/run", f"run.dir={tmp_path}/other"]):  # fmt: skip
-        with counted() as made, start(load_config(None, [*base, *more])) as job:
+        with counted() as made, start(load_config(None, [*base, *overrides])) as job:
             Trainer(job).fit()
         drawn.append(made[0].values_drawn > 0)
     assert drawn == [True, False, False], "from the start, resumed, from other weights"
@@ -391,8 +393,8 @@ def stopped_while_evaluating(folder: str) -> tuple[int, str | None, int, bool]:
     note_early()  # as train's entry does: the signal stays pending
     with start(load_config(None, settings)) as job:
         trainer = Trainer(job)
-        (whole,) = trainer.val_data.values()
-        data = Asked(whole, job.world.rank)
+        (val_data,) = trainer.val_data.values()
+        data = Asked(val_data, job.world.rank)
         trainer.loop.val_parts = {"": data}
         outcome = trainer.fit()
     return outcome.steps, outcome.stopped_by, data.read, outcome.val_loss is not None
@@ -400,8 +402,8 @@ def stopped_while_evaluating(folder: str) -> tuple[int, str | None, int, bool]:
 
 @pytest.mark.dist
 def test_a_signal_during_an_evaluation_ends_it_on_every_rank_and_saves_that_step(tmp_path: Path) -> None:
-    found = run_ranks(2, "tests.checkpoint.test_resume:stopped_while_evaluating", folder=str(tmp_path))
-    for steps, signal_name, read, has_val_loss in found:
+    reports = run_ranks(2, "tests.checkpoint.test_resume:stopped_while_evaluating", folder=str(tmp_path))
+    for steps, signal_name, read, has_val_loss in reports:
         assert (steps, signal_name, has_val_loss) == (2, "SIGUSR2", False)
         assert read <= 4
     assert layout.step_of(layout.checkpoints(tmp_path / "checkpoints")[0]) == 2

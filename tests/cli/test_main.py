@@ -159,9 +159,9 @@ def test_debug_adds_the_traceback(
 
 def test_a_bug_keeps_its_traceback() -> None:
     code = "from shardkit.cli import __main__ as cli; cli.copy_templates = lambda *_: 1 / 0; cli.main(['init', 'x'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "ZeroDivisionError" in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "ZeroDivisionError" in process.stderr
 
 
 def test_help_starts_about_as_fast_as_a_bare_typer_app() -> None:
@@ -178,7 +178,7 @@ def test_a_reader_that_has_left_is_no_traceback(words: str) -> None:
     os.close(reader)
     try:
         command = [sys.executable, "-m", *words.split()]
-        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=REPO, timeout=120)
+        process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=REPO, timeout=120)
     finally:
         os.close(writer)
-    assert done.stderr == "" and done.returncode in (0, 1)
+    assert process.stderr == "" and process.returncode in (0, 1)

@@ -83,21 +83,21 @@ def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(t
         "--no-advice",
     ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "shardkit.cli", *plan], cwd=tmp_path, env=environment(), capture_output=True, text=True,
         timeout=380,
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == (0 if tool == "deepspeed" else 4), done.stderr
-    assert f"verdict    {'fits' if tool == 'deepspeed' else 'does not fit'}" in done.stdout
+    assert process.returncode == (0 if tool == "deepspeed" else 4), process.stderr
+    assert f"verdict    {'fits' if tool == 'deepspeed' else 'does not fit'}" in process.stdout
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < VERDICT_CPU_S
-    first, *_ = done.stderr.splitlines()
+    first, *_ = process.stderr.splitlines()
     assert first.startswith("planning job.json: tracing one step of the whole model (")
     assert int(first.rpartition("(")[2].split()[0]) < 5
-    looks = [line for line in done.stderr.splitlines() if line.startswith("first look")]
+    looks = [line for line in process.stderr.splitlines() if line.startswith("first look")]
     assert len(looks) == (tool == "trainer"), "ZeRO's buckets span layers: a rough trace would be far off"
     if looks:
         assert looks[0].startswith("first look, from traces with 2 and 3 layers: about ")
         assert "; the trace of all layers follows" in looks[0]
-        rough, exact = (float(re.search(r"([\d.]+) GiB of ", text)[1]) for text in (looks[0], done.stdout))  # type: ignore[index]
+        rough, exact = (float(re.search(r"([\d.]+) GiB of ", text)[1]) for text in (looks[0], process.stdout))  # type: ignore[index]
         assert rough == pytest.approx(exact, rel=0.1)

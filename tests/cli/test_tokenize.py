@@ -24,36 +24,36 @@ def tokenize(folder: Path, source: str, tokenizer: str, *more: str) -> Done:
 def test_a_corpus_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok")
     write_lines(tmp_path / "bad.jsonl", [{"messages": conversation(0)}, '{"messages": ['])
-    done = tokenize(tmp_path, "bad.jsonl", "tok")
-    assert done.returncode == 2
-    assert "bad.jsonl:2: not JSON" in done.stderr and done.stderr.count("\n") == 2
+    process = tokenize(tmp_path, "bad.jsonl", "tok")
+    assert process.returncode == 2
+    assert "bad.jsonl:2: not JSON" in process.stderr and process.stderr.count("\n") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "tok"]
 
-    done = tokenize(tmp_path, "bad.jsonl", "tok", "data.max_bad_rows=0.5", "data.loss_on=all")
-    assert done.returncode == 0, done.stderr
-    assert "1 of 2 rows left out" in done.stdout
+    process = tokenize(tmp_path, "bad.jsonl", "tok", "data.max_bad_rows=0.5", "data.loss_on=all")
+    assert process.returncode == 0, process.stderr
+    assert "1 of 2 rows left out" in process.stdout
     store, manifest = open_source(DataConfig(max_bad_rows=0.5), load_tokenizer(tmp_path / "tok"), str(tmp_path / "out"))
     assert len(Documents([store])) == manifest["n_documents"] == 1
 
 
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"messages": conversation(0)}])
-    done = tokenize(tmp_path, "a.jsonl", "nowhere")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: the tokenizer {tmp_path}/nowhere does not exist\n  fix: ")
+    process = tokenize(tmp_path, "a.jsonl", "nowhere")
+    assert process.returncode == 2
+    assert process.stderr.startswith(f"error: the tokenizer {tmp_path}/nowhere does not exist\n  fix: ")
 
 
 def test_the_fix_names_the_commands_own_flag(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"messages": conversation(0)}])
-    done = tokenize(tmp_path, "a.jsonl", "nowhere")
-    assert "pass --tokenizer with a tokenizer.json" in done.stderr and "data.tokenizer" not in done.stderr
+    process = tokenize(tmp_path, "a.jsonl", "nowhere")
+    assert "pass --tokenizer with a tokenizer.json" in process.stderr and "data.tokenizer" not in process.stderr
 
 
 def test_the_advice_about_columns_is_quoted_for_a_shell(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok")
     write_lines(tmp_path / "a.jsonl", [{"dialog": conversation(0)}])
-    done = tokenize(tmp_path, "a.jsonl", "tok")
-    assert done.returncode == 2
-    assert "'data.columns={messages: NAME}'" in done.stderr
+    process = tokenize(tmp_path, "a.jsonl", "tok")
+    assert process.returncode == 2
+    assert "'data.columns={messages: NAME}'" in process.stderr
     again = tokenize(tmp_path, "a.jsonl", "tok", "data.columns={messages: dialog}")
     assert again.returncode == 0, again.stderr

@@ -63,6 +63,7 @@ WRONG = [
     ("plan recipe.yaml train.max_steps=ten", "train.max_steps='ten' (command line), expected an integer", "100"),
     ("plan recipe.yaml train.seq_len=0", "train.seq_len=0 (command line), expected an integer >= 1", "train.seq_len"),
     ("plan recipe.yaml parallel.strategy=fdsp", "expected one of single, ddp, fsdp", "parallel.strategy=fsdp?"),
+    ("plan recipe.yaml parallel.strategy=deepspeed", "expected one of single, ddp, fsdp", "parallel.strategy=zero3?"),
     ("plan recipe.yaml precision.mode=bfloat16", "expected one of fp32, tf32, bf16", "precision.mode=bf16?"),
     ("plan recipe.yaml adapter.type=lorra", "expected one of none, lora", "did you mean adapter.type=lora?"),
     ("plan recipe.yaml adapter.r=0", "adapter.r=0 (command line), expected an integer >= 1", "adapter.r"),
@@ -143,6 +144,11 @@ WRONG = [
         "SOURCE --to safetensors|torch|shardkit|peft --out DIR;",
     ),
     ("doctor --device gpu", "--device 'gpu' is not a device", "auto, cpu or cuda"),
+    ("submit recipe.yaml --gpus-per-node -2", "--gpus-per-node -2 is negative", "0 or more"),
+    ("submit recipe.yaml --max-restarts -1", "--max-restarts -1 is negative", "0 or more"),
+    ("submit recipe.yaml --cpus-per-task 0", "--cpus-per-task 0 is no number of CPUs", "1 or more"),
+    ("submit recipe.yaml --array a-b", "--array 'a-b' is not a list of indices", "0-3"),
+    ("submit recipe.yaml --sbatch nice=5", "--sbatch 'nice=5' is not an option", "--sbatch=--nice=5"),
     ("submit recipe.yaml --style mpirun", "--style 'mpirun' is not a way to start ranks", "torchrun or srun"),
     ("convert models/base --to safetensors", "Missing option '--out'", "add --out DIR"),
     ("convert models/base --to safetensors --out models/base", "--out models/base is not empty", "new or empty"),
@@ -150,6 +156,11 @@ WRONG = [
     ("convert models/base --to torch --out served --dtype half", "--dtype 'half' is not a type", "fp32, bf16, fp16"),
     ("checkpoint ls runs/none", "runs/none is not a directory", "name the run.dir of a run"),
     ("checkpoint verify models/base", "models/base holds no checkpoint", "name the run.dir of a run"),
+    (
+        "tokenize nothing corpus --tokenizer models/base",
+        "data path nothing does not exist",
+        "name as SRC a file of text",
+    ),
     ("tokenize data/chats.jsonl corpus", "Missing option '--tokenizer'", "add --tokenizer PATH"),
     ("init recipe.yaml", "cannot write recipe.yaml/configs", "pass a directory you can write"),
 ]
@@ -166,7 +177,13 @@ def test_a_wrong_command_takes_two_lines_and_writes_nothing(
     command: str, cause: str, fix: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    if "init_from" in command or "adapter.targets" in command or "data." in command or "1024" in command:
+    if (
+        "tokenize nothing" in command
+        or "init_from" in command
+        or "adapter.targets" in command
+        or "data." in command
+        or "1024" in command
+    ):
         pytest.importorskip("transformers")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

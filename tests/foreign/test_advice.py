@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from shardkit.foreign.advice import NoKey, TheirKeys, Tool, climb, phrase, plain, tell
+from shardkit.foreign.advice import ToolKeys, climb
+from shardkit.foreign.phrases import Tool, phrase
+from shardkit.foreign.rewrite import NoKey, change_files, without_techniques
 from shardkit.foreign.translate import Job, read_job
 from shardkit.oom.advice import Advice
 from shardkit.plan.search.ladder import Rung, table
@@ -88,13 +90,13 @@ def test_a_phrase_means_the_setting(tool: Tool, setting: str, engine: str, tmp_p
 
 def test_changes_of_several_keys_are_one_mapping() -> None:
     both = Advice("parallel.strategy=zero2 parallel.offload_optimizer=cpu", 1, "", "")
-    (one,) = TheirKeys("trainer", "ddp", True).words([both])
+    (one,) = ToolKeys("trainer", "ddp", True).words([both])
     assert one.change == (
         "deepspeed: {train_micro_batch_size_per_gpu: auto, gradient_accumulation_steps: auto, gradient_clipping: auto, "
         "zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}}"
     )
     fewer = Advice("train.micro_batch_size=2 train.grad_accum_steps=4", 1, "", "")
-    assert [TheirKeys(tool, "ddp", True).words([fewer])[0].change for tool in ("deepspeed", "lightning")] == [
+    assert [ToolKeys(tool, "ddp", True).words([fewer])[0].change for tool in ("deepspeed", "lightning")] == [
         "train_micro_batch_size_per_gpu: 2, gradient_accumulation_steps: 4",
         "batch_size=2 in the DataLoader, Trainer(accumulate_grad_batches=4)",
     ]  # fmt: skip
@@ -102,14 +104,14 @@ def test_changes_of_several_keys_are_one_mapping() -> None:
 
 def test_a_reduce_bucket_that_dwarfs_the_model_is_advice() -> None:
     other = Advice("train.micro_batch_size=2", 10, "", "")
-    first, second = TheirKeys("deepspeed", "zero2", True).words([other], (8320, 2_000_000_000))
+    first, second = ToolKeys("deepspeed", "zero2", True).words([other], (8320, 2_000_000_000))
     assert (first.change, first.saving_bytes) == ("zero_optimization: {reduce_bucket_size: 8320}", 2_000_000_000)
     assert second.change == "train_micro_batch_size_per_gpu: 2"
 
 
 def test_advice_that_a_tool_cannot_follow_is_left_out() -> None:
     advice = [Advice("optim.in_backward=true", 5, "", ""), Advice("16 ranks", 4, "", "")]
-    assert [one.change for one in TheirKeys("trainer", "ddp", True).words(advice)] == ["16 ranks"]
+    assert [one.change for one in ToolKeys("trainer", "ddp", True).words(advice)] == ["16 ranks"]
 
 
 LLAMA = {
@@ -177,9 +179,9 @@ def test_settings_are_told_as_a_change_of_the_files_that_decide_them(
 ) -> None:
     job = described(tmp_path, **files)
     overrides = GIVEN[:1] if "train.micro_batch_size" in job.settings else GIVEN
-    told = tell(job, overrides, settings.split())
-    assert told.text == text
-    config = told.load().config
+    changed = change_files(job, overrides, settings.split())
+    assert changed.text == text
+    config = changed.load().config
     for key, _, value in (one.partition("=") for one in settings.split()):
         section, name = key.split(".")
         assert str(getattr(getattr(config, section), name)) == value
@@ -188,9 +190,9 @@ def test_settings_are_told_as_a_change_of_the_files_that_decide_them(
 
 def test_what_no_file_says_is_told_about_the_script(tmp_path: Path) -> None:
     job = described(tmp_path, accelerate__yaml=ACCELERATE)
-    told = tell(job, GIVEN, ["train.micro_batch_size=2", "activation.policy=full"])
-    assert told.text == "batch_size=2 in the DataLoader; model.gradient_checkpointing_enable()"
-    config = told.load().config
+    changed = change_files(job, GIVEN, ["train.micro_batch_size=2", "activation.policy=full"])
+    assert changed.text == "batch_size=2 in the DataLoader; model.gradient_checkpointing_enable()"
+    config = changed.load().config
     assert (config.train.micro_batch_size, config.activation.policy) == (2, "full")
 
 
@@ -198,9 +200,9 @@ def test_a_setting_without_a_key_is_refused_by_name(tmp_path: Path) -> None:
     job = described(tmp_path, args__yaml=ARGS)
     for setting in ("model.loss_chunk_size=1024", "activation.policy=selective", "optim.in_backward=true"):
         with pytest.raises(NoKey, match=f"no key of args.yaml means {setting}"):
-            tell(job, GIVEN[:1], [setting])
+            change_files(job, GIVEN[:1], [setting])
     with pytest.raises(NoKey):
-        tell(described(tmp_path, accelerate__yaml=ACCELERATE), GIVEN, ["optim.name=adamw8bit"])
+        change_files(described(tmp_path, accelerate__yaml=ACCELERATE), GIVEN, ["optim.name=adamw8bit"])
 
 
 @pytest.mark.parametrize(
@@ -219,11 +221,11 @@ def test_a_plain_job_has_no_engine_no_half_precision_and_no_checkpointing(
     files: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     job = described(tmp_path, **files)
-    told = plain(job, GIVEN[:1] if "train.micro_batch_size" in job.settings else GIVEN)
-    config = told.load().config
+    changed = without_techniques(job, GIVEN[:1] if "train.micro_batch_size" in job.settings else GIVEN)
+    config = changed.load().config
     assert (config.parallel.strategy, config.precision.mode, config.activation.policy) == ("ddp", "fp32", "none")
     assert config.train.micro_batch_size == 8
-    assert told.text == text
+    assert changed.text == text
 
 
 @pytest.mark.release

@@ -20,13 +20,13 @@ TWO_SOCKETS = {cpu: (cpu % 16 // 8, cpu % 16 // 8, cpu % 8) for cpu in range(32)
 
 
 def test_ranks_get_neighbours_and_the_threads_of_a_core_stay_together() -> None:
-    found = affinity.divide(range(32), 4, TWO_SOCKETS)
-    assert [affinity.render(cpus) for cpus in found] == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
+    cpus_by_rank = affinity.divide(range(32), 4, TWO_SOCKETS)
+    assert [affinity.render(cpus) for cpus in cpus_by_rank] == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
 
 
 def test_gpu_ranks_get_cpus_beside_their_gpu() -> None:
-    found = affinity.divide(range(32), 4, TWO_SOCKETS, beside=[1, 1, 0, 0])
-    assert [affinity.render(cpus) for cpus in found] == ["8-11,24-27", "12-15,28-31", "0-3,16-19", "4-7,20-23"]
+    cpus_by_rank = affinity.divide(range(32), 4, TWO_SOCKETS, beside=[1, 1, 0, 0])
+    assert [affinity.render(cpus) for cpus in cpus_by_rank] == ["8-11,24-27", "12-15,28-31", "0-3,16-19", "4-7,20-23"]
     one_each = affinity.divide(range(32), 2, TWO_SOCKETS, beside=[1, 0])
     assert [affinity.render(cpus) for cpus in one_each] == ["8-15,24-31", "0-7,16-23"]
 
@@ -39,8 +39,8 @@ def test_gpus_of_unknown_place_change_nothing(beside: list[int | None]) -> None:
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("allowed", [range(32), range(3, 20), [1, 2, 9, 10, 25, 26, 30, 31]])
 def test_shares_are_equal_allowed_and_nobody_elses(n_ranks: int, allowed: list[int]) -> None:
-    found = affinity.divide(allowed, n_ranks, TWO_SOCKETS, beside=[rank % 2 for rank in range(n_ranks)])
-    everyone = [cpu for cpus in found for cpu in cpus]
+    cpus_by_rank = affinity.divide(allowed, n_ranks, TWO_SOCKETS, beside=[rank % 2 for rank in range(n_ranks)])
+    everyone = [cpu for cpus in cpus_by_rank for cpu in cpus]
     assert len(everyone) == len(set(everyone)) and set(everyone) <= set(allowed)
     assert min(map(len, affinity.divide(allowed, n_ranks, TWO_SOCKETS))) == len(allowed) // n_ranks
 
@@ -132,8 +132,8 @@ def test_a_rank_moves_to_its_share(moves: list[list[int]]) -> None:
     affinity.bind(rank(1, "slurm"), {"SLURM_CPUS_PER_TASK": "16"})  # by cgroup
     affinity.bind(rank(1, "slurm"), {"SHARDKIT_CPUS": "off"})
     assert moves == [[2, 3]]
-    said = affinity.bind(rank(1, "slurm"), {"SLURM_CPU_BIND_TYPE": "none"})
-    assert moves[1] == list(range(8, 16)) and said is not None and "0-7 8-15" in said
+    message = affinity.bind(rank(1, "slurm"), {"SLURM_CPU_BIND_TYPE": "none"})
+    assert moves[1] == list(range(8, 16)) and message is not None and "0-7 8-15" in message
     with pytest.raises(LaunchError, match="no entry for local rank 1"):
         affinity.bind(rank(1), {"SHARDKIT_CPUS": "0-1"})
 
@@ -160,14 +160,14 @@ def test_threads_inherit_the_share_and_a_cpu_that_is_not_there_is_an_error() -> 
 
 
 def test_nccls_flight_recorder_is_on_unless_the_user_says_otherwise() -> None:
-    found = flight_recorder("/runs/a", {})
-    assert found == {
+    variables = flight_recorder("/runs/a", {})
+    assert variables == {
         "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": "/runs/a/logs/nccl_rank_",
     }  # fmt: skip
-    own = {
+    users_choice = {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
-    assert flight_recorder("/runs/a", own) == {}, "older names of the same settings count too"
+    assert flight_recorder("/runs/a", users_choice) == {}, "older names of the same settings count too"

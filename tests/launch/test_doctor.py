@@ -40,8 +40,8 @@ def test_it_says_what_is_there_and_contradicting_variables_are_a_failure(
 @pytest.mark.dist
 def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> None:
     args = ["--json", "--calibrate", "--device", "cpu", "--run-dir", tmp_path / "runs"]
-    done = python_m("shardkit.cli", "doctor", *args, ranks=2, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
-    found = json.loads(done.stdout)
+    process = python_m("shardkit.cli", "doctor", *args, ranks=2, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    found = json.loads(process.stdout)
     measured = found["measured"]
     assert measured["world_size"] == 2 and len(measured["matmul_flops"]) == 2
     assert all(speed > 0 for _, speed in measured["all_reduce"] + measured["all_gather"] + measured["reduce_scatter"])

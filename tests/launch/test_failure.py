@@ -58,9 +58,9 @@ def recorded(folder: Path, rank: int, error: BaseException) -> Path:
 def test_the_rank_that_lost_its_peer_is_not_blamed_though_it_was_first(tmp_path: Path) -> None:
     peer = recorded(tmp_path, 0, RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:51363"))
     origin = recorded(tmp_path, 1, ValueError("bad sample"))
-    found = read([peer, origin])
-    assert [failure.rank for failure in found] == [1, 0]
-    shown = explain(found, "LOGS")
+    failures = read([peer, origin])
+    assert [failure.rank for failure in failures] == [1, 0]
+    shown = explain(failures, "LOGS")
     assert "error: rank 1 failed: ValueError: bad sample" in shown and "in recorded" in shown
     assert "1 other rank(s) ended because of it: 0" in shown and "Connection closed" not in shown
     assert shown.endswith("logs: LOGS")
@@ -68,29 +68,29 @@ def test_the_rank_that_lost_its_peer_is_not_blamed_though_it_was_first(tmp_path:
 
 def test_a_killed_rank_comes_before_an_exception_of_a_peer(tmp_path: Path) -> None:
     lost = recorded(tmp_path, 3, RuntimeError("Connection reset by peer"))
-    found = merged(read([lost]), in_torchrun_log(TORCHRUN))
-    assert [(f.rank, f.exit_code) for f in found] == [(2, -9), (3, 1)]
-    assert exit_code_of(found) == 137
-    assert "out of host memory: the kernel killed 1 process" in explain(found, "L", oom_kills=1)
+    failures = merged(read([lost]), in_torchrun_log(TORCHRUN))
+    assert [(f.rank, f.exit_code) for f in failures] == [(2, -9), (3, 1)]
+    assert exit_code_of(failures) == 137
+    assert "out of host memory: the kernel killed 1 process" in explain(failures, "L", oom_kills=1)
 
 
 def test_user_errors_are_two_lines(tmp_path: Path) -> None:
-    found = read([recorded(tmp_path, rank, ConfigError("x=1", "set x=2")) for rank in (0, 1)])
-    assert explain(found, "L") == "error: x=1\n  fix: set x=2"
-    assert exit_code_of(found) == 2
+    failures = read([recorded(tmp_path, rank, ConfigError("x=1", "set x=2")) for rank in (0, 1)])
+    assert explain(failures, "L") == "error: x=1\n  fix: set x=2"
+    assert exit_code_of(failures) == 2
 
 
 def test_a_run_that_went_wrong_keeps_its_fix_and_its_logs(tmp_path: Path) -> None:
-    found = read([recorded(tmp_path, 0, TrainingError("loss is nan", "lower optim.lr"))])
-    assert explain(found, "L").splitlines() == ["error: loss is nan", "  fix: lower optim.lr", "  logs: L"]
-    assert exit_code_of(found) == 1
+    failures = read([recorded(tmp_path, 0, TrainingError("loss is nan", "lower optim.lr"))])
+    assert explain(failures, "L").splitlines() == ["error: loss is nan", "  fix: lower optim.lr", "  logs: L"]
+    assert exit_code_of(failures) == 1
 
 
 def test_a_rank_that_torchrun_had_to_kill_does_not_hide_why_the_job_ended(tmp_path: Path) -> None:
     watchdog = recorded(tmp_path, 0, TrainingError("no progress for 4 s: rank 2 did not answer", "see the stacks"))
-    found = merged(read([watchdog]), in_torchrun_log(TORCHRUN))
-    assert explain(found, "L").startswith("error: no progress for 4 s")
-    assert exit_code_of(found) == 1
+    failures = merged(read([watchdog]), in_torchrun_log(TORCHRUN))
+    assert explain(failures, "L").startswith("error: no progress for 4 s")
+    assert exit_code_of(failures) == 1
 
 
 def test_a_rank_that_was_killed_before_the_others_missed_it_is_the_cause(tmp_path: Path) -> None:
@@ -98,19 +98,19 @@ def test_a_rank_that_was_killed_before_the_others_missed_it_is_the_cause(tmp_pat
     silence = TrainingError(
         "no progress for 5 s at step 3; rank(s) 2 did not even answer: stopped, dead", "see the stacks"
     )
-    found = merged(read([recorded(tmp_path, 0, silence)]), in_torchrun_log(TORCHRUN))
-    assert (found[0].rank, found[0].exit_code) == (2, -9)
+    failures = merged(read([recorded(tmp_path, 0, silence)]), in_torchrun_log(TORCHRUN))
+    assert (failures[0].rank, failures[0].exit_code) == (2, -9)
     later = TORCHRUN.replace("2026-01-01", "2099-01-01")  # a rank that was stopped, and killed because it did not end
-    found = merged(read([recorded(tmp_path, 0, silence)]), in_torchrun_log(later))
-    assert explain(found, "L").startswith("error: no progress for 5 s")
+    failures = merged(read([recorded(tmp_path, 0, silence)]), in_torchrun_log(later))
+    assert explain(failures, "L").startswith("error: no progress for 5 s")
 
 
 def test_a_rank_that_torchrun_had_to_kill_does_not_hide_another_ranks_exception(tmp_path: Path) -> None:
-    own = recorded(tmp_path, 3, RuntimeError("CUDA error: unknown error"))
+    own_file = recorded(tmp_path, 3, RuntimeError("CUDA error: unknown error"))
     forced = "Unable to shutdown process 10 via SIGTERM, forcefully exiting via SIGKILL\n" + TORCHRUN
-    found = merged(read([own]), in_torchrun_log(forced))
-    assert [failure.rank for failure in found] == [3, 2]
-    shown = explain(found, "L")
+    failures = merged(read([own_file]), in_torchrun_log(forced))
+    assert [failure.rank for failure in failures] == [3, 2]
+    shown = explain(failures, "L")
     assert "error: rank 3 failed: RuntimeError: CUDA error: unknown error" in shown
     assert "likely cause: its GPU failed" in shown and "Xid" in shown
 
@@ -145,8 +145,8 @@ def test_what_a_library_wrote_before_it_aborted_is_shown(log: str, words: list[s
 
 
 def test_only_lost_peers_point_elsewhere(tmp_path: Path) -> None:
-    found = read([recorded(tmp_path, 0, RuntimeError("Connection closed by peer"))])
-    assert "the first error is on another node" in explain(found, "L")
+    failures = read([recorded(tmp_path, 0, RuntimeError("Connection closed by peer"))])
+    assert "the first error is on another node" in explain(failures, "L")
 
 
 def test_files_of_other_programs_and_half_written_ones(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_a_newer_images_file_is_read_as_far_as_it_is_known(tmp_path: Path) -> No
     path.write_text(json.dumps(data))
     (tmp_path / "less.json").write_text(json.dumps({"shardkit": {"message": "?"}}))
     (tmp_path / "other.json").write_text(json.dumps({"shardkit": ["?"]}))
-    (found,) = read(sorted(tmp_path.glob("*.json")))
-    assert (found.rank, found.message, found.fix) == (2, "x=1", "set x=2")
+    (rank_failure,) = read(sorted(tmp_path.glob("*.json")))
+    assert (rank_failure.rank, rank_failure.message, rank_failure.fix) == (2, "x=1", "set x=2")
 
 
 SRUN = """srun: error: n2: task 1: {first}
@@ -195,15 +195,15 @@ def test_the_first_task_that_srun_reports_gives_the_code(
     """Its peers only lost it, whatever they say."""
     lost = recorded(tmp_path, 0, RuntimeError("Connection reset by peer"))
     text = SRUN.format(first=first, then=then)
-    found = merged(read([lost]), in_srun_log(text))
-    assert exit_code_of(found) == code
-    assert said in explain(found, "L", oom_kills_in_srun_log(text))
+    failures = merged(read([lost]), in_srun_log(text))
+    assert exit_code_of(failures) == code
+    assert said in explain(failures, "L", oom_kills_in_srun_log(text))
 
 
 def test_what_a_rank_says_itself_counts_more_than_what_srun_reports(tmp_path: Path) -> None:
-    own = recorded(tmp_path, 1, ValueError("bad sample"))
-    found = merged(read([own]), in_srun_log(SRUN.format(first="Exited with exit code 1", then="Killed")))
-    assert "error: rank 1 failed: ValueError: bad sample" in explain(found, "L") and exit_code_of(found) == 1
+    own_file = recorded(tmp_path, 1, ValueError("bad sample"))
+    failures = merged(read([own_file]), in_srun_log(SRUN.format(first="Exited with exit code 1", then="Killed")))
+    assert "error: rank 1 failed: ValueError: bad sample" in explain(failures, "L") and exit_code_of(failures) == 1
 
 
 def test_processes_killed_for_want_of_memory_are_counted_in_the_cgroup(tmp_path: Path) -> None:

@@ -41,23 +41,23 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
 
 
 def test_rank_0_is_shown_and_every_rank_is_logged(plain: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    folder, done = plain
-    assert done.returncode == 0, done.stderr
-    assert "files written:" in done.stdout and "step 8/8" in done.stdout
+    folder, process = plain
+    assert process.returncode == 0, process.stderr
+    assert "files written:" in process.stdout and "step 8/8" in process.stdout
     logs = list(folder.glob("logs/*/*/attempt_0/[01]/stdout.log"))
     assert len(logs) == 2, "overwriting a run leaves the logs of the launcher that is writing there"
     assert not (folder / "logs/20260101-000000-node0-1").exists() and not (REPO / "hacked").exists()
     assert sorted(losses(folder)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
-    first, shown = done.stdout.splitlines()[:2]
+    first, shown = process.stdout.splitlines()[:2]
     assert first == "starting 2 ranks on this machine, as this command does in a shell:"
     assert shown.startswith("$ ") and "torch.distributed.run" in shown and "--nproc-per-node 2" in shown
 
 
 @pytest.mark.slow
 def test_the_printed_command_is_what_runs(plain: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    folder, done = plain
-    shown = done.stdout.splitlines()[1]
+    folder, process = plain
+    shown = process.stdout.splitlines()[1]
     in_a_shell = ["bash", "-c", shown[2:] + " --print-config"]
     again = subprocess.run(in_a_shell, cwd=REPO, env=environment(), capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
@@ -66,27 +66,28 @@ def test_the_printed_command_is_what_runs(plain: tuple[Path, subprocess.Complete
 
 @pytest.mark.slow
 def test_the_first_failing_ranks_traceback_is_whole_and_others_are_one_line(tmp_path: Path) -> None:
-    done = run(command(*TWO, *settings(tmp_path / "run", "raise")))
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
-    assert "in go_wrong" in done.stderr and "error: rank 1 failed: ValueError: the cat sat on the GPU" in done.stderr
-    assert "elastic" not in done.stderr and "torchrun" not in done.stderr
-    assert f"logs: {tmp_path}/run/logs/" in done.stderr
+    process = run(command(*TWO, *settings(tmp_path / "run", "raise")))
+    assert process.returncode == 1
+    assert process.stderr.count("Traceback (most recent call last)") == 1, process.stderr
+    assert "in go_wrong" in process.stderr
+    assert "error: rank 1 failed: ValueError: the cat sat on the GPU" in process.stderr
+    assert "elastic" not in process.stderr and "torchrun" not in process.stderr
+    assert f"logs: {tmp_path}/run/logs/" in process.stderr
 
 
 @pytest.mark.slow
 def test_a_user_error_is_its_two_lines_even_with_restarts_left(tmp_path: Path) -> None:
-    done = run(command(*TWO, "--max-restarts", "3", *settings(tmp_path / "run", "refuse")))
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if not line.startswith(("step ", "["))]
+    process = run(command(*TWO, "--max-restarts", "3", *settings(tmp_path / "run", "refuse")))
+    assert process.returncode == 2
+    lines = [line for line in process.stderr.splitlines() if not line.startswith(("step ", "["))]
     assert lines == ["error: sample 7 is empty", "  fix: remove it"]
     assert not list((tmp_path / "run/logs").glob("*/*/attempt_1/*/error.json"))
 
 
 def test_a_config_error_starts_no_rank(tmp_path: Path) -> None:
-    done = run(command(*TWO, *settings(tmp_path / "run", train__max_stps=3)))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: unknown key train.max_stps")
+    process = run(command(*TWO, *settings(tmp_path / "run", train__max_stps=3)))
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("error: unknown key train.max_stps")
     assert not (tmp_path / "run").exists()
 
 
@@ -120,19 +121,19 @@ def test_nodes_that_cannot_meet_are_told_why_in_time(host: str, said: str, tmp_p
     """torchrun would wait for a minute, or for good where another program holds the port."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         meet = ["--nnodes", "2", "--rdzv-endpoint", f"{host}:{other.getsockname()[1]}"]
-        done = run(command(*TWO, *meet, *settings(tmp_path / "run", run__init_timeout_s=2)), timeout=60)
-    assert done.returncode == 2, done
-    cause, fix = done.stderr.splitlines()
+        process = run(command(*TWO, *meet, *settings(tmp_path / "run", run__init_timeout_s=2)), timeout=60)
+    assert process.returncode == 2, process
+    cause, fix = process.stderr.splitlines()
     assert cause.startswith(f"error: no rank started: the nodes did not meet at {host}:") and said in cause
     assert fix.startswith("  fix: ") and "run.init_timeout_s=2 s" in fix
 
 
 @pytest.mark.slow
 def test_a_signals_likely_cause_is_told(tmp_path: Path) -> None:
-    done = run(command(*TWO, *settings(tmp_path / "run", "kill")))
-    assert done.returncode == 137, done.stderr
-    assert "error: rank 1 failed: killed by SIGKILL" in done.stderr
-    cause = next(line for line in done.stderr.splitlines() if "likely cause" in line)
+    process = run(command(*TWO, *settings(tmp_path / "run", "kill")))
+    assert process.returncode == 137, process.stderr
+    assert "error: rank 1 failed: killed by SIGKILL" in process.stderr
+    cause = next(line for line in process.stderr.splitlines() if "likely cause" in line)
     assert "memory" in cause
 
 
@@ -140,13 +141,13 @@ def test_a_signals_likely_cause_is_told(tmp_path: Path) -> None:
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint(
     tmp_path: Path, plain: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
-    done = run(command(*TWO, "--max-restarts", "1", *settings(tmp_path / "run", "kill", **FIXED)))
-    assert done.returncode == 0, done.stderr
-    assert "resuming from" in done.stdout and ", step 2" in done.stdout, done.stderr
+    process = run(command(*TWO, "--max-restarts", "1", *settings(tmp_path / "run", "kill", **FIXED)))
+    assert process.returncode == 0, process.stderr
+    assert "resuming from" in process.stdout and ", step 2" in process.stdout, process.stderr
     assert losses(tmp_path / "run") == losses(plain[0])
     reasons = [reason for _, reason in job_starts.restarts(tmp_path / "run")]
     assert reasons == [*set(reasons) & {"local rank 1: killed by SIGKILL (exit code -9)", _SILENT}]
-    assert f"started 2 times; ended before: 1 x {reasons[0]}" in done.stdout
+    assert f"started 2 times; ended before: 1 x {reasons[0]}" in process.stdout
 
 
 def test_a_run_that_somebody_deleted_ends_without_a_traceback(
@@ -243,7 +244,7 @@ def test_preempted_ranks_save_and_make_exit_code_75(tmp_path: Path) -> None:
 def test_what_cannot_be_built_or_filled_is_two_lines(
     how: str, extra: dict[str, int], said: str, fix: str, tmp_path: Path
 ) -> None:
-    done = python_m("shardkit.train", *settings(tmp_path / "run", how, **extra))
-    assert done.returncode == 2, done.stderr
-    cause, advice = done.stderr.splitlines()
-    assert re.match(f"error: {said}", cause) and advice.startswith(f"  fix: {fix}"), done.stderr
+    process = python_m("shardkit.train", *settings(tmp_path / "run", how, **extra))
+    assert process.returncode == 2, process.stderr
+    cause, advice = process.stderr.splitlines()
+    assert re.match(f"error: {said}", cause) and advice.startswith(f"  fix: {fix}"), process.stderr

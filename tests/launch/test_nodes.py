@@ -20,10 +20,10 @@ def ask(tmp_path: Path, host: str = "n2", python: str = sys.executable, word: st
     folder.mkdir(exist_ok=True)
     (folder / ".shardkit-nodes").write_text("right")
     argv = nodes.script_argv(word, python, ["shardkit", "torch"], [folder])
-    done = subprocess.run(argv, cwd=REPO, env=environment(SLURMD_NODENAME=host), capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done
+    process = subprocess.run(argv, cwd=REPO, env=environment(SLURMD_NODENAME=host), capture_output=True, text=True)
+    assert process.returncode == 0 and process.stderr == "", process
     assert os.listdir(folder) == [".shardkit-nodes"], "a task leaves nothing"
-    return nodes.parse(done.stdout)
+    return nodes.parse(process.stdout)
 
 
 def test_a_node_that_is_as_it_should_be_tells_its_versions(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ def left(run_dir: Path, rank: int, when: float = 100.0, kind: str = "device", **
 
 def test_the_best_changes_take_the_place_of_the_fix(tmp_path: Path) -> None:
     left(tmp_path, 1)
-    found = read([recorded(tmp_path, rank, OutOfMemoryError(f"rank {rank} ran out", "set a=b")) for rank in (1, 2)])
-    assert exit_code_of(found) == exit_codes.OUT_OF_MEMORY
-    shown = explain(found, "LOGS", memory=oom.words(found, oom.read(tmp_path, 50)))
+    failures = read([recorded(tmp_path, rank, OutOfMemoryError(f"rank {rank} ran out", "set a=b")) for rank in (1, 2)])
+    assert exit_code_of(failures) == exit_codes.OUT_OF_MEMORY
+    shown = explain(failures, "LOGS", memory=oom.words(failures, oom.read(tmp_path, 50)))
     assert shown.splitlines() == [
         "error: rank 1 ran out",
         "  what would help, and what it costs:",
@@ -45,8 +45,8 @@ def test_the_best_changes_take_the_place_of_the_fix(tmp_path: Path) -> None:
 
 
 def test_without_a_file_the_ranks_own_fix_is_shown(tmp_path: Path) -> None:
-    found = read([recorded(tmp_path, 1, OutOfMemoryError("rank 1 ran out", "set a=b"))])
-    shown = explain(found, "LOGS", memory=oom.words(found, oom.read(tmp_path, 50)))
+    failures = read([recorded(tmp_path, 1, OutOfMemoryError("rank 1 ran out", "set a=b"))])
+    shown = explain(failures, "LOGS", memory=oom.words(failures, oom.read(tmp_path, 50)))
     assert shown.splitlines() == ["error: rank 1 ran out", "  fix: set a=b", "  logs: LOGS"]
 
 

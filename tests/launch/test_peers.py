@@ -28,8 +28,8 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     launcher = ["launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     launcher += ["--dynamo_backend", "no", "--main_process_port", "0", "-m"]
     argv = [str(TOOLS / "accelerate"), *launcher, "shardkit.train", "--config", str(REPO / "configs/ddp.yaml")]
-    done = run([*argv, *settings(tmp_path / "run")])
-    assert done.returncode == 0, done.stderr
+    process = run([*argv, *settings(tmp_path / "run")])
+    assert process.returncode == 0, process.stderr
     assert ranks_seen(tmp_path / "run") == 2
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
@@ -40,9 +40,9 @@ def test_the_deepspeed_launcher(tmp_path: Path) -> None:
     port = ReservedPort()  # it asks for a number; nobody else is given this one
     argv = [str(TOOLS / "deepspeed"), "--num_gpus", "2", "--master_port", str(port.port), "--module", "shardkit.train"]
     argv += ["--config", str(REPO / "configs/ddp.yaml"), *settings(tmp_path / "run")]
-    done = run(argv, DS_ACCELERATOR="cpu")
+    process = run(argv, DS_ACCELERATOR="cpu")
     port.close()
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert ranks_seen(tmp_path / "run") == 2
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 

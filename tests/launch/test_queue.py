@@ -79,9 +79,12 @@ def test_a_pipe_in_place_of_an_output_is_refused_and_not_waited_for(tmp_path: Pa
         queue.show_logs(str(tmp_path), follow=False)
 
 
-def test_an_output_is_copied_as_it_is(tmp_path: Path) -> None:
+def test_an_output_is_shown_but_controls_no_terminal(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "slurm-7.out").write_bytes(b"step 1\rstep 2\n")
+    line = "x" * 5000
+    (tmp_path / "logs" / "slurm-7.out").write_bytes(
+        b"\x1b[2Jstep 1\rstep 2 \xe2\x86\x92 \xff\r\n" + line.encode() + b"\nend"
+    )
     out = BytesIO()
     queue.show_logs(str(tmp_path), follow=False, out=out)
-    assert out.getvalue() == b"step 1\rstep 2\n"
+    assert out.getvalue().decode() == f"\\x1b[2Jstep 1\nstep 2 → \\xff\n{line}\nend"

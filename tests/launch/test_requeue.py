@@ -414,5 +414,5 @@ os.kill(os.getpid(), signal.SIGUSR2)  # while it ends
 
 
 def test_a_signal_while_ranks_start_is_kept_and_ends_no_child() -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD], cwd=REPO, env=environment(), capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "alive [0.0, 1.0, 0.0]\n"), done
+    process = subprocess.run([sys.executable, "-c", CHILD], cwd=REPO, env=environment(), capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (0, "alive [0.0, 1.0, 0.0]\n"), process

@@ -38,9 +38,9 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.mark.dist
 def test_a_script_runs_unchanged_with_a_log_per_rank(tmp_path: Path) -> None:
-    done = run(launched("--", PLAIN, str(tmp_path / "mine"), "--steps", "3"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("step")] == ["step 1", "step 2", "step 3"]
+    process = run(launched("--", PLAIN, str(tmp_path / "mine"), "--steps", "3"), cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert [line for line in process.stdout.splitlines() if line.startswith("step")] == ["step 1", "step 2", "step 3"]
     assert len(list(tmp_path.glob("runs/plain/logs/*/*/attempt_0/[01]/stdout.log"))) == 2
     assert steps(tmp_path / "mine") == [1, 2, 3]
 
@@ -60,23 +60,23 @@ def test_a_script_runs_unchanged_with_a_log_per_rank(tmp_path: Path) -> None:
 def test_the_rank_that_failed_first_is_told_and_its_exit_code_passed_on(
     how: str, code: int, said: list[str], tmp_path: Path
 ) -> None:
-    done = run(launched("--run-dir", str(tmp_path), "--", "-m", "tests.launch.plain", str(tmp_path), "--how", how))
-    assert done.returncode == code, done.stderr
-    lines = iter(done.stderr.splitlines())
+    process = run(launched("--run-dir", str(tmp_path), "--", "-m", "tests.launch.plain", str(tmp_path), "--how", how))
+    assert process.returncode == code, process.stderr
+    lines = iter(process.stderr.splitlines())
     for wanted in said:
         assert any(line.startswith(wanted) for line in lines), (
-            f"{wanted}\nis not, or not in this order, in {done.stderr}"
+            f"{wanted}\nis not, or not in this order, in {process.stderr}"
         )
-    assert done.stderr.count("Traceback (most recent call last)") == (how in ("raise", "full")), done.stderr
-    assert "  1 other rank(s) ended because of it: 0" in done.stderr
+    assert process.stderr.count("Traceback (most recent call last)") == (how in ("raise", "full")), process.stderr
+    assert "  1 other rank(s) ended because of it: 0" in process.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_hung_rank_is_named_with_its_place_and_the_job_restarts(tmp_path: Path) -> None:
     watch = ["--heartbeat", "auto", "--heartbeat-timeout", "5", "--max-restarts", "1", "--run-dir", str(tmp_path)]
-    done = run(launched(*watch, "--", PLAIN, str(tmp_path / "mine"), "--how", "hang", "--steps", "4"))
-    assert done.returncode == 0, done.stderr
+    process = run(launched(*watch, "--", PLAIN, str(tmp_path / "mine"), "--how", "hang", "--steps", "4"))
+    assert process.returncode == 0, process.stderr
     assert steps(tmp_path / "mine") == [1, 2, 1, 2, 3, 4]
     (event,) = map(json.loads, (tmp_path / "logs/restarts.jsonl").read_text().splitlines())
     assert event["reason"].startswith("rank 1: no heartbeat for ")
@@ -116,10 +116,10 @@ def test_a_preempted_script_is_told_as_it_expects_and_saves(how: str, number: si
 def test_accelerates_own_test_script_runs_unchanged(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate")
     words = ["--run-dir", str(tmp_path), "--", "-m", "accelerate.test_utils.scripts.test_script"]
-    done = run(launched(*words), timeout=600, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    assert "Num processes: 2" in done.stdout
-    assert done.stdout.count("Training yielded the same results on one CPU or distributed setup") >= 2
+    process = run(launched(*words), timeout=600, ACCELERATE_USE_CPU="true")
+    assert process.returncode == 0, process.stderr
+    assert "Num processes: 2" in process.stdout
+    assert process.stdout.count("Training yielded the same results on one CPU or distributed setup") >= 2
 
 
 @pytest.mark.dist
@@ -145,12 +145,12 @@ def test_trls_sft_script_runs_unchanged(tmp_path: Path) -> None:
     args = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data")]
     args += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--use_cpu", "--bf16", "false"]
     args += ["--report_to", "none", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
-    done = run(
+    process = run(
         launched("--run-dir", str(tmp_path / "run"), "--", "-m", "trl.scripts.sft", *args),
         timeout=600, HF_HUB_OFFLINE="1", XDG_CACHE_HOME=str(tmp_path / "cache"), HF_HOME=str(tmp_path / "cache"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("'loss'") == 2
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("'loss'") == 2
     assert (tmp_path / "out/model.safetensors").exists()
 
 
@@ -296,11 +296,11 @@ def test_an_error_file_of_torchs_record_counts_before_stderr(tmp_path: Path) -> 
     """@record of torch.distributed.elastic: the file has the traceback, stderr may have anything."""
     folder = tmp_path / "none/attempt_0/1"
     folder.mkdir(parents=True)
-    said = {"message": "ValueError: from the file", "extraInfo": {"py_callstack": "Traceback …", "timestamp": "1"}}
-    (folder / "error.json").write_text(json.dumps({"message": said}))
+    entry = {"message": "ValueError: from the file", "extraInfo": {"py_callstack": "Traceback …", "timestamp": "1"}}
+    (folder / "error.json").write_text(json.dumps({"message": entry}))
     (folder / "stderr.log").write_text("Traceback (most recent call last):\nOSError: from stderr\n")
-    (found,) = failure.of_launcher(tmp_path)
-    assert (found.message, found.trace) == ("ValueError: from the file", "Traceback …")
+    (rank_failure,) = failure.of_launcher(tmp_path)
+    assert (rank_failure.message, rank_failure.trace) == ("ValueError: from the file", "Traceback …")
 
 
 def test_a_traceback_of_rank_0_waits_until_it_is_clear_what_it_ended(

@@ -59,8 +59,8 @@ def test_bash_hands_hostile_words_on_unchanged(tmp_path: Path) -> None:
     python.write_text('#!/bin/bash\n[ "$#" = 2 ] || printf "%s\\0" "$@"\n')
     python.chmod(0o755)
     script = render_sbatch(replace(CASES["hostile"], python=str(python)))
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    words = done.stdout.split("\0")[:-1]
+    process = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    words = process.stdout.split("\0")[:-1]
     assert words[0] == "-c"
     assert words[2:] == ["shardkit.launch.batch", "torchrun", f"/data/{HOSTILE}/c.yaml", f"data.path={HOSTILE}"]
     assert os.listdir(tmp_path) == [python.name]
@@ -122,17 +122,17 @@ def test_a_template_used_wrongly_says_how(args: list[str], said: str) -> None:
 @pytest.mark.parametrize("template", ["train", "train_srun", "single_gpu_offload"])
 def test_templates_outside_slurm_and_without_shardkit(template: str, tmp_path: Path) -> None:
     script = REPO / f"slurm/{template}.sbatch"
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", str(script), "-"], env=environment(SHARDKIT_PYTHON=sys.executable), capture_output=True, text=True
     )
-    assert done.returncode == 2 and "SLURM_JOB_ID is not set" in done.stderr
-    done = subprocess.run(
+    assert process.returncode == 2 and "SLURM_JOB_ID is not set" in process.stderr
+    process = subprocess.run(
         ["bash", str(script), "-"],
         env=environment(SHARDKIT_PYTHON=str(tmp_path / "no")),
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2 and done.stderr.startswith(
+    assert process.returncode == 2 and process.stderr.startswith(
         "error: shardkit and its packages are not installed for any of: "
     )
 
@@ -176,20 +176,20 @@ def shardkit(*args: str, cwd: Path = REPO, **env: str) -> subprocess.CompletedPr
 
 
 def test_a_dry_run_prints_a_script_and_writes_nothing(tmp_path: Path) -> None:
-    done = shardkit(
+    process = shardkit(
         "submit", "configs/fsdp.yaml", f"run.dir={tmp_path}/run", "--nodes", "2", "--time", "1:00:00", "--dry-run"
     )
-    assert done.returncode == 0, done.stderr
-    assert "#SBATCH --nodes=2\n" in done.stdout and "#SBATCH --time=1:00:00\n" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "#SBATCH --nodes=2\n" in process.stdout and "#SBATCH --time=1:00:00\n" in process.stdout
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", [["submit", "configs/fsdp.yaml"], ["jobs"], ["cancel", "1"], ["logs", "1"]])
 def test_without_slurm_the_error_says_so(command: list[str], tmp_path: Path) -> None:
     extra = [f"run.dir={tmp_path}/run"] if command[0] == "submit" else []
-    done = shardkit(*command, *extra, PATH=str(tmp_path))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: Slurm is not installed on this machine")
+    process = shardkit(*command, *extra, PATH=str(tmp_path))
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: Slurm is not installed on this machine")
     assert not (tmp_path / "run").exists()
 
 
@@ -345,9 +345,9 @@ def test_the_advice_without_a_cluster_keeps_the_users_script(installed: bool, tm
     path = silent_cluster(tmp_path / "bin", "no configuration") if installed else str(tmp_path)
     (tmp_path / "train.py").write_text("")
     words = ["--gpus-per-node", "0", "--run-dir", "out", "--", "train.py", "--lr", "1e-3", "--name", "a b"]
-    done = shardkit("submit", *words, cwd=tmp_path, PATH=path)
-    assert done.returncode == 2, done.stderr
-    assert "shardkit launch --run-dir out -- train.py --lr 1e-3 --name 'a b'" in done.stderr
+    process = shardkit("submit", *words, cwd=tmp_path, PATH=path)
+    assert process.returncode == 2, process.stderr
+    assert "shardkit launch --run-dir out -- train.py --lr 1e-3 --name 'a b'" in process.stderr
     assert not (tmp_path / "out").exists()
     config = shardkit("submit", "-", f"run.dir={tmp_path}/run", "optim.lr=0.5", "--gpus-per-node", "0", PATH=path)
     assert config.returncode == 2, config.stderr
@@ -356,9 +356,9 @@ def test_the_advice_without_a_cluster_keeps_the_users_script(installed: bool, tm
 
 
 def test_jobs_without_a_cluster(tmp_path: Path) -> None:
-    done = shardkit("jobs", PATH=silent_cluster(tmp_path / "bin", "no configuration"))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: no Slurm cluster answers")
+    process = shardkit("jobs", PATH=silent_cluster(tmp_path / "bin", "no configuration"))
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: no Slurm cluster answers")
 
 
 @pytest.mark.slow

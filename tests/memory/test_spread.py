@@ -34,7 +34,7 @@ def test_the_table_has_a_line_per_node_the_worst_first() -> None:
     rows = [gpu_row(0, 2 * GIB, "a"), gpu_row(1, 4 * GIB, "a"), gpu_row(2, 6 * GIB, "b")]
     nodes = [line for line in render_table(rows).splitlines() if line.startswith("node ")]
     assert [line.split()[1] for line in nodes] == ["b:", "a:"]
-    assert "max 4.00 GiB (rank 1@a), min 2.00 GiB, skew 1.33" in nodes[1]
+    assert "max 4.00 GiB (rank 1@a), min 2.00 GiB, max / mean 1.33" in nodes[1]
     assert not any(line.startswith("node ") for line in render_table(rows[:2]).splitlines())
 
 

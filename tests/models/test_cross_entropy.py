@@ -73,10 +73,10 @@ def loss_and_grads(function: Callable[..., torch.Tensor], inputs: Inputs, *args:
 @pytest.mark.parametrize("chunk_size", [1, 7, 37, 1000])
 def test_equals_whole_cross_entropy_in_value_and_gradients(chunk_size: int) -> None:
     inputs = make()
-    for ours, theirs in zip(
+    for chunked, expected in zip(
         loss_and_grads(chunked_cross_entropy, inputs, chunk_size), loss_and_grads(plain, inputs), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(chunked, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_equals_whole_cross_entropy_in_double_precision() -> None:
@@ -85,10 +85,10 @@ def test_equals_whole_cross_entropy_in_double_precision() -> None:
     def exact(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
 
-    for ours, theirs in zip(
+    for chunked, expected in zip(
         loss_and_grads(chunked_cross_entropy, inputs, 5), loss_and_grads(exact, inputs), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(chunked, expected, rtol=1e-13, atol=1e-13)
 
 
 def test_batched_shape_and_other_ignore_index() -> None:
@@ -121,8 +121,8 @@ def test_logits_are_computed_for_the_positions_that_count_alone() -> None:
 def test_large_logits_stay_finite() -> None:
     hidden, weight, targets = make()
     inputs = (hidden * 1e4).detach().requires_grad_(), weight, targets
-    ours, theirs = loss_and_grads(chunked_cross_entropy, inputs, 8), loss_and_grads(plain, inputs)
-    for a, b in zip(ours, theirs, strict=True):
+    chunked, expected = loss_and_grads(chunked_cross_entropy, inputs, 8), loss_and_grads(plain, inputs)
+    for a, b in zip(chunked, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-3)
 
 
@@ -133,11 +133,11 @@ def test_bf16_is_as_accurate_as_whole_bf16(autocast: bool) -> None:
     if not autocast:
         hidden, weight = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ours = loss_and_grads(chunked_cross_entropy, (hidden, weight, targets), 8)
-        whole = loss_and_grads(plain, (hidden, weight, targets))
-    assert ours[0].dtype == torch.float32
-    assert [t.dtype for t in ours[1:]] == [hidden.dtype, weight.dtype]
-    for a, b, e in zip(ours, whole, exact, strict=True):
+        chunked = loss_and_grads(chunked_cross_entropy, (hidden, weight, targets), 8)
+        at_once = loss_and_grads(plain, (hidden, weight, targets))
+    assert chunked[0].dtype == torch.float32
+    assert [t.dtype for t in chunked[1:]] == [hidden.dtype, weight.dtype]
+    for a, b, e in zip(chunked, at_once, exact, strict=True):
         assert (a.float() - e).norm() <= 1.2 * (b.float() - e).norm() + 1e-6
 
 

@@ -32,7 +32,7 @@ def advice(overrides: list[str], world: int = 8, device: str = "cuda", **used: A
 
 FULL: dict[str, Any] = {
     "state": state(params=4, grads=4, optimizer=8),
-    "other": 20 * GIB,
+    "not_state": 20 * GIB,
     "phase": "forward",
     "n_blocks": 24,
 }
@@ -98,12 +98,12 @@ def test_activations_are_not_to_blame_for_what_a_step_asks() -> None:
 
 
 def test_moments_that_do_not_exist_yet_are_counted() -> None:
-    used: dict[str, Any] = {"state": state(params=4), "other": GIB, "phase": "update", "n_blocks": 0}
+    used: dict[str, Any] = {"state": state(params=4), "not_state": GIB, "phase": "update", "n_blocks": 0}
     assert gib(advice(["parallel.strategy=ddp"], **used)["parallel.strategy=fsdp"]) == 14  # (4 + 4 + 8) × 7/8
 
 
 def test_while_wrapping_there_are_weights_only() -> None:
-    found = advice(["parallel.strategy=ddp"], phase="wrap", other=8 * GIB)
+    found = advice(["parallel.strategy=ddp"], phase="wrap", not_state=8 * GIB)
     assert gib(found["parallel.strategy=fsdp"]) == 7
     assert "parallel.strategy=zero1" not in found
 
@@ -133,7 +133,7 @@ def test_a_full_host() -> None:
     pytest.importorskip("deepspeed", reason="needs deepspeed")
     found = advice(
         ["parallel.strategy=zero2", "parallel.offload_optimizer=cpu", "data.workers=4", "checkpoint.async_save=true"],
-        where="host", state=state(params=4, host_optimizer=30), workers=4 * GIB, staging=3 * GIB,
+        short_of="host", state=state(params=4, host_optimizer=30), workers=4 * GIB, staging=3 * GIB,
     )  # fmt: skip
     assert {change: gib(one) for change, one in found.items()} == {
         "parallel.offload_optimizer=none": 30, "checkpoint.async_save=false": 3, "data.workers=2": 2

@@ -105,22 +105,22 @@ def constructed(strategies: list[str], models: list[str]) -> dict[str, dict[str,
             settings = {"parallel.strategy": strategy, "run.device": "cpu", "train.seed": SEED}
             with counted() as made, start(None, settings) as job:
                 wrapped: Any = job.wrap(MODELS[name])
-                whole = wrapped.module
-                lists = [one for one in whole.modules() if isinstance(one, nn.LSTM)]
+                model = wrapped.module
+                lists = [module for module in model.modules() if isinstance(module, nn.LSTM)]
                 for lstm in lists:
                     assert all(a is b for a, b in zip(lstm._flat_weights, lstm.parameters(), strict=True))
-                out[f"{strategy} {name}"] = {"digests": digests(whole), "drawn": made[0].values_drawn}
-                del wrapped, whole, lists
+                out[f"{strategy} {name}"] = {"digests": digests(model), "drawn": made[0].values_drawn}
+                del wrapped, model, lists
             gc.collect()
     return out
 
 
 def large(name: str) -> tuple[dict[str, str], int, int]:
     """Digests of a model that one process draws at once; the values drawn for it, and those drawn in parts."""
-    whole, parts = Weights(SEED), Weights(SEED)
-    model = whole.build(MODELS[name], None)
+    at_once, parts = Weights(SEED), Weights(SEED)
+    model = at_once.build(MODELS[name], None)
     parts.build(MODELS[name], None, later="unwritten")
-    return digests(model), whole.values_drawn, whole.values_drawn - parts.values_drawn
+    return digests(model), at_once.values_drawn, at_once.values_drawn - parts.values_drawn
 
 
 @contextmanager
@@ -182,16 +182,16 @@ def exchanged() -> dict[str, int]:
     with start(None, {"parallel.strategy": "ddp", "run.device": "cpu"}) as job:
         rank, size = job.world.rank, job.world.size
         generator = torch.Generator().manual_seed(0)
-        wanted = [torch.randn(n, generator=generator) for n in (0, 1, 3, 1_400_003)]
-        wanted += [wanted[-1] > 0, wanted[-1].bfloat16(), torch.arange(5), torch.tensor([torch.nan, -0.0, 0.0])]
-        held = [torch.full_like(one, 1) for one in wanted]
-        for one, whole in zip(held, wanted, strict=True):
-            start_at, end = even_range(len(one), rank, size)
-            one[start_at:end] = whole[start_at:end]
+        tensors = [torch.randn(n, generator=generator) for n in (0, 1, 3, 1_400_003)]
+        tensors += [tensors[-1] > 0, tensors[-1].bfloat16(), torch.arange(5), torch.tensor([torch.nan, -0.0, 0.0])]
+        partial = [torch.full_like(part, 1) for part in tensors]
+        for part, tensor in zip(partial, tensors, strict=True):
+            start_at, end = even_range(len(part), rank, size)
+            part[start_at:end] = tensor[start_at:end]
         with messages() as called:
-            exchange(held)
-        for one, whole in zip(held, wanted, strict=True):
-            assert torch.equal(one.view(torch.uint8), whole.view(torch.uint8)), one.dtype
+            exchange(partial)
+        for part, tensor in zip(partial, tensors, strict=True):
+            assert torch.equal(part.view(torch.uint8), tensor.view(torch.uint8)), part.dtype
         out["tensors"] = len(called)
     for strategy in ("ddp", "zero1", "zero2"):
         with start(None, {"parallel.strategy": strategy, "run.device": "cpu"}) as job:

@@ -27,26 +27,28 @@ from tests.ranks import run_ranks
 def test_ranks_draw_parts_of_what_one_process_draws(world: int, strategies: list[str], models: list[str]) -> None:
     ranks = run_ranks(world, "tests.parallel.constructors:constructed", strategies=strategies, models=models)
     for name in models:
-        wanted, drawn, in_parts = large(name)
+        expected, drawn, in_parts = large(name)
         assert in_parts > 0
         for strategy in strategies:
-            found = [rank[f"{strategy} {name}"] for rank in ranks]
-            for one in found:
-                assert one["digests"] == wanted, f"{strategy} {name}"
-            together = sum(one["drawn"] for one in found)
+            reports = [rank[f"{strategy} {name}"] for rank in ranks]
+            for report in reports:
+                assert report["digests"] == expected, f"{strategy} {name}"
+            together = sum(report["drawn"] for report in reports)
             assert together >= in_parts + world * (drawn - in_parts)
-            assert max(one["drawn"] for one in found) < drawn - in_parts + in_parts / world + 2 * CHUNK * len(wanted)
+            assert max(report["drawn"] for report in reports) < drawn - in_parts + in_parts / world + 2 * CHUNK * len(
+                expected
+            )
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_what_waits_for_its_values_gets_those_of_a_plain_start(name: str) -> None:
-    wanted, _, in_parts = large(name)
+    expected, _, in_parts = large(name)
     weights = Weights(SEED)
     model = weights.build(MODELS[name], None, later="unwritten")
     parameters = list(model.parameters())
     weights.materialise(model, torch.device("cpu"))
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    assert digests(model) == wanted
+    assert digests(model) == expected
     assert in_parts > 0
 
 
@@ -56,8 +58,8 @@ def test_a_generator_of_the_models_own_is_honoured(later: Literal["unwritten", "
     weights = Weights(SEED)
     model = weights.build(MODELS["own"], None, later=later)
     weights.materialise(model, torch.device("cpu"))
-    for name, wanted in of_own_generator().items():
-        assert torch.equal(model.get_parameter(f"seeded.{name}"), wanted), name
+    for name, expected in of_own_generator().items():
+        assert torch.equal(model.get_parameter(f"seeded.{name}"), expected), name
 
 
 def test_small_models_start_as_without_shardkit() -> None:

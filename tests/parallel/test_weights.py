@@ -47,23 +47,23 @@ RULES: dict[str, tuple[Callable[[torch.Tensor], object], float]] = {
 def test_a_part_has_the_values_of_the_whole(rule: str) -> None:
     init, std = RULES[rule]
     weights = Weights(3, lambda fqn, full, generator: init(full))
-    whole = torch.empty(SHAPE.numel())
-    weights.fill("w", SHAPE, whole)
+    full = torch.empty(SHAPE.numel())
+    weights.fill("w", SHAPE, full)
     drawn = weights.values_drawn
     assert drawn in (SHAPE.numel(), 0), "a rule that is overwritten draws nothing"
-    assert whole.std().item() == pytest.approx(std, rel=0.02)
+    assert full.std().item() == pytest.approx(std, rel=0.02)
     for ranks in (2, 3, 4):
         rows = -(-SHAPE[0] // ranks)
         for rank in range(ranks):
-            part = whole.view(SHAPE)[rank * rows : (rank + 1) * rows].flatten()
+            part = full.view(SHAPE)[rank * rows : (rank + 1) * rows].flatten()
             weights.values_drawn = 0
-            mine = torch.empty_like(part)
-            weights.fill("w", SHAPE, mine, rank * rows * SHAPE[1])
-            assert torch.equal(mine, part)
+            own_part = torch.empty_like(part)
+            weights.fill("w", SHAPE, own_part, rank * rows * SHAPE[1])
+            assert torch.equal(own_part, part)
             assert weights.values_drawn <= (part.numel() + 2 * CHUNK if drawn else 0)
     if rule == "a row of zeros":
-        assert not whole.view(SHAPE)[400].any()
-        assert whole.view(SHAPE)[399].all()
+        assert not full.view(SHAPE)[400].any()
+        assert full.view(SHAPE)[399].all()
 
 
 def test_chunks_names_and_seeds_are_independent() -> None:
@@ -77,7 +77,7 @@ def test_chunks_names_and_seeds_are_independent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("init", "why"),
+    ("init", "reason"),
     [
         (lambda full: nn.init.orthogonal_(full), "aten.normal_ for another tensor"),
         (lambda full: full.copy_(torch.linspace(0, 1, full.numel()).view_as(full)), "aten.copy_"),
@@ -90,8 +90,8 @@ def test_chunks_names_and_seeds_are_independent() -> None:
         (lambda full: full[:5].normal_(), "does not write the whole tensor"),
     ],
 )
-def test_a_call_that_cannot_be_cut_is_named(init: Callable[[torch.Tensor], object], why: str) -> None:
-    with pytest.raises(Uncut, match=why):
+def test_a_call_that_cannot_be_cut_is_named(init: Callable[[torch.Tensor], object], reason: str) -> None:
+    with pytest.raises(Uncut, match=reason):
         record(SHAPE, init)
 
 
@@ -99,12 +99,12 @@ def test_what_cannot_be_cut_is_drawn_whole_and_said_once(caplog: pytest.LogCaptu
     def init(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
         nn.init.orthogonal_(full, generator=generator)
 
-    weights, whole, part = Weights(0, init), torch.empty(SHAPE.numel()), torch.empty(1000)
-    weights.fill("turned", SHAPE, whole)
+    weights, full, part = Weights(0, init), torch.empty(SHAPE.numel()), torch.empty(1000)
+    weights.fill("turned", SHAPE, full)
     weights.fill("turned", SHAPE, part, 5000)
     weights.fill("other", SHAPE, part, 5000)
     weights.fill("turned", SHAPE, part, 5000)
-    assert torch.equal(part, whole[5000:6000])
+    assert torch.equal(part, full[5000:6000])
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
         "turned, and each parameter like it, is drawn whole on every rank: its initialisation calls aten.normal_ for "
         "another tensor"
@@ -116,12 +116,12 @@ def test_a_generator_of_a_tasks_own_is_honoured_below_and_above_the_limit(shape:
     def init(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
         nn.init.xavier_uniform_(full, generator=torch.Generator().manual_seed(11))
 
-    whole, part = torch.empty(math.prod(shape)), torch.empty(1000)
+    full, part = torch.empty(math.prod(shape)), torch.empty(1000)
     weights = Weights(0, init)
-    weights.fill("w", torch.Size(shape), whole)
+    weights.fill("w", torch.Size(shape), full)
     weights.fill("w", torch.Size(shape), part, 5000)
-    wanted = nn.init.xavier_uniform_(torch.empty(shape), generator=torch.Generator().manual_seed(11)).flatten()
-    assert torch.equal(whole, wanted) and torch.equal(part, wanted[5000:6000])
+    expected = nn.init.xavier_uniform_(torch.empty(shape), generator=torch.Generator().manual_seed(11)).flatten()
+    assert torch.equal(full, expected) and torch.equal(part, expected[5000:6000])
 
 
 @pytest.mark.parametrize("shape", [(3, 4), SHAPE])
@@ -176,16 +176,16 @@ def test_a_constructor_that_uses_its_values_gets_them() -> None:
 
 
 def test_on_meta_are_the_large_parameters_that_nothing_else_holds() -> None:
-    whole, weights = Weights(1).build(Odd, None), Weights(1)
+    model_at_once, weights = Weights(1).build(Odd, None), Weights(1)
     model = weights.build(Odd, None, later="on meta")
     assert all(param.is_meta for param in model.parameters())
     assert weights.values_drawn == 6 * 600 * 600, "all but those of the fifth, the zeros, and what the third had first"
     for fqn, param in model.named_parameters():
         out = torch.empty(param.numel())
         weights.fill(fqn, param.shape, out)
-        assert torch.equal(out, whole.get_parameter(fqn).flatten()), fqn
+        assert torch.equal(out, model_at_once.get_parameter(fqn).flatten()), fqn
     for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, whole.get_buffer(name)), name
+        assert torch.equal(buffer, model_at_once.get_buffer(name)), name
 
 
 def test_a_module_that_is_built_already_is_left_alone() -> None:
@@ -197,7 +197,7 @@ def test_a_module_that_is_built_already_is_left_alone() -> None:
     assert weights.values_drawn == 0
 
 
-def whole(ranks: list[dict[str, Any]], case: str) -> dict[str, np.ndarray]:
+def gathered(ranks: list[dict[str, Any]], case: str) -> dict[str, np.ndarray]:
     """Each parameter, put together from the parts that ranks hold."""
     out: dict[str, np.ndarray] = {}
     for name in {name for rank in ranks for name in rank[case]["parts"]}:
@@ -207,7 +207,7 @@ def whole(ranks: list[dict[str, Any]], case: str) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def one() -> list[dict[str, Any]]:
+def single_rank() -> list[dict[str, Any]]:
     return run_ranks(1, "tests.parallel.drawing:held", strategies=["single"])
 
 
@@ -219,14 +219,14 @@ def one() -> list[dict[str, Any]]:
         pytest.param(4, ["fsdp", "hsdp", "zero1", "zero2", "zero3"], marks=pytest.mark.slow),
     ],
 )
-def test_values_are_those_of_one_process(one: list[dict[str, Any]], world: int, strategies: list[str]) -> None:
+def test_values_are_those_of_one_process(single_rank: list[dict[str, Any]], world: int, strategies: list[str]) -> None:
     ranks = run_ranks(world, "tests.parallel.drawing:held", strategies=strategies)
     for strategy in strategies:
         for case in ("drawn", "built"):
-            found, wanted = whole(ranks, f"{strategy} {case}"), whole(one, f"single {case}")
-            assert found.keys() == wanted.keys()
-            for name, values in found.items():
-                np.testing.assert_array_equal(values, wanted[name], err_msg=f"{strategy} {case} {name}")
+            drawn, expected = gathered(ranks, f"{strategy} {case}"), gathered(single_rank, f"single {case}")
+            assert drawn.keys() == expected.keys()
+            for name, values in drawn.items():
+                np.testing.assert_array_equal(values, expected[name], err_msg=f"{strategy} {case} {name}")
 
 
 @pytest.mark.dist
@@ -245,8 +245,8 @@ def test_values_are_those_of_one_process(one: list[dict[str, Any]], world: int, 
     ],
 )
 def test_a_rank_draws_and_holds_its_share(strategy: str, world: int) -> None:
-    held = 80e6 / (world if strategy in ("fsdp", "zero3") else 1)
+    shard_values = 80e6 / (world if strategy in ("fsdp", "zero3") else 1)
     for rank in run_ranks(world, "tests.parallel.drawing:wide", strategy=strategy):
-        for found in rank.values():
-            assert found["peak"] < held * 4 / 2**20 + MIB_BESIDE
-            assert found["drawn"] <= 80 / world + 2 * CHUNK / 1e6
+        for measured in rank.values():
+            assert measured["peak"] < shard_values * 4 / 2**20 + MIB_BESIDE
+            assert measured["drawn"] <= 80 / world + 2 * CHUNK / 1e6

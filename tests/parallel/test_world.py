@@ -95,8 +95,8 @@ def test_groups_on_gpus_have_the_backends_that_the_strategy_needs(
     """One rank is not connected to itself ahead of time; FSDP2's norm of gradients on the CPU needs gloo there."""
     joined: list[tuple[str, torch.device | None]] = []
 
-    def join(backend: str, **given: Any) -> None:
-        joined.append((backend, given["device_id"]))
+    def join(backend: str, **options: Any) -> None:
+        joined.append((backend, options["device_id"]))
         raise dist.DistStoreError("enough")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -142,13 +142,15 @@ def test_an_address_that_an_earlier_run_left_is_passed_over(tmp_path: Path) -> N
     """Under MPI without MASTER_ADDR; somebody else listens there by now, when rank 1 looks."""
     argv = [sys.executable, "-m", "tests.parallel.starts", "2", str(tmp_path / "run")]
     sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    first, second = ({**sizes, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1"))
-    with socket.create_server(("127.0.0.1", 0)) as other, started(argv, **second) as job:
+    rank_0_env, rank_1_env = (
+        {**sizes, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1")
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server, started(argv, **rank_1_env) as job:
         (tmp_path / "run/.rendezvous").mkdir(parents=True)
-        (tmp_path / "run/.rendezvous/0.0.0").write_text(f"127.0.0.1 {other.getsockname()[1]} word")
-        other.settimeout(60)
-        other.accept()[0].close()
-        with started(argv, **first) as rank_0:
+        (tmp_path / "run/.rendezvous/0.0.0").write_text(f"127.0.0.1 {server.getsockname()[1]} word")
+        server.settimeout(60)
+        server.accept()[0].close()
+        with started(argv, **rank_0_env) as rank_0:
             for process in (job, rank_0):
                 out, err = process.communicate(timeout=120)
                 assert (process.returncode, out) == (0, "[0.0, 2.0]\n"), err
@@ -159,12 +161,12 @@ def waits_of(run_dir: str, **parallel: Any) -> dict[str, float]:
     import shardkit
     from shardkit.parallel.compat import groups
 
-    found: dict[str, float] = {}
+    waits: dict[str, float] = {}
 
     def note(when: str) -> None:
         for index, group in enumerate(groups()):
             backend: Any = group._get_backend(torch.device("cpu"))
-            found[f"{when} {index} of {group.size()}"] = backend.options._timeout.total_seconds()
+            waits[f"{when} {index} of {group.size()}"] = backend.options._timeout.total_seconds()
 
     values = {f"parallel.{key}": value for key, value in parallel.items()}
     timeouts = {"run.device": "cpu", "run.dir": run_dir, "run.init_timeout_s": 77, "train.micro_batch_size": 1}
@@ -174,7 +176,7 @@ def waits_of(run_dir: str, **parallel: Any) -> dict[str, float]:
         note("wrapped")
         job.world.set_timeout(55)
         note("set")
-    return found
+    return waits
 
 
 @pytest.mark.dist
@@ -184,13 +186,13 @@ def waits_of(run_dir: str, **parallel: Any) -> dict[str, float]:
 )
 def test_every_group_waits_as_long_as_the_config_says(ranks: int, parallel: dict[str, Any], tmp_path: Path) -> None:
     """Gloo's own default is 30 min, NCCL's 10; the caller's group is the caller's."""
-    for found in run_ranks(ranks, "tests.parallel.test_world:waits_of", run_dir=str(tmp_path), **parallel):
-        mine = {name: wait for name, wait in found.items() if " 0 of " not in name}
-        assert len([name for name in mine if name.startswith("joined")]) == 2
-        assert len(mine) > (9 if parallel["strategy"] == "hsdp" else 6), "the engine makes some as well"
-        assert {wait for name, wait in mine.items() if not name.startswith("set")} == {77.0}, found
-        assert {wait for name, wait in mine.items() if name.startswith("set")} == {55.0}, found
-        assert {wait for name, wait in found.items() if " 0 of " in name} == {180.0}, found
+    for waits in run_ranks(ranks, "tests.parallel.test_world:waits_of", run_dir=str(tmp_path), **parallel):
+        job_waits = {name: wait for name, wait in waits.items() if " 0 of " not in name}
+        assert len([name for name in job_waits if name.startswith("joined")]) == 2
+        assert len(job_waits) > (9 if parallel["strategy"] == "hsdp" else 6), "the engine makes some as well"
+        assert {wait for name, wait in job_waits.items() if not name.startswith("set")} == {77.0}, waits
+        assert {wait for name, wait in job_waits.items() if name.startswith("set")} == {55.0}, waits
+        assert {wait for name, wait in waits.items() if " 0 of " in name} == {180.0}, waits
 
 
 def begun_sums(run_dir: str) -> list[float]:

@@ -149,7 +149,7 @@ def test_cells_hold_exact_numbers() -> None:
 def test_the_command_writes_a_file_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     assert shardkit("report", a) == 0
-    assert capsys.readouterr().out == f"{a / 'report.html'}\n"
+    assert capsys.readouterr().out == f"finished 20 of 20 steps; report: {a / 'report.html'}\n"
     assert shardkit("report", a, b) == 0
     assert shardkit("report", a, "--out", tmp_path / "x.html") == 0
     texts = [path.read_text() for path in (a / "report.html", a / "compare.html", tmp_path / "x.html")]
@@ -178,7 +178,8 @@ def test_a_report_is_written_without_torch(tmp_path: Path) -> None:
         "    assert not ended.code\nimport sys; print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env={**os.environ}, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [str(path / "report.html"), "[]"], done.stderr
+    report = f"finished 20 of 20 steps; report: {path / 'report.html'}"
+    assert done.stdout.splitlines() == [report, "[]"], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_it_shows_the_starts_the_failing_rank_and_its_log(tmp_path: Path, capsys
         main(["report", str(tmp_path / "run")])
     assert ended.value.code == 0
     said = capsys.readouterr().out.splitlines()
-    assert said == ["rank 1 failed: ValueError: boom <b>", str(tmp_path / "run/report.html")]
+    assert said == [f"rank 1 failed: ValueError: boom <b>; report: {tmp_path / 'run/report.html'}"]
     page = (tmp_path / "run/report.html").read_text()
     assert "2026-01-01 10:00:00" in page and "2026-01-01 11:00:00" in page
     assert "rank 1: ValueError: boom &lt;b&gt;" in page and "exit code 1" in page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +70,21 @@ def val_losses(root: str) -> dict[str, list[float]]:
 
     found = {}
     for case, settings in CASES.items():
-        found[case] = []
-        for micro_batch in (1, 3):
-            keys = {
-                "model.vocab_size": 512, "model.d_model": 32, "model.n_layers": 1, "model.n_heads": 2,
-                "train.seq_len": 96, "data.path": f"{root}/train.jsonl", "data.val_path": f"{root}/val.jsonl",
-                "data.tokenizer": f"{root}/tokenizer", "data.cache_dir": f"{root}/cache", "data.tokenize_workers": 1,
-                "data.workers": 0, "run.dir": f"{root}/{case}-{micro_batch}-{dist.get_world_size()}",
-                "run.device": "cpu", "logging.tensorboard": False, "train.micro_batch_size": micro_batch, **settings,
-            }  # fmt: skip
-            with start(None, keys) as job:
-                trainer = Trainer(job)
+        keys = {
+            "model.vocab_size": 512, "model.d_model": 32, "model.n_layers": 1, "model.n_heads": 2,
+            "train.seq_len": 96, "data.path": f"{root}/train.jsonl", "data.val_path": f"{root}/val.jsonl",
+            "data.tokenizer": f"{root}/tokenizer", "data.cache_dir": f"{root}/cache", "data.tokenize_workers": 1,
+            "data.workers": 0, "run.dir": f"{root}/{case}-{dist.get_world_size()}",
+            "run.device": "cpu", "logging.tensorboard": False, "train.micro_batch_size": 1, **settings,
+        }  # fmt: skip
+        with start(None, keys) as job:
+            trainer = Trainer(job)
+            found[case] = []
+            for micro_batch in (1, 3):
+                train = job.config.train.model_copy(update={"micro_batch_size": micro_batch})
+                job.loaded = replace(job.loaded, config=job.config.model_copy(update={"train": train}))
                 found[case].append(evaluate(job, trainer.task, trainer.val_data)["val_loss"])
-            gc.collect()
+        gc.collect()
     return found
 
 

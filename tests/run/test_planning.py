@@ -24,6 +24,7 @@ from shardkit.plan.target import Target
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
 from shardkit.run import planning
+from shardkit.strategies.base import Facts
 from tests.run.test_train import run, settings, text
 
 __all__ = ["text"]
@@ -72,7 +73,8 @@ def a_job(run_dir: Path, held: tuple[int, ...], *overrides: str, device: str = "
         env=env, rank=0, size=size, is_main=True, device=torch.device(device), gather=lambda value: list(held)
     )
     config = load_config(None, [f"run.dir={run_dir}", "model.preset=debug", *overrides]).config
-    strategy = SimpleNamespace(state_tensors=lambda: iter(()))
+    facts = Facts(shards_state=config.parallel.strategy in ("zero1", "zero2"))
+    strategy = SimpleNamespace(state_tensors=lambda: iter(()), facts=facts)
     return SimpleNamespace(config=config, world=world, strategy=strategy)
 
 

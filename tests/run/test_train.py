@@ -69,7 +69,9 @@ def test_a_run_writes_what_the_reference_promises(ranks: int, tmp_path: Path, te
     assert [r["rank"] for r in memory[-1]["ranks"]] == list(range(max(1, ranks)))
     assert json.loads((folder / "env.json").read_text())["packages"]["torch"]
     assert list((folder / "tensorboard").iterdir())
-    assert re.search(r"^blocks: 2 Block in blocks; \d+% of the parameters are outside: ", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^blocks: 2 Block in blocks; \d+% of the parameters belong to no block: ", done.stdout, re.MULTILINE
+    )
     assert "validation loss" in done.stdout and "unigram cross entropy" in done.stdout
     for name in ("metrics.jsonl", "memory.jsonl", "config.yaml", "checkpoints/ (", f"shardkit report {folder}"):
         assert name in done.stdout, "the files written are listed"

@@ -21,8 +21,8 @@ def why_not() -> str | None:
     """Why there can be no cluster here; None once the packages are installed."""
     if os.geteuid() != 0:
         return "needs root to start a Slurm cluster of emulated nodes"
-    done = subprocess.run(["bash", str(SCRIPT), "install"], capture_output=True, text=True)
-    return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    process = subprocess.run(["bash", str(SCRIPT), "install"], capture_output=True, text=True)
+    return None if process.returncode == 0 else process.stderr.strip().splitlines()[-1]
 
 
 class Cluster:
@@ -41,9 +41,9 @@ class Cluster:
         return subprocess.run(argv, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=120)
 
     def call(self, *argv: str) -> str:
-        done = self.run(*argv)
-        assert done.returncode == 0, (argv, done.stdout, done.stderr)
-        return done.stdout
+        process = self.run(*argv)
+        assert process.returncode == 0, (argv, process.stdout, process.stderr)
+        return process.stdout
 
     def shardkit(self, *args: str) -> subprocess.CompletedProcess[str]:
         return self.run(sys.executable, "-m", "shardkit.cli", *args)

@@ -39,10 +39,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, flo
     for i in range(40):
         (text / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 30)
     args = tiny(folder / "run", text, "single")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(), capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return text, losses(folder / "run")
 
 

@@ -20,9 +20,9 @@ TWO_NODES = ["--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--cpus-per
 
 def submit(cluster: Cluster, run_dir: Path, *words: str) -> tuple[str, Path]:
     """(the job, its output)."""
-    done = cluster.shardkit("submit", *TWO_NODES, "--run-dir", str(run_dir), *words)
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.split()[2]
+    process = cluster.shardkit("submit", *TWO_NODES, "--run-dir", str(run_dir), *words)
+    assert process.returncode == 0, process.stderr
+    job = process.stdout.split()[2]
     return job, run_dir / f"logs/slurm-{job}.out"
 
 
@@ -33,8 +33,8 @@ def losses(path: Path) -> list[tuple[int, float]]:
 
 def undisturbed(tmp_path: Path, *words: str) -> None:
     launch = [sys.executable, "-m", "shardkit.cli", "launch", "--nproc-per-node=2", "--run-dir", str(tmp_path / "logs")]
-    done = run([*launch, "--", *words])
-    assert done.returncode == 0, done.stderr
+    process = run([*launch, "--", *words])
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,6 @@ def test_lightnings_own_requeue_works_under_submit(
 
 def test_what_slurm_cannot_do_for_a_script_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     words = ["--run-dir", str(tmp_path / "run"), "--gpus-per-node=0", "--style=srun", "--heartbeat=auto"]
-    done = cluster.shardkit("submit", *words, "--", str(REPO / PLAIN))
-    assert done.returncode == 2 and done.stderr.startswith("error: --heartbeat with --style srun"), done
-    assert len(done.stderr.splitlines()) == 2 and not (tmp_path / "run").exists()
+    process = cluster.shardkit("submit", *words, "--", str(REPO / PLAIN))
+    assert process.returncode == 2 and process.stderr.startswith("error: --heartbeat with --style srun"), process
+    assert len(process.stderr.splitlines()) == 2 and not (tmp_path / "run").exists()

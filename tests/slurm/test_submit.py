@@ -16,10 +16,10 @@ def test_submit_queues_shows_follows(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / 'my "run" $(touch hacked) it\'s %j 100%'
     args = ["configs/ddp.yaml", *settings(folder, model__n_heads=4), "--nodes=2", "--gpus-per-node=0"]
     args += ["--ranks-per-node=1", "--cpus-per-task=2", "--style=srun", "--name", 'a "name" $(id)']
-    done = cluster.shardkit("submit", *args)
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.split()[2]
-    assert f"{folder}/logs/slurm-{job}.out" in done.stdout and "warning" not in done.stderr
+    process = cluster.shardkit("submit", *args)
+    assert process.returncode == 0, process.stderr
+    job = process.stdout.split()[2]
+    assert f"{folder}/logs/slurm-{job}.out" in process.stdout and "warning" not in process.stderr
     listed = cluster.shardkit("jobs").stdout
     assert str(folder) in listed and job in listed
     followed = cluster.shardkit("logs", "-f", job)
@@ -34,9 +34,9 @@ def test_submit_queues_shows_follows(cluster: Cluster, tmp_path: Path) -> None:
 def test_an_array_trains_one_run_per_index_after_the_job_it_depends_on(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.call("sbatch", "--parsable", "-o", "/dev/null", "--wrap=true").strip()
     args = ["configs/ddp.yaml", *settings(tmp_path / "run"), "train.seed=%a", "--gpus-per-node=0", "--ranks-per-node=1"]
-    done = cluster.shardkit("submit", *args, "--array=3-4", f"--dependency=afterok:{first}", "--style=srun")
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.split()[2]
+    process = cluster.shardkit("submit", *args, "--array=3-4", f"--dependency=afterok:{first}", "--style=srun")
+    assert process.returncode == 0, process.stderr
+    job = process.stdout.split()[2]
     for index in (3, 4):
         output = tmp_path / f"run/logs/slurm-{job}_{index}.out"
         assert cluster.wait(f"{job}_{index}", output) == "COMPLETED", read(output)
@@ -44,7 +44,7 @@ def test_an_array_trains_one_run_per_index_after_the_job_it_depends_on(cluster: 
     assert losses(tmp_path / "run/array_3") != losses(tmp_path / "run/array_4")
     followed = cluster.shardkit("logs", "-f", job).stdout
     for index in (3, 4):
-        assert f"{index}: step 6/6" in followed and "%a" not in done.stdout, (followed, done.stdout)
+        assert f"{index}: step 6/6" in followed and "%a" not in process.stdout, (followed, process.stdout)
         alone = cluster.shardkit("logs", str(tmp_path / f"run/array_{index}")).stdout
         assert alone == (tmp_path / f"run/logs/slurm-{job}_{index}.out").read_text()
     again = cluster.shardkit("submit", *args, "--array=0-3", "--style=srun")
@@ -67,9 +67,9 @@ def test_slurms_refusal_is_passed_on_and_nothing_is_left(
     options: list[str], said: str, fix: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     args = ["configs/ddp.yaml", *settings(tmp_path / "run"), "--gpus-per-node=0"]
-    done = cluster.shardkit("submit", *args, *options)
-    assert done.returncode == 2, done
-    cause, advice = done.stderr.splitlines()
+    process = cluster.shardkit("submit", *args, *options)
+    assert process.returncode == 2, process
+    cause, advice = process.stderr.splitlines()
     assert cause.startswith("error: sbatch refused: ") and said in cause
     assert advice.startswith("  fix: ") and fix in advice
     assert not (tmp_path / "run").exists()
@@ -77,9 +77,9 @@ def test_slurms_refusal_is_passed_on_and_nothing_is_left(
 
 def test_a_time_limit_that_leaves_no_time_is_said_before_it_is_queued(cluster: Cluster, tmp_path: Path) -> None:
     args = ["configs/ddp.yaml", *settings(tmp_path / "run"), "--gpus-per-node=0", "--time=2", "--dry-run"]
-    done = cluster.shardkit("submit", *args)
-    assert done.returncode == 0 and "#SBATCH --signal=B:USR2@120" in done.stdout, done
-    first, second = done.stderr.splitlines()
+    process = cluster.shardkit("submit", *args)
+    assert process.returncode == 0 and "#SBATCH --signal=B:USR2@120" in process.stdout, process
+    first, second = process.stderr.splitlines()
     assert first.startswith("warning: the time limit leaves 120 s, and the job is told to save 120 s before it: 0 s")
     assert second.startswith("warning: no save was timed yet") and "set checkpoint.every_minutes" in second
     assert not (tmp_path / "run").exists()
@@ -89,10 +89,10 @@ def test_what_slurm_accepts_but_holds_back_is_said(cluster: Cluster, tmp_path: P
     failed = cluster.call("sbatch", "--parsable", "-o", "/dev/null", "--wrap=false").strip()
     assert cluster.wait(failed, tmp_path) == "FAILED"
     args = ["configs/ddp.yaml", *settings(tmp_path / "run"), "--gpus-per-node=0", f"--dependency=afterok:{failed}"]
-    done = cluster.shardkit("submit", *args)
-    assert done.returncode == 0, done.stderr
-    cluster.call("scancel", done.stdout.split()[2])
-    assert done.stderr == "warning: Slurm holds it back: DependencyNeverSatisfied\n"
+    process = cluster.shardkit("submit", *args)
+    assert process.returncode == 0, process.stderr
+    cluster.call("scancel", process.stdout.split()[2])
+    assert process.stderr == "warning: Slurm holds it back: DependencyNeverSatisfied\n"
 
 
 def test_jobs_that_slurm_does_not_know(cluster: Cluster) -> None:

@@ -106,9 +106,9 @@ def test_templates_of_an_installed_wheel(
     ours = ("parallel.", "train.eval_samples=", "train.global_batch_size=")
     overrides = [item for item in tiny(Path("runs/first"), alone[0], "") if not item.startswith(ours)]
     argv = ["sbatch", "--parsable", "--gpus-per-node=0", *options, f"slurm/{template}.sbatch", f"configs/{config}.yaml"]
-    done = subprocess.run([*argv, *overrides], cwd=project, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
+    process = subprocess.run([*argv, *overrides], cwd=project, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    job = process.stdout.strip()
     output = project / f"slurm-{job}.out"
     assert cluster.wait(job, output, 180) == "COMPLETED", read(output)
     assert sorted(losses(project / "runs/first")) == [1, 2, 3, 4, 5]

@@ -211,7 +211,9 @@ def test_every_list_of_equal_blocks_counts_and_none_inside_another() -> None:
     blocks = find_blocks(model)
     assert blocks == [*model.encoder, *model.decoder.layers]
     words = describe_blocks(model, blocks)
-    assert words.startswith("3 Expert in encoder, 2 ExpertLayer in decoder.layers; 12% of the parameters are outside: ")
+    assert words.startswith(
+        "3 Expert in encoder, 2 ExpertLayer in decoder.layers; 12% of the parameters belong to no block: "
+    )
     assert words.endswith(": decoder.head, decoder.embed, head"), words
     matrices = matrices_of_blocks(model)
     assert id(model.encoder[0][0].weight) in matrices and id(model.decoder.layers[1].experts[0][0].weight) in matrices

@@ -11,9 +11,11 @@ import pytest
 from shardkit.config import capability
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
-from shardkit.telemetry import metrics
+from shardkit.telemetry import catalog, metrics
 from shardkit.telemetry.metrics import MetricsWriter
 from tests.memory.samples import gpu_row
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 def test_wandb_gets_every_step_and_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,3 +96,11 @@ def test_a_large_world_has_no_series_per_rank(tmp_path: Path) -> None:
     assert (time.perf_counter() - began) / 20 < 0.02  # a few ms each, at gathers only
     writer.close()
     assert b"memory_of_rank" not in next((tmp_path / "tensorboard").iterdir()).read_bytes()
+
+
+def test_the_documented_metrics_are_the_declared_ones() -> None:
+    begin, end = catalog.MARKERS
+    text = (REPO / "docs" / "reference.md").read_text(encoding="utf-8")
+    table = text.partition(begin)[2].partition(end)[0]
+    assert table.strip() == catalog.markdown_table(), "run: python -m shardkit.telemetry.catalog docs/reference.md"
+    assert len({metric.key for metric in catalog.METRICS}) == len(catalog.METRICS)

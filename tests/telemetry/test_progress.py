@@ -45,7 +45,8 @@ def test_a_log_gets_a_line_every_few_steps_that_names_the_worst_and_the_slow(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/20", "10/20", "20/20"]
     assert (
-        "loss 2.0000  1,000 tokens/s  peak allocated 5.00 GiB (rank 1@node2, skew 1.36)  slow: rank 2@node1" in lines[0]
+        "loss 2.0000  1,000 tokens/s  peak allocated 5.00 GiB (rank 1@node2, 1.36 × the mean)  slow: rank 2@node1"
+        in lines[0]
     )
     assert "saves" not in lines[0] and "saves 0.5 s" in lines[1]
     assert all(line.isprintable() for line in lines)
@@ -92,7 +93,7 @@ def test_a_terminal_gets_a_bar_per_rank(monkeypatch: pytest.MonkeyPatch, capsys:
     shown.update(record(1, **times), 2, [gpu_row(0), gpu_row(1, 127 * 2**30, "[red]node2")])
     shown.close()
     text = terminal.getvalue()
-    assert "step 400 ms: data 2 %, forward 25 %, backward 60 %, update 10 %" in text
+    assert "step 400 ms: waiting for data 2 %, forward 25 %, backward 60 %, update 10 %" in text
     assert "1/20" in text and "loss 2.0000" in text
     assert "rank 0@node1" in text and "3.00 GiB of 128.00 GiB" in text and "500 ms" in text
     assert "\nrank 1@[red]node2" in text.replace("\r", "")  # a name is no markup

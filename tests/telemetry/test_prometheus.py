@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -16,12 +17,14 @@ from typing import Any
 import pytest
 
 from shardkit.errors import ConfigError
+from shardkit.telemetry.catalog import METRICS
 from shardkit.telemetry.prometheus import MetricsServer
 from tests.memory.samples import cpu_row, gpu_row
 from tests.ranks import run_ranks
 
 # A line of the text format 0.0.4: name, labels with escaped values, value.
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)+)\})? (\S+)')
+pytest.importorskip("prometheus_client", reason="needs prometheus_client")
 
 
 def scrape(url: str) -> dict[tuple[str, str], float]:
@@ -54,11 +57,11 @@ def test_ranks_and_categories_are_labels(server: MetricsServer) -> None:
     found = scrape(server.url)
     assert found["shardkit_step", ""] == 7
     assert found["shardkit_grad_norm", ""] == float("inf")
-    assert found["shardkit_rank_device_peak_allocated_bytes", 'rank="1",host="node2"'] == 5 * 2**30
-    assert found["shardkit_rank_host_peak_rss_bytes", 'rank="0",host="node1"'] == 2 * 2**30
-    assert found["shardkit_rank_state_bytes", 'rank="0",host="node1",category="optimizer",place="host"'] == 2**31
-    assert found["shardkit_rank_phase_peak_bytes", 'rank="1",host="node2",phase="update",kind="allocated"'] == 5 * 2**30
-    assert found["shardkit_rank_alloc_retries_total", 'rank="0",host="node1"'] == 2
+    assert found["shardkit_rank_device_peak_allocated_bytes", 'host="node2",rank="1"'] == 5 * 2**30
+    assert found["shardkit_rank_host_peak_rss_bytes", 'host="node1",rank="0"'] == 2 * 2**30
+    assert found["shardkit_rank_state_bytes", 'category="optimizer",host="node1",place="host",rank="0"'] == 2**31
+    assert found["shardkit_rank_phase_peak_bytes", 'host="node2",kind="allocated",phase="update",rank="1"'] == 5 * 2**30
+    assert found["shardkit_rank_alloc_retries_total", 'host="node1",rank="0"'] == 2
 
 
 def test_what_a_device_does_not_have_is_left_out(server: MetricsServer) -> None:
@@ -70,7 +73,7 @@ def test_what_a_device_does_not_have_is_left_out(server: MetricsServer) -> None:
 
 def test_label_values_are_escaped(server: MetricsServer) -> None:
     server.update({}, [cpu_row(0, host='a"b\\c\nd}')])
-    assert ("shardkit_rank_host_rss_bytes", r'rank="0",host="a\"b\\c\nd}"') in scrape(server.url)
+    assert ("shardkit_rank_host_rss_bytes", r'host="a\"b\\c\nd}",rank="0"') in scrape(server.url)
 
 
 def test_an_evaluations_loss_stays_until_the_next(server: MetricsServer) -> None:
@@ -81,8 +84,9 @@ def test_an_evaluations_loss_stays_until_the_next(server: MetricsServer) -> None
 
 
 def test_nothing_else_is_served(server: MetricsServer) -> None:
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(server.url.replace("/metrics", "/../etc/passwd"), timeout=10)
+    server.update({"step": 1}, [])
+    figures = scrape(server.url)
+    assert scrape(server.url.replace("/metrics", "/../etc/passwd")) == figures, "every path has the figures"
     assert server.url.startswith("http://127.0.0.1:")
 
 
@@ -96,6 +100,13 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
         ) as error:
             MetricsServer("127.0.0.1", port)
     assert "prometheus_port=0" in error.value.fix
+
+
+def test_a_missing_library_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"logging\.prometheus_port=9400 needs prometheus_client") as error:
+        MetricsServer("127.0.0.1", 9400)
+    assert "pip install 'shardkit[prometheus]'" in error.value.fix
 
 
 def test_closing_ends_its_thread_and_frees_the_port() -> None:
@@ -154,14 +165,18 @@ def test_a_run_is_scraped_while_it_trains(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "logs" / "prometheus.txt").exists()  # nobody answers any more
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     gathers = [json.loads(line) for line in (tmp_path / "run" / "memory.jsonl").read_text().splitlines()]
+    assert {key for step in steps for key in step} <= {metric.key for metric in METRICS}, "each is declared"
+    assert {name for answer in first for name in answer if " " not in name} == {
+        f"shardkit_{metric.prometheus}" for metric in METRICS if metric.prometheus and metric.key in steps[-1]
+    }
     assert len(first) == len(steps) == len(gathers) == 3
     for answer, step, gather in zip(first, steps, gathers, strict=True):
         assert answer["shardkit_loss"] == step["loss"]
         for row in gather["ranks"]:
-            who = f'rank="{row["rank"]}",host="{row["host"]}"'
-            assert answer[f"shardkit_rank_host_peak_rss_bytes {who}"] == row["host_mem"]["peak_rss"]
+            host, rank = f'host="{row["host"]}"', f'rank="{row["rank"]}"'
+            assert answer[f"shardkit_rank_host_peak_rss_bytes {host},{rank}"] == row["host_mem"]["peak_rss"]
             held = row["state"]["optimizer"]["device"]
-            assert answer[f'shardkit_rank_state_bytes {who},category="optimizer",place="device"'] == held > 0
+            assert answer[f'shardkit_rank_state_bytes category="optimizer",{host},place="device",{rank}'] == held > 0
 
 
 @pytest.mark.dist

@@ -13,7 +13,7 @@ import torch
 from ...config.schema import AdapterConfig
 from ...errors import CheckpointError
 from ..base import digest_of_pieces
-from ..native.reader import TensorInfo
+from ..native.reader import TensorSpec
 from ..native.writer import byte_view
 from .detect import open_source
 from .hub_names import as_the_model_names
@@ -72,16 +72,16 @@ def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch
         dtype: type of the written weights; None keeps the saved types.
         model: the transformers model with its adapter, on meta; `None` if it cannot be built.
     """
-    tensors: dict[str, tuple[str, TensorInfo]] = {}
-    for name, info in source.tensors.items():
+    tensors: dict[str, tuple[str, TensorSpec]] = {}
+    for name, spec in source.tensors.items():
         kind, _, fqn = name.partition(".")
         if kind == "model":
             exported = f"base_model.model.{fqn.removesuffix(_NAME)}.weight"
-            tensors[exported] = name, TensorInfo(info.shape, dtype or info.dtype)
+            tensors[exported] = name, TensorSpec(spec.shape, dtype or spec.dtype)
     with (folder / _FILE).open("xb") as out:
-        out.write(header_of((name, info) for name, (_, info) in tensors.items()))
-        for name, info in tensors.values():
-            for piece in source.pieces(name, info.dtype):
+        out.write(header_of((name, spec) for name, (_, spec) in tensors.items()))
+        for name, spec in tensors.values():
+            for piece in source.pieces(name, spec.dtype):
                 out.write(byte_view(piece))
     try:
         import peft
@@ -144,7 +144,7 @@ def _merged(
     source: Source, adapter: SavedAdapter, base_source: Source, parameters: list[str], dtype: torch.dtype | None
 ) -> Source:
     """`merged`, once the base is open; checks that it is the one that the adapter was trained on."""
-    saved = {name.partition(".")[2]: (name, info) for name, info in base_source.tensors.items()}
+    saved = {name.partition(".")[2]: (name, spec) for name, spec in base_source.tensors.items()}
     saved |= {alias: saved[name] for alias, name in base_source.ties.items() if name in saved}
     prefix = find_prefix(parameters, saved)
     missing = [name for name in parameters if with_prefix(name, prefix) not in saved]
@@ -164,8 +164,8 @@ def _merged(
     scaling, products = adapter.settings.scaling, _Products(source, adapter.transposed)
     layers = {f"{name}.weight" for name in _layers(source)}
     tensors = {
-        f"model.{name}": TensorInfo(info.shape, dtype if dtype and info.dtype.is_floating_point else info.dtype)
-        for name, (_, info) in base_tensors.items()
+        f"model.{name}": TensorSpec(spec.shape, dtype if dtype and spec.dtype.is_floating_point else spec.dtype)
+        for name, (_, spec) in base_tensors.items()
     }
 
     def read_into(name: str, start: int, out: torch.Tensor) -> None:
@@ -173,19 +173,19 @@ def _merged(
             source.read_into(name, start, out)
             return
         fqn = name.removeprefix("model.")
-        base_name, info = base_tensors[fqn]
-        values = torch.empty(out.numel(), dtype=info.dtype)
-        base_source.read_into(base_name, start, values)
+        base_name, spec = base_tensors[fqn]
+        base_weights = torch.empty(out.numel(), dtype=spec.dtype)
+        base_source.read_into(base_name, start, base_weights)
         if fqn in layers:
-            values = values.float()
-            values += scaling * products.piece(fqn, tuple(info.shape), start, out.numel())
-        out.copy_(values if values.dtype == out.dtype else cast(values, out.dtype, name))
+            base_weights = base_weights.float()
+            base_weights += scaling * products.piece(fqn, tuple(spec.shape), start, out.numel())
+        out.copy_(base_weights if base_weights.dtype == out.dtype else cast(base_weights, out.dtype, name))
 
     def close() -> None:
         base_source.close()
         source.close()
 
-    buffers = {name: info for name, info in source.tensors.items() if name.startswith("buffer.")}
+    buffers = {name: spec for name, spec in source.tensors.items() if name.startswith("buffer.")}
     return replace(
         source, kind="shardkit adapter", tensors={**tensors, **buffers}, read_into=read_into, close=close, scalars={}
     )
@@ -202,10 +202,10 @@ class _Products:
         """Read a layer's B, then its A, in float32."""
         for part in ("B", "A"):
             name = f"model.{layer}.lora_{part}{_NAME}"
-            info = self._source.tensors[name]
-            values = torch.empty(math.prod(info.shape), dtype=info.dtype)
-            self._source.read_into(name, 0, values)
-            yield values.view(info.shape).float()
+            spec = self._source.tensors[name]
+            factor = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
+            self._source.read_into(name, 0, factor)
+            yield factor.view(spec.shape).float()
 
     def piece(self, weight: str, shape: tuple[int, ...], start: int, length: int) -> torch.Tensor:
         """Elements [start, start + length) of the flattened product for a weight of this shape."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...errors import CheckpointError
 from ...parallel.world import World
-from ..native.reader import TensorInfo
+from ..native.reader import TensorSpec
 from .tensor_source import PIECE_BYTES, Source
 
 BUCKET_BYTES = PIECE_BYTES // 4
@@ -32,7 +32,7 @@ Range = tuple[str, int, int]
 class Destination:
     """This rank's memory that one range of the source fills: a weight, and its moving average if there is one."""
 
-    info: TensorInfo
+    spec: TensorSpec
     targets: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -50,9 +50,9 @@ class _Piece:
     numel: int
     offset: int
 
-    def bytes_in(self, buffer: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    def bytes_in(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         """The piece's elements as a view of the bucket."""
-        return buffer[self.offset : self.offset + self.numel * info.dtype.itemsize].view(info.dtype)
+        return buffer[self.offset : self.offset + self.numel * spec.dtype.itemsize].view(spec.dtype)
 
 
 def read_ranges(
@@ -74,22 +74,22 @@ def read_ranges(
     for rank, (node, ranges) in enumerate(ranges_by_rank):
         for source_range in ranges if node == world.env.node_rank else ():
             readers.setdefault(source_range, []).append(rank)
-    by_readers: dict[tuple[int, ...], dict[Range, TensorInfo]] = {}
+    by_readers: dict[tuple[int, ...], dict[Range, TensorSpec]] = {}
     for source_range, destination in destinations.items():
-        by_readers.setdefault(tuple(readers[source_range]), {})[source_range] = destination.info
+        by_readers.setdefault(tuple(readers[source_range]), {})[source_range] = destination.spec
     buffer = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
-    for ranks, infos in sorted(by_readers.items(), key=lambda entry: entry[0]):  # one order on every rank: no deadlock
-        for index, bucket in enumerate(_buckets(infos)):
+    for ranks, specs in sorted(by_readers.items(), key=lambda entry: entry[0]):  # one order on every rank: no deadlock
+        for index, bucket in enumerate(_buckets(specs)):
             failed = _fill(source, destinations, bucket, buffer, world.rank, _rotated(ranks, index), group, problem)
             problem = problem or failed
     return problem
 
 
-def _buckets(infos: Mapping[Range, TensorInfo]) -> Iterator[list[_Piece]]:
+def _buckets(specs: Mapping[Range, TensorSpec]) -> Iterator[list[_Piece]]:
     """Cut the ranges into pieces, in order, and yield the pieces of one bucket at a time."""
     bucket, used = list[_Piece](), 0
-    for source_range, info in infos.items():
-        size, start, end = info.dtype.itemsize, 0, source_range[2]
+    for source_range, spec in specs.items():
+        size, start, end = spec.dtype.itemsize, 0, source_range[2]
         while start < end:
             numel = min(end - start, (BUCKET_BYTES - used) // size)
             bucket.append(_Piece(source_range, start, numel, used))
@@ -131,7 +131,7 @@ def _fill(
         group: an existing group of all ranks. A second group of the same ranks could find the first one's addresses.
         problem: an earlier problem of this rank, which then reads no more.
     """
-    pieces = [(piece, piece.bytes_in(buffer, destinations[piece.source_range].info)) for piece in bucket]
+    pieces = [(piece, piece.bytes_in(buffer, destinations[piece.source_range].spec)) for piece in bucket]
     end = max(piece.offset + elements.nbytes for piece, elements in pieces)
     share = _aligned(-(-end // min(len(ranks), -(-end // MESSAGE_BYTES))))
     parts = [(reader, low, min(low + share, end)) for reader, low in zip(ranks, range(0, end, share), strict=False)]

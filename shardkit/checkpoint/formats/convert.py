@@ -21,7 +21,7 @@ from . import targets
 from .adapter import SavedAdapter, merged, saved_adapter, write_peft
 from .detect import open_source
 from .hub_names import reference_of, ties_of
-from .targets import ModelInfo, model_info
+from .targets import ModelFacts, model_facts
 from .tensor_source import Source
 
 TARGETS = ("safetensors", "torch", "shardkit", "peft")
@@ -124,20 +124,20 @@ def _convert(order: _Order, path: Path, source: Source) -> Converted:
         path: the path that the user named; the source may be one checkpoint below it.
     """
     try:
-        info = model_info(path, source.path) if source.kind == "shardkit" and order.to != "shardkit" else ModelInfo()
-        notes = [*source.notes, *([info.note] if info.note else [])]
+        facts = model_facts(path, source.path) if source.kind == "shardkit" and order.to != "shardkit" else ModelFacts()
+        notes = [*source.notes, *([facts.note] if facts.note else [])]
         adapter = saved_adapter(source)
         _check_adapter(source, adapter, order)
         if adapter is not None and order.merge:
-            source, info = _with_adapter(source, adapter, order, info)
-        export = targets.exported(source, order.cast, info, order.average)
+            source, facts = _with_adapter(source, adapter, order, facts)
+        export = targets.exported(source, order.cast, facts, order.average)
         if order.to == "safetensors":
-            export, deviations = targets.as_published(export, info)
+            export, deviations = targets.as_published(export, facts)
             notes += deviations
-            notes += targets.other_type(export, info) if order.cast is None else []
+            notes += targets.other_type(export, facts) if order.cast is None else []
         written = source.tensors if order.to == "shardkit" and order.cast is None else export.tensors
         with _draft(order.out, sum(map(targets.size_of, written.values()))) as folder:
-            notes += _write(order, source, export, adapter, info, folder)
+            notes += _write(order, source, export, adapter, facts, folder)
     finally:
         source.close()
     files = sorted(file for file in order.out.rglob("*") if file.is_file())
@@ -145,32 +145,32 @@ def _convert(order: _Order, path: Path, source: Source) -> Converted:
     return Converted(source.path, source.kind, len(written), n_bytes, files, notes)
 
 
-def _with_adapter(source: Source, adapter: SavedAdapter, order: _Order, info: ModelInfo) -> tuple[Source, ModelInfo]:
+def _with_adapter(source: Source, adapter: SavedAdapter, order: _Order, facts: ModelFacts) -> tuple[Source, ModelFacts]:
     """A source of the model with the adapter added to its weights, and the facts about that model.
 
     Raises:
         CheckpointError: the run's model cannot be built, or the frozen weights are not those of the adapter.
     """
-    if info.pretrained is None or not info.frozen:
+    if facts.pretrained is None or not facts.frozen:
         raise CheckpointError(
-            f"{source.path} cannot be merged: {info.note or 'its run trains no adapter'}",
+            f"{source.path} cannot be merged: {facts.note or 'its run trains no adapter'}",
             "convert it where it was saved, in its run",
         )
-    plain = reference_of(info.pretrained)
-    model = merged(source, adapter, order.base, plain, list(info.frozen), order.cast)
-    return model, replace(info, pretrained=plain, ties=ties_of(plain))
+    plain = reference_of(facts.pretrained)
+    model = merged(source, adapter, order.base, plain, list(facts.frozen), order.cast)
+    return model, replace(facts, pretrained=plain, ties=ties_of(plain))
 
 
 def _write(
-    order: _Order, source: Source, export: targets.Export, adapter: SavedAdapter | None, info: ModelInfo, folder: Path
+    order: _Order, source: Source, export: targets.Export, adapter: SavedAdapter | None, facts: ModelFacts, folder: Path
 ) -> list[str]:
     """Write the files of the target format to `folder`; returns notes about parts that are left out."""
     if order.to == "safetensors":
         targets.write_safetensors(export, folder, order.max_shard)
-        return targets.write_rest(export, info, folder)
+        return targets.write_rest(export, facts, folder)
     if order.to == "peft":
         assert adapter is not None
-        write_peft(source, adapter, folder, order.cast, info.pretrained)
+        write_peft(source, adapter, folder, order.cast, facts.pretrained)
     elif order.to == "torch":
         targets.write_torch(export, folder)
     else:

@@ -15,7 +15,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import read_regular
-from ..native.reader import TensorInfo
+from ..native.reader import TensorSpec
 from .tensor_source import (
     PIECE_BYTES,
     RESTORE,
@@ -77,8 +77,8 @@ class _Folder:
         }
         self._keys = {key: _path(paths.get(key, (key,))) for key in self._entries}
         self._stored = {
-            (index.get("fqn"), whole_numbers(index.state.get("offset") or ())): info
-            for index, info in metadata.get("storage_data").items()
+            (index.get("fqn"), whole_numbers(index.state.get("offset") or ())): storage
+            for index, storage in metadata.get("storage_data").items()
         }
         self._read: Counter[Path] = Counter()
 
@@ -182,13 +182,13 @@ class _Folder:
 
     def _archive(self, key: str, offsets: tuple[int, ...]) -> Archive:
         """The archive with the chunk of tensor `key` that begins at `offsets`."""
-        info = self._stored[key, offsets]
-        name = info.get("relative_path")
+        storage = self._stored[key, offsets]
+        name = storage.get("relative_path")
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError("a file of another folder")
-        if info.state.get("transform_descriptors"):
+        if storage.state.get("transform_descriptors"):
             raise CheckpointError(f"{self.path / name} is compressed", "save it without stream extensions")
-        file, (start, length) = self.path / name, whole_numbers([info.get("offset"), info.get("length")])
+        file, (start, length) = self.path / name, whole_numbers([storage.get("offset"), storage.get("length")])
         self._read[file] += length
         if self._read[file] > 2 * file.stat().st_size:
             raise ValueError(f"the same bytes of {name} for many tensors")
@@ -244,28 +244,28 @@ def _dtype(properties: PickledObject) -> torch.dtype:
 def _without_copies(source: Source, trained: set[str]) -> Source:
     """Drop tied weights that DCP saved again under a second name, which has no moments, and note them as ties."""
     ties: dict[str, str] = {}
-    for name, info in source.tensors.items():
+    for name, spec in source.tensors.items():
         fqn = name.removeprefix("model.")
         if not name.startswith("model.") or fqn in trained:
             continue
-        candidates = (f for f in sorted(trained) if _has_type_of(source.tensors.get(f"model.{f}"), info))
+        candidates = (f for f in sorted(trained) if _has_type_of(source.tensors.get(f"model.{f}"), spec))
         original = next((f for f in candidates if _equal(source, name, f"model.{f}")), None)
         if original is not None:
             ties[fqn] = original
-    unique = {name: info for name, info in source.tensors.items() if name.removeprefix("model.") not in ties}
+    unique = {name: spec for name, spec in source.tensors.items() if name.removeprefix("model.") not in ties}
     return replace(source, tensors=unique, ties=ties)
 
 
-def _has_type_of(info: TensorInfo | None, reference: TensorInfo) -> bool:
-    return info is not None and (info.shape, info.dtype) == (reference.shape, reference.dtype)
+def _has_type_of(spec: TensorSpec | None, reference: TensorSpec) -> bool:
+    return spec is not None and (spec.shape, spec.dtype) == (reference.shape, reference.dtype)
 
 
 def _equal(source: Source, name: str, original: str) -> bool:
     """Whether two tensors of the same shape and type have the same elements; False if they are empty."""
-    info = source.tensors[name]
-    numel, step = math.prod(info.shape), PIECE_BYTES // info.dtype.itemsize
+    spec = source.tensors[name]
+    numel, step = math.prod(spec.shape), PIECE_BYTES // spec.dtype.itemsize
     for start in range(0, numel, step):
-        pair = [torch.empty(min(step, numel - start), dtype=info.dtype) for _ in range(2)]
+        pair = [torch.empty(min(step, numel - start), dtype=spec.dtype) for _ in range(2)]
         source.read_into(name, start, pair[0])
         source.read_into(original, start, pair[1])
         if not torch.equal(pair[0], pair[1]):

@@ -92,7 +92,7 @@ class _Folder:
         return file_source(
             "deepspeed", self.path,
             {_rename(name, shapes, renamed): tensor for name, tensor in self._tensors.items()},
-            scalars={_rename(name, shapes, renamed): value for name, value in self._scalars.items()},
+            scalars={_rename(name, shapes, renamed): number for name, number in self._scalars.items()},
             step=step,
             ties={renamed[alias]: renamed[name] for alias, name in ties.items()},
         )  # fmt: skip
@@ -150,15 +150,15 @@ class _Folder:
         self, archive: Archive, name: str, state: Mapping[str, Any], master: TensorRef, at: int, start: int, length: int
     ) -> None:
         """Add the optimizer's states of one parameter: moments, which lie as the master does, and step counters."""
-        for key, value in state.items():
+        for key, state_value in state.items():
             state_name = f"optim.{name}.{key}"
-            if isinstance(value, TensorRef) and value.shape:
+            if isinstance(state_value, TensorRef) and state_value.shape:
                 # In the last partition, moments have padding and masters have none.
-                if len(value.shape) != 1 or value.numel < master.numel:
+                if len(state_value.shape) != 1 or state_value.numel < master.numel:
                     raise CheckpointError(f"{state_name} in {archive.file} is not one value per element", _WEIGHTS_ONLY)
-                self._add(archive, state_name, value, at, start, length)
-            elif value is not None:
-                self._scalars[state_name] = archive.number(value, state_name)
+                self._add(archive, state_name, state_value, at, start, length)
+            elif state_value is not None:
+                self._scalars[state_name] = archive.number(state_value, state_name)
 
     def _read_module(self, model: Mapping[str, Any], trained: Mapping[str, Any], ties: Mapping[str, str]) -> None:
         """Add buffers, and weights that no optimizer holds; ZeRO-3 stores a part of such a weight per rank."""

@@ -44,7 +44,7 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
         raise CheckpointError(f"{path} holds no weights", f"name {KINDS}")
     if not weights_only:
         return source
-    weights = {name: info for name, info in source.tensors.items() if name.startswith(("model.", "buffer."))}
+    weights = {name: spec for name, spec in source.tensors.items() if name.startswith(("model.", "buffer."))}
     return replace(source, tensors=weights, scalars={})
 
 
@@ -141,7 +141,7 @@ def _open_shardkit(path: Path) -> Source:
     """A checkpoint of shardkit as a source, without the states of random generators."""
     reader = CheckpointReader(path)
     manifest = reader.manifest
-    tensors = {n: info for n, info in reader.tensors().items() if not n.startswith("rng.")}
+    tensors = {n: spec for n, spec in reader.tensors().items() if not n.startswith("rng.")}
     return Source(
         "shardkit", path, tensors, reader.read_into, reader.close,
         scalars=dict(manifest.scalars), step=manifest.run.step, run=manifest.run,

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import open_regular, read_regular
-from ..native.reader import TensorInfo
+from ..native.reader import TensorSpec
 from .tensor_source import RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, whole_numbers
 
 INDEX = "model.safetensors.index.json"
@@ -145,7 +145,7 @@ def _entry(file: Path, name: str, entry: Mapping[str, Any], data_start: int, siz
     return FileTensor(shape, dtype, (Extent(file, data_start + begin, (0,), math.prod(shape)),))
 
 
-def header_of(tensors: Iterable[tuple[str, TensorInfo]]) -> bytes:
+def header_of(tensors: Iterable[tuple[str, TensorSpec]]) -> bytes:
     """The first bytes of a file that holds the tensors in this order, without gaps: the header's length and the header.
 
     Raises:
@@ -153,11 +153,11 @@ def header_of(tensors: Iterable[tuple[str, TensorInfo]]) -> bytes:
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
-    for name, info in tensors:
-        if info.dtype not in _NAMES:
-            raise CheckpointError(f"{name} is {info.dtype}, which safetensors does not have", "use --to torch")
-        end = begin + math.prod(info.shape) * info.dtype.itemsize
-        header[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
+    for name, spec in tensors:
+        if spec.dtype not in _NAMES:
+            raise CheckpointError(f"{name} is {spec.dtype}, which safetensors does not have", "use --to torch")
+        end = begin + math.prod(spec.shape) * spec.dtype.itemsize
+        header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # arrays begin aligned

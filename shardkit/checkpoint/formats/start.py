@@ -24,7 +24,7 @@ from ...errors import CheckpointError
 from ...parallel.world import World
 from ...strategies import Strategy
 from ...strategies.base import Shard
-from ..native.reader import TensorInfo
+from ..native.reader import TensorSpec
 from ..native.writer import byte_view
 from ..resume import agreed
 from .buckets import Destination, Range, read_ranges
@@ -152,11 +152,11 @@ def _sample(source: Source, model: nn.Module) -> str:
     configs: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
     config = next((config for config in configs if hasattr(config, "to_json_string")), None)
     digest.update(b"" if config is None else config.to_json_string().encode())
-    for name, info in sorted(source.tensors.items()):
-        digest.update(repr((name, info.shape, info.dtype)).encode())
-        middle = math.prod(info.shape) // 2
-        for values in source.range_of(name, middle, min(_SAMPLED_VALUES, math.prod(info.shape) - middle)):
-            digest.update(byte_view(values))
+    for name, spec in sorted(source.tensors.items()):
+        digest.update(repr((name, spec.shape, spec.dtype)).encode())
+        middle = math.prod(spec.shape) // 2
+        for piece in source.range_of(name, middle, min(_SAMPLED_VALUES, math.prod(spec.shape) - middle)):
+            digest.update(byte_view(piece))
     return digest.hexdigest()
 
 
@@ -192,7 +192,7 @@ def _destinations(
         if shard.name.startswith(("model.", "ema.", "buffer."))
         and (plain_name := source_name(shard.name.partition(".")[2])) is not None
     ]
-    saved = {name.partition(".")[2]: (name, info) for name, info in source.tensors.items()}
+    saved = {name.partition(".")[2]: (name, spec) for name, spec in source.tensors.items()}
     saved |= {alias: saved[name] for alias, name in source.ties.items() if name in saved}
     prefix = find_prefix([name for name, shard in shards if shard.name.startswith("model.")], saved)
     destinations: dict[Range, Destination] = {}
@@ -204,14 +204,14 @@ def _destinations(
             if not shard.name.startswith("buffer."):  # buffers are computed; transformers does not save all of them
                 missing[fqn] = None
             continue
-        name, info = saved[fqn]
-        _check_fits(info, fqn, shard, source, may_grow=plain_name in resized)
-        n_old = max(0, min(shard.local.numel(), math.prod(info.shape) - shard.start))
+        name, spec = saved[fqn]
+        _check_fits(spec, fqn, shard, source, may_grow=plain_name in resized)
+        n_old = max(0, min(shard.local.numel(), math.prod(spec.shape) - shard.start))
         if n_old:
             source_range = (name, shard.start, n_old)
-            destinations.setdefault(source_range, Destination(info)).targets.append(shard.local[:n_old])
+            destinations.setdefault(source_range, Destination(spec)).targets.append(shard.local[:n_old])
         if n_old < shard.local.numel():
-            rows = new_rows.setdefault(name, _NewRows((info.shape[0], shard.shape[0])))
+            rows = new_rows.setdefault(name, _NewRows((spec.shape[0], shard.shape[0])))
             rows.targets.append((shard.start + n_old, shard.local[n_old:]))
     if missing:
         raise CheckpointError(f"{source.path} has no {_listing(list(missing))}", _FIX)
@@ -231,7 +231,7 @@ def _listing(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED_NAMES]) + (f" and {n_unlisted} more" if n_unlisted > 0 else "")
 
 
-def _check_fits(info: TensorInfo, fqn: str, shard: Shard, source: Source, may_grow: bool) -> None:
+def _check_fits(spec: TensorSpec, fqn: str, shard: Shard, source: Source, may_grow: bool) -> None:
     """Check that a tensor of the source has the model's shape and kind of number.
 
     Args:
@@ -240,11 +240,11 @@ def _check_fits(info: TensorInfo, fqn: str, shard: Shard, source: Source, may_gr
     Raises:
         CheckpointError: it differs; the message names both.
     """
-    saved, model = tuple(info.shape), tuple(shard.shape)
+    saved, model = tuple(spec.shape), tuple(shard.shape)
     if saved != model and not (may_grow and saved[1:] == model[1:] and 0 < saved[0] < model[0]):
-        raise CheckpointError(f"{fqn} is {list(info.shape)} in {source.path}, {list(shard.shape)} in this run", _FIX)
-    if info.dtype.is_floating_point != shard.local.dtype.is_floating_point:
-        raise CheckpointError(f"{fqn} is {info.dtype} in {source.path}, {shard.local.dtype} in this run", _FIX)
+        raise CheckpointError(f"{fqn} is {list(spec.shape)} in {source.path}, {list(shard.shape)} in this run", _FIX)
+    if spec.dtype.is_floating_point != shard.local.dtype.is_floating_point:
+        raise CheckpointError(f"{fqn} is {spec.dtype} in {source.path}, {shard.local.dtype} in this run", _FIX)
 
 
 def _fill_new_rows(
@@ -276,12 +276,12 @@ def _fill_new_rows(
 
 def _mean_row(source: Source, name: str) -> torch.Tensor:
     """The mean row of a tensor in float64, summed in the rows' order by one thread."""
-    info = source.tensors[name]
-    n_rows, row = info.shape[0], math.prod(info.shape[1:])
+    spec = source.tensors[name]
+    n_rows, row = spec.shape[0], math.prod(spec.shape[1:])
     rows_per_piece = max(1, PIECE_BYTES // (16 * row))  # a piece in float64, and its sum
     total = np.zeros(row, dtype=np.float64)
     for start in range(0, n_rows, rows_per_piece):
-        piece = torch.empty(min(rows_per_piece, n_rows - start) * row, dtype=info.dtype)
+        piece = torch.empty(min(rows_per_piece, n_rows - start) * row, dtype=spec.dtype)
         source.read_into(name, start * row, piece)
         total += piece.to(torch.float64).view(-1, row).numpy().sum(axis=0)
     return torch.from_numpy(total / n_rows)

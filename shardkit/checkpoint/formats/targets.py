@@ -23,7 +23,7 @@ from ...tasks.load import load_task
 from ..native.layout import read_manifest
 from ..native.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
 from ..native.planner import dtype_name
-from ..native.reader import TensorInfo
+from ..native.reader import TensorSpec
 from ..native.writer import _version, byte_view, data_file_name, write_file
 from .folder import copy_tokenizer, folder_dtype, write_card, write_configs
 from .hub_names import Region, published, reference_of, ties_of
@@ -33,7 +33,7 @@ from .torch_writer import write_state_dict
 
 
 @dataclass(frozen=True)
-class ModelInfo:
+class ModelFacts:
     """Facts about a run's model, which is built on the meta device for them.
 
     Attributes:
@@ -66,7 +66,7 @@ def run_of(checkpoint: Path) -> Path | None:
     return folder.parent if is_run else None
 
 
-def model_info(path: Path, checkpoint: Path) -> ModelInfo:
+def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
     """Build the run's model on the meta device and collect facts about it, or note why it cannot be built.
 
     Args:
@@ -75,12 +75,12 @@ def model_info(path: Path, checkpoint: Path) -> ModelInfo:
     """
     run = run_of(checkpoint)
     if run is None:
-        return ModelInfo(note="it is not in a run's checkpoints/, so tied names and config.json are left out")
+        return ModelFacts(note="it is not in a run's checkpoints/, so tied names and config.json are left out")
     config = run / "config.yaml"
     try:
         loaded = load_config(config).config
         if loaded.task.factory is not None and run != path.absolute():
-            return ModelInfo(
+            return ModelFacts(
                 note=f"{config} names code (task.factory={loaded.task.factory}), which is imported only if the run is "
                 f"named (shardkit convert {run} --step …): tied names and config.json are left out"
             )
@@ -88,15 +88,15 @@ def model_info(path: Path, checkpoint: Path) -> ModelInfo:
         with parameters_on_meta():
             model = task.build_model()
     except ShardkitError as error:
-        return ModelInfo(note=f"the model cannot be built, so tied names and config.json are left out: {error.cause}")
+        return ModelFacts(note=f"the model cannot be built, so tied names and config.json are left out: {error.cause}")
     except Exception as error:  # a user's own code
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        return ModelInfo(note=f"the model cannot be built, so tied names and config.json are left out: {problem}")
+        return ModelFacts(note=f"the model cannot be built, so tied names and config.json are left out: {problem}")
     prefix, pretrained = _pretrained(model)
     adapter = getattr(task, "adapter", None)
     names = [] if adapter is None else [adapter.base_name(fqn) for fqn, _ in model.named_parameters()]
     frozen = tuple(name for name in names if name is not None)
-    return ModelInfo(ties_of(model), prefix, pretrained, frozen, loaded, run)
+    return ModelFacts(ties_of(model), prefix, pretrained, frozen, loaded, run)
 
 
 def _pretrained(model: nn.Module) -> tuple[str, Any]:
@@ -146,13 +146,13 @@ class Export:
 
     source: Source
     names: dict[str, str]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, TensorSpec]
     ties: dict[str, str]
     regions: dict[str, Region] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
-        return sum(size_of(info) for info in self.tensors.values())
+        return sum(size_of(spec) for spec in self.tensors.values())
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The tensor's elements in order, in the exported dtype."""
@@ -165,11 +165,11 @@ class Export:
             yield from self.source.range_of(source_name, start, run, dtype)
 
 
-def size_of(info: TensorInfo) -> int:
-    return math.prod(info.shape) * info.dtype.itemsize
+def size_of(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
-def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average: bool = False) -> Export:
+def exported(source: Source, dtype: torch.dtype | None, facts: ModelFacts, average: bool = False) -> Export:
     """The weights and saved buffers of a source, to export under the names of the run's model.
 
     Args:
@@ -188,22 +188,22 @@ def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average
         kind, _, fqn = name.partition(".")
         if kind not in ("ema" if average else "model", "buffer"):
             continue
-        plain = fqn.removeprefix(info.prefix)
+        plain = fqn.removeprefix(facts.prefix)
         names[plain] = name
         cast = dtype is not None and tensor.dtype.is_floating_point
-        tensors[plain] = TensorInfo(tensor.shape, dtype if cast and dtype is not None else tensor.dtype)
-    ties = {**info.ties, **source.ties}
+        tensors[plain] = TensorSpec(tensor.shape, dtype if cast and dtype is not None else tensor.dtype)
+    ties = {**facts.ties, **source.ties}
     return Export(
-        source, names, tensors, {a.removeprefix(info.prefix): n.removeprefix(info.prefix) for a, n in ties.items()}
+        source, names, tensors, {a.removeprefix(facts.prefix): n.removeprefix(facts.prefix) for a, n in ties.items()}
     )
 
 
-def as_published(weights: Export, info: ModelInfo) -> tuple[Export, list[str]]:
+def as_published(weights: Export, facts: ModelFacts) -> tuple[Export, list[str]]:
     """The weights in the layout of the model's published folders, and a note on each tensor that cannot have it.
 
     transformers 5 fuses some tensors of a folder when it loads it (experts). Other tools read only the published form.
     """
-    reference = reference_of(info.pretrained) if info.pretrained is not None else None
+    reference = reference_of(facts.pretrained) if facts.pretrained is not None else None
     if reference is None or any(name not in reference.state_dict() for name in weights.names):
         return weights, []
     layout = published(reference)
@@ -213,7 +213,7 @@ def as_published(weights: Export, info: ModelInfo) -> tuple[Export, list[str]]:
         name: weights.names[region.name] for name, region in layout.regions.items() if region.name in weights.names
     }
     tensors = {
-        name: TensorInfo(layout.regions[name].shape, weights.tensors[layout.regions[name].name].dtype) for name in names
+        name: TensorSpec(layout.regions[name].shape, weights.tensors[layout.regions[name].name].dtype) for name in names
     }
     unchanged = [name for name in weights.names if name in layout.unknown]
     notes = [
@@ -246,22 +246,22 @@ def write_safetensors(weights: Export, folder: Path, max_shard: int) -> None:
         (folder / INDEX).write_text(text + "\n")
 
 
-def write_rest(weights: Export, info: ModelInfo, folder: Path) -> list[str]:
+def write_rest(weights: Export, facts: ModelFacts, folder: Path) -> list[str]:
     """Write the files beside the weights that loading and serving need; returns a note on each that is missing."""
-    if info.pretrained is None:
+    if facts.pretrained is None:
         return []
     dtype = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
-    write_configs(info.pretrained, info.config, folder, dtype)
-    if info.config is None:
+    write_configs(facts.pretrained, facts.config, folder, dtype)
+    if facts.config is None:
         return []
-    write_card(read_manifest(weights.source.path), info.config, info.run, info.pretrained, folder, dtype)
-    lacking = copy_tokenizer(info.config, folder)
+    write_card(read_manifest(weights.source.path), facts.config, facts.run, facts.pretrained, folder, dtype)
+    lacking = copy_tokenizer(facts.config, folder)
     return [lacking] if lacking else []
 
 
-def other_type(weights: Export, info: ModelInfo) -> list[str]:
+def other_type(weights: Export, facts: ModelFacts) -> list[str]:
     """A note if the folder from which the run started holds its weights in another type."""
-    folder_type = folder_dtype(info.config) if info.config is not None else None
+    folder_type = folder_dtype(facts.config) if facts.config is not None else None
     flag = next((name for name, flag_dtype in DTYPES.items() if str(flag_dtype) == f"torch.{folder_type}"), None)
     dtype = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
     if flag is None or dtype == DTYPES[flag]:
@@ -283,12 +283,12 @@ def _shards(weights: Export, max_bytes: int) -> list[list[str]]:
     """Divide the names among files. Within a file wider types come first, so that every array begins aligned."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, info in weights.tensors.items():
-        if shards[-1] and filled + size_of(info) > max_bytes:
+    for name, spec in weights.tensors.items():
+        if shards[-1] and filled + size_of(spec) > max_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += size_of(info)
+        filled += size_of(spec)
     return [sorted(names, key=lambda n: -weights.tensors[n].dtype.itemsize) for names in shards]
 
 
@@ -310,9 +310,9 @@ def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> N
     cuts: list[tuple[str, int, int]] = []
 
     def pieces() -> Iterator[torch.Tensor]:
-        for name, info in tensors.items():
+        for name, spec in tensors.items():
             start = 0
-            for piece in source.pieces(name, info.dtype):
+            for piece in source.pieces(name, spec.dtype):
                 cuts.append((name, start, piece.numel()))
                 start += piece.numel()
                 yield piece
@@ -324,7 +324,7 @@ def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> N
     (folder / FILE_NAME).write_bytes(dump(_manifest(source, folder, tensors, chunks)))
 
 
-def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorInfo]:
+def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
     """The source's tensors with the types in which they are written.
 
     Raises:
@@ -336,28 +336,28 @@ def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorInfo
             "leave --dtype out, or pass --weights-only",
         )
     tensors = {}
-    for name, info in source.tensors.items():
-        saved_dtype = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+    for name, spec in source.tensors.items():
+        saved_dtype = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
         dtype_name(saved_dtype)
-        tensors[name] = TensorInfo(info.shape, saved_dtype)
+        tensors[name] = TensorSpec(spec.shape, saved_dtype)
     return tensors
 
 
 def _manifest(
-    source: Source, folder: Path, tensors: Mapping[str, TensorInfo], chunks: Mapping[str, list[Chunk]]
+    source: Source, folder: Path, tensors: Mapping[str, TensorSpec], chunks: Mapping[str, list[Chunk]]
 ) -> Manifest:
     """The folder's manifest. It has no data position of another tool, so a run that resumes starts its data over."""
-    data = data_file_name(0)
+    data_file = data_file_name(0)
     return Manifest(
         run=source.run or RunState(step=source.step, extra={"imported": source.kind}),
         strategy=source.kind,
         world_size=1,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         versions={"shardkit": _version(), "torch": torch.__version__},
-        files=(DataFile(data, (folder / data).stat().st_size),),
+        files=(DataFile(data_file, (folder / data_file).stat().st_size),),
         tensors={
-            name: TensorEntry(name, dtype_name(info.dtype), tuple(info.shape), tuple(chunks[name]))
-            for name, info in tensors.items()
+            name: TensorEntry(name, dtype_name(spec.dtype), tuple(spec.shape), tuple(chunks[name]))
+            for name, spec in tensors.items()
         },
         scalars=source.scalars,
     )

@@ -19,7 +19,7 @@ import torch
 from ...errors import CheckpointError
 from ...files import open_regular
 from ..native.manifest import RunState
-from ..native.reader import TensorInfo
+from ..native.reader import TensorSpec
 from ..native.writer import byte_view
 
 RESTORE = "restore it from a copy"
@@ -60,7 +60,7 @@ class Source:
 
     kind: str
     path: Path
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, TensorSpec]
     read_into: Callable[[str, int, torch.Tensor], None]
     close: Callable[[], None]
     scalars: dict[str, float] = field(default_factory=dict)
@@ -80,12 +80,12 @@ class Source:
 
     def range_of(self, name: str, start: int, length: int, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
         """Yield the elements [start, start + length) of the flattened tensor, in pieces as `pieces` does."""
-        info = self.tensors[name]
-        step = PIECE_BYTES // info.dtype.itemsize
+        spec = self.tensors[name]
+        step = PIECE_BYTES // spec.dtype.itemsize
         for at in range(start, start + length, step):
-            piece = torch.empty(min(step, start + length - at), dtype=info.dtype)
+            piece = torch.empty(min(step, start + length - at), dtype=spec.dtype)
             self.read_into(name, at, piece)
-            yield piece if dtype is None or dtype == info.dtype else cast(piece, dtype, name)
+            yield piece if dtype is None or dtype == spec.dtype else cast(piece, dtype, name)
 
 
 def cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class FileTensor(TensorInfo):
+class FileTensor(TensorSpec):
     """A tensor whose elements lie in files, in one or several extents."""
 
     extents: tuple[Extent, ...] = ()

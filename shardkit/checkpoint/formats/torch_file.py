@@ -46,10 +46,10 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         count = max(0, min(len(buffer), self._length - self._at))
         self._file.seek(self._start + self._at)
-        data = self._file.read(count)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        content = self._file.read(count)
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
 
 
 class Archive:
@@ -103,15 +103,15 @@ class Archive:
             ValueError: an entry is compressed, cut off, missing, or there twice.
             CheckpointError: the arrays are big-endian.
         """
-        entries = {info.filename: info for info in archive.infolist()}
+        entries = {entry.filename: entry for entry in archive.infolist()}
         names = [name for name in entries if name.endswith("/data.pkl")]
         if len(names) != 1 or len(entries) != len(archive.infolist()):
             raise ValueError(
                 f"{len(names)} entries data.pkl, {len(entries)} names of {len(archive.infolist())} entries"
             )
-        for info in entries.values():
-            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-                raise ValueError(f"{info.filename} is compressed")
+        for entry in entries.values():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+                raise ValueError(f"{entry.filename} is compressed")
         root = names[0].removesuffix("data.pkl")
         if f"{root}byteorder" in entries and archive.read(f"{root}byteorder") != b"little":
             raise CheckpointError(
@@ -119,15 +119,15 @@ class Archive:
             )
         self._pickle = archive.read(names[0])
         records: dict[str, tuple[int, int]] = {}
-        for info in entries.values():
-            if not info.filename.startswith(f"{root}data/"):
+        for entry in entries.values():
+            if not entry.filename.startswith(f"{root}data/"):
                 continue
-            window.seek(info.header_offset)
+            window.seek(entry.header_offset)
             signature, name_length, extra_length = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
-            offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-            if signature != b"PK\x03\x04" or offset + info.file_size > self._length:
-                raise ValueError(f"{info.filename} is cut off")
-            records[info.filename.removeprefix(f"{root}data/")] = (self._start + offset, info.file_size)
+            offset = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+            if signature != b"PK\x03\x04" or offset + entry.file_size > self._length:
+                raise ValueError(f"{entry.filename} is cut off")
+            records[entry.filename.removeprefix(f"{root}data/")] = (self._start + offset, entry.file_size)
         return records
 
     def offset_of(self, ref: TensorRef, name: str) -> int:
@@ -150,20 +150,20 @@ class Archive:
         """A tensor of the pickle with its extent in the file."""
         return FileTensor(ref.shape, ref.dtype, (Extent(self.file, self.offset_of(ref, name), (0,), ref.numel),))
 
-    def number(self, value: Any, name: str) -> float:
+    def number(self, content: Any, name: str) -> float:
         """A number of the pickle, which may be stored as a tensor of one element.
 
         Raises:
             CheckpointError: the value is no number.
         """
-        if isinstance(value, TensorRef) and value.numel == 1:
+        if isinstance(content, TensorRef) and content.numel == 1:
             with open_regular(self.file) as file:
-                file.seek(self.offset_of(value, name))
-                data = bytearray(file.read(value.dtype.itemsize))
-            value = torch.frombuffer(data, dtype=value.dtype).item()
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+                file.seek(self.offset_of(content, name))
+                raw = bytearray(file.read(content.dtype.itemsize))
+            content = torch.frombuffer(raw, dtype=content.dtype).item()
+        if isinstance(content, bool) or not isinstance(content, (int, float)):
             raise CheckpointError(f"{name} in {self.file} is not a number", RESTORE)
-        return int(value) if float(value).is_integer() else float(value)
+        return int(content) if float(content).is_integer() else float(content)
 
 
 INDEX = "pytorch_model.bin.index.json"

@@ -28,7 +28,7 @@ _PIECE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class TensorSpec:
     """The full shape and the dtype of a saved tensor."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class CheckpointReader:
     """Random access to a checkpoint's tensors, from any thread.
 
         with CheckpointReader("runs/a/checkpoints/step_00000100") as checkpoint:
-            for name, info in checkpoint.tensors().items():
+            for name, spec in checkpoint.tensors().items():
                 rows = checkpoint.read(name, 0, 1024)  # 1-D, elements [0, 1024) of the flattened tensor
 
     Every returned byte was checked against its checksum; a read touches at most one extra block (1 MiB) at each end.
@@ -71,9 +71,9 @@ class CheckpointReader:
                 os.close(descriptor)
             self._descriptors.clear()
 
-    def tensors(self) -> dict[str, TensorInfo]:
+    def tensors(self) -> dict[str, TensorSpec]:
         """Every tensor by name: `model.<fqn>`, `optim.<fqn>.<state>`, `buffer.<fqn>`, `rng.<rank>.<generator>`."""
-        return {n: TensorInfo(t.shape, getattr(torch, t.dtype)) for n, t in self.manifest.tensors.items()}
+        return {n: TensorSpec(t.shape, getattr(torch, t.dtype)) for n, t in self.manifest.tensors.items()}
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> torch.Tensor:
         """Elements [start, start + length) of the flattened tensor, 1-D on CPU; `None` = to its end."""

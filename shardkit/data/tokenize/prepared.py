@@ -466,6 +466,7 @@ def _main(source: str, directory: str, tokenizer: str, *overrides: str) -> int:
         made = write_corpus(data, load_tokenizer(tokenizer), source, Path(directory))
     except ShardkitError as error:
         fix = error.fix.replace("set data.tokenizer to a", "pass --tokenizer with a")
+        fix = fix.replace("set data.path to ", "name as SRC ")
         fix = fix.replace("data.tokenizer", "--tokenizer")  # the run's key has the command's option here
         return report(type(error)(error.cause.replace("data.tokenizer=", "--tokenizer "), fix))
     print(

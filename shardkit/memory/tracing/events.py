@@ -143,14 +143,14 @@ class EventLog:
         self.releases.append(len(self.events))
 
     def accumulated_in_place(self) -> None:
-        """Rewrite the gradients' sums in backward as autograd makes them, which a dispatch mode keeps it from.
+        """Rewrite the sums of gradients in backward as autograd makes them without a dispatch mode.
 
-        It adds two gradients of one tensor in the memory of the first, if nobody else holds that; under a mode it
-        makes a third. See `can_accumulate_inplace` in torch's input_buffer.cpp.
+        Autograd adds a tensor's second gradient into the memory of the first if nothing else refers to that; under a
+        dispatch mode it allocates a third. See `can_accumulate_inplace` in torch's input_buffer.cpp.
         """
-        memory_of: dict[int, int] = {}  # of a sum: the gradient in whose memory it lies
+        memory_of: dict[int, int] = {}  # index of a sum → index of the gradient whose memory holds it
         new_events: list[tuple[int, int]] = []
-        positions: list[int] = []  # of each event: that of the first event kept from it on
+        positions: list[int] = []  # for each old event: index of the first new event at or after it
         events, at = self.events, 0
         while at < len(events):
             positions.append(len(new_events))
@@ -183,7 +183,7 @@ class EventLog:
         self.releases = [positions[at] for at in self.releases]
 
     def older_first(self) -> None:
-        """Let gradients and workspaces that are older than the operator that showed them be there from the start.
+        """Move gradients and workspaces that existed before the operator that showed them to the log's start.
 
         In all steps but the first ones these are DDP's buckets, which live as long as the wrapper and take the
         gradients in backward, and the workspaces of matrix products.
@@ -192,7 +192,7 @@ class EventLog:
         older = {index for index, made in enumerate(self.allocations) if made.is_older and made.label in labels}
         early_events: list[tuple[int, int]] = []
         later_events: list[tuple[int, int]] = []
-        moved: list[int] = []  # of each event: how many before it moved
+        moved: list[int] = []  # for each event: the number of earlier events that moved
         for index, n_bytes in self.events:
             moved.append(len(early_events))
             if index in older:

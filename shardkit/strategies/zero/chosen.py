@@ -28,7 +28,7 @@ for _name in ("setup_buckets", "use_grad_accum_attribute", "fill_grad_accum_attr
 
 
 class ChosenParts:
-    """List members that the data may choose, under ZeRO. With none of them, every method does nothing.
+    """Handles list members that the data may choose (experts) under ZeRO; without any, every method does nothing.
 
     Call `split_groups` before `deepspeed.initialize` and `attach` after it.
 

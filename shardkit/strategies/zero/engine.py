@@ -168,7 +168,7 @@ class ZeRO:
             self._reused.in_backward = False
 
     def _with_meanwhile(self, epilogue: Callable[[], None]) -> Callable[[], None]:
-        """DeepSpeed's end of backward, which waits for the device, after `backward`'s `meanwhile`."""
+        """DeepSpeed's end of backward, which waits for the device, preceded by the `meanwhile` of `backward`."""
 
         def epilogue_after() -> None:
             if self._meanwhile is not None:
@@ -241,17 +241,17 @@ class ZeRO:
 
 
 def _return_freed_memory() -> None:
-    """Return the host memory that the C library keeps for later; does nothing where it is not glibc."""
+    """Return freed host memory to the system, which glibc keeps for later; does nothing under another C library."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _forget_groups(deepspeed: Any) -> None:
-    """Let DeepSpeed make its groups anew where this process has trained before: it keeps them for good."""
+    """Make DeepSpeed create its process groups again in a process that has trained before: it caches them for good."""
     groups = deepspeed.utils.groups
-    if groups._WORLD_GROUP not in compat.groups():  # else it is of a process group that the caller keeps
+    if groups._WORLD_GROUP not in compat.groups():  # otherwise it belongs to a process group that the caller keeps
         groups._WORLD_GROUP = None
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # hpz; it refuses to make a second one
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # hpz: DeepSpeed refuses to create a second one
 
 
 def _deepspeed(world: World) -> Any:

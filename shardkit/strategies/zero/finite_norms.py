@@ -81,9 +81,9 @@ def _inside(method: Callable[..., Any], name: Private, instead: Callable[..., An
         NameGone: the installed release should have that function, and has not.
     """
     module, _, function = name.path.rpartition(".")
-    if not name.needed():  # a release before it
+    if not name.needed():  # an older release, without that function
         return method
-    name.find()  # one that has lost it would go on without a word
+    name.find()  # raises if a newer release has renamed it
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         names = vars(sys.modules[module])

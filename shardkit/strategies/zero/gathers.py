@@ -97,10 +97,10 @@ def _check_gathered(name: str, caller: str, member: nn.Module, *_: Any) -> None:
 
 
 class KeepReused:
-    """Keeps parameters gathered until the update where DeepSpeed would let them go before their last use.
+    """Keeps parameters gathered until the update where DeepSpeed would free them before their last use.
 
-    That is where a module calls itself, and where gradients are taken inside forward (`torch.autograd.grad`), so that
-    backward goes through the gradient's own graph: no hook would gather the parameters again there.
+    This happens where a module calls itself, and where gradients are taken inside forward (`torch.autograd.grad`): then
+    backward goes through the gradient's own graph, where no hook would gather the parameters again.
 
     Args:
         offload: DeepSpeed's owner of the modules' hooks.

@@ -49,7 +49,7 @@ IS_INVALID = ENGINE.use("deepspeed.runtime.zero.stage_1_and_2.is_invalid_grad_no
 for _name in ("scaled_global_norm", "unscale_and_clip_grads"):
     ENGINE.use(f"{_STAGES[2][0]}.{_name}")
 ENGINE.use("deepspeed.ops.__compatible_ops__")
-ENGINE.use("deepspeed.utils.groups._WORLD_GROUP")  # kept beyond the process group that they are parts of
+ENGINE.use("deepspeed.utils.groups._WORLD_GROUP")  # DeepSpeed keeps them beyond the process group that they belong to
 ENGINE.use("deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP")
 ENGINE.use("torch._dynamo")  # imported before zero.Init replaces what its import looks at
 ENGINE.use("torch.nn.functional.linear")  # ZeRO-3 replaces it for the process; put back when a job ends
@@ -110,16 +110,16 @@ def partition_model(init: Any, model: nn.Module) -> None:
 
 
 def _partition_metas(init: Any, named: Iterable[tuple[str, nn.Parameter]], model: nn.Module) -> None:
-    """Cut this rank's part of each parameter out of new memory, of which nothing else is touched.
+    """Allocate each parameter and keep this rank's part of it; the rest of the allocation is never touched.
 
-    `zero.Init` itself would send the first rank's values to all.
+    `zero.Init` itself would send the first rank's values to all ranks.
     """
     parts: dict[int, Any] = {}
     for _, param in named:
         if param.is_meta:
             full_tensor = torch.empty(param.shape, dtype=init.dtype, device=init.local_device)
             part: Any = nn.Parameter(full_tensor, requires_grad=param.requires_grad)
-            vars(part).update(vars(param) | vars(part))  # what the model's code has noted on it
+            vars(part).update(vars(param) | vars(part))  # attributes that the model's code has set on it
             init._convert_to_deepspeed_param(part)
             part.partition()
             parts[id(param)] = part
@@ -234,7 +234,7 @@ def _masters_and_states(zero: Any, masters: list[torch.Tensor]) -> Iterator[tupl
 
 
 def zero12_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]:
-    """Each group is one flat buffer in world_size equal partitions; a parameter's part of this rank's is one range."""
+    """This rank's range of each parameter: where the parameter overlaps with this rank's part of its group's buffer."""
     groups = zip(zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True)
     for group, buffer, master in groups:
         size = master.numel()
@@ -252,7 +252,7 @@ def zero12_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]
 
 
 def zero3_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]:
-    """Each parameter is split into equal padded parts; a sub-group's master holds its parameters' parts in order."""
+    """This rank's range of each parameter, from equal padded parts; a sub-group's master has the parts in order."""
     for group, master in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
         offset = 0
         for param in group:
@@ -284,7 +284,7 @@ def masters(zero: Any, stage: int) -> Iterator[tuple[torch.Tensor, list[nn.Param
 
 
 def create_zero_states(zero: Any, stage: int, fqns: Mapping[int, str], stateless: Collection[str]) -> None:
-    """Create the optimizer state of every flat master, but of those whose parameters are all in `stateless`."""
+    """Create the optimizer state of every flat master, except where all of its parameters are in `stateless`."""
     for master, params, group in masters(zero, stage):
         optimizer = optimizer_of(zero, master)
         if params and all(fqns[id(param)] in stateless for param in params):

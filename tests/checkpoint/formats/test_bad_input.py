@@ -150,7 +150,8 @@ def test_a_disk_that_fills_up_leaves_nothing(plain_file: Path, tmp_path: Path) -
         "    except SystemExit as ended:\n"
         "        assert ended.code == 2, ended.code\n"
     )
-    command = [sys.executable, "-c", code, str(plain_file), str(tmp_path / "out")]
+    # -B: the limit would cut the bytecode of modules imported under it, and every later process would fail to load it.
+    command = [sys.executable, "-B", "-c", code, str(plain_file), str(tmp_path / "out")]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr.count("\n") == 6, done.stderr
     assert done.stderr.count("cannot be written: File too large") == done.stderr.count("fix: free space") == 3

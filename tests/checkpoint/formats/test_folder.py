@@ -37,11 +37,11 @@ ADAPTED = ("qwen3", {"parallel.strategy": "ddp", "adapter.type": "lora"})
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
-    return found
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +64,15 @@ def test_a_folder_goes_through_a_run_unchanged(index: int, begun: Path, tmp_path
     """Config, names and values come from the folder alone; all ranks together request its bytes once."""
     kind = CASES[index][0]
     _, n_bytes = json.loads((begun / "read.json").read_text())[index]
-    held = tensors_of(begun / kind)
-    assert n_bytes <= 1.05 * sum(tensor.nbytes for tensor in held.values())
-    done = convert(begun / f"run-{index}", "safetensors", tmp_path / "out", max_shard_size="30KB")
+    tensors = tensors_of(begun / kind)
+    assert n_bytes <= 1.05 * sum(tensor.nbytes for tensor in tensors.values())
+    converted = convert(begun / f"run-{index}", "safetensors", tmp_path / "out", max_shard_size="30KB")
     written = tensors_of(tmp_path / "out")
     prefix = "transformer." if kind == "gpt2-base" else ""
-    assert set(written) == {prefix + name for name in held}
-    for name, tensor in held.items():
+    assert set(written) == {prefix + name for name in tensors}
+    for name, tensor in tensors.items():
         assert torch.equal(written[prefix + name], tensor.float()), name
-    assert any("--dtype bf16" in note for note in done.notes) == (kind == "llama")
+    assert any("--dtype bf16" in note for note in converted.notes) == (kind == "llama")
 
 
 def test_missing_names_are_all_counted(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_the_exported_folder_is_all_that_loaders_ask_for(begun: Path, tmp_path: 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "out"
-    done = convert(begun / "run-0", "safetensors", out, max_shard_size="20KB", dtype="bf16")
-    assert done.notes == []
+    converted = convert(begun / "run-0", "safetensors", out, max_shard_size="20KB", dtype="bf16")
+    assert converted.notes == []
     model, info = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
     assert not any(info.values()) and model.dtype == torch.bfloat16
     assert model.generation_config.temperature == 0.5, "the settings of the folder that the run began with"
@@ -103,10 +103,10 @@ def test_the_exported_folder_is_all_that_loaders_ask_for(begun: Path, tmp_path: 
     tokens = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, base(tokens).logits)
-    ours, theirs = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(begun / "llama")
+    exported, original = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(begun / "llama")
     turn = [{"role": "user", "content": "def main():"}]
-    assert ours.apply_chat_template(turn, tokenize=False) == theirs.apply_chat_template(turn, tokenize=False)
-    assert ours("import os").input_ids == theirs("import os").input_ids
+    assert exported.apply_chat_template(turn, tokenize=False) == original.apply_chat_template(turn, tokenize=False)
+    assert exported("import os").input_ids == original("import os").input_ids
 
     names = {path.name for path in out.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"} <= names
@@ -131,10 +131,10 @@ def test_vllm_and_llama_cpp_find_what_they_open(run: str, size: str, begun: Path
     convert(begun / f"run-{EXPORTS[run]}", "safetensors", out, max_shard_size=size, merge=run == "adapter")
     assert (out / loaders.INDEX).exists() == (size == "20KB")
     for name, opened in loaders.LOADERS.items():
-        found = opened(out)
-        assert found["architecture"] == {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind], name
-        assert found["tensors"] == set(tensors_of(begun / kind)), name
-    assert found["template"] == hub.TEMPLATE and found["special"] == {"bos": 0, "eos": 1}
+        facts = opened(out)
+        assert facts["architecture"] == {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind], name
+        assert facts["tensors"] == set(tensors_of(begun / kind)), name
+    assert facts["template"] == hub.TEMPLATE and facts["special"] == {"bos": 0, "eos": 1}
 
 
 def without_architectures(folder: Path) -> None:
@@ -173,9 +173,9 @@ def test_the_runs_chat_template_replaces_the_tokenizers_own(tmp_path: Path) -> N
     (tmp_path / "base" / "chat_template.jinja").unlink()
     settings = tmp_path / "base" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": "{{ 'old' }}"}))
-    own = tmp_path / "own.jinja"
-    own.write_text(hub.TEMPLATE)
-    keys = {"task.name": "hf_causal_lm", "model.init_from": str(tmp_path / "base"), "data.chat_template": str(own)}
+    template = tmp_path / "own.jinja"
+    template.write_text(hub.TEMPLATE)
+    keys = {"task.name": "hf_causal_lm", "model.init_from": str(tmp_path / "base"), "data.chat_template": str(template)}
     out = tmp_path / "out"
     shutil.copytree(tmp_path / "base", out, ignore=shutil.ignore_patterns("tokenizer*"))
     assert copy_tokenizer(load_config(None, keys).config, out) == ""

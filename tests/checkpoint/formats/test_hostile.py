@@ -49,10 +49,10 @@ def refused(source: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return text
 
 
-@pytest.mark.parametrize("where", ["beside", "alone", "as a weight"])
-def test_a_hostile_state_dict(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("position", ["beside", "alone", "as a weight"])
+def test_a_hostile_state_dict(position: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bomb = Bomb(tmp_path / "was_here")
-    content = {"beside": {"w": torch.ones(3), "x": bomb}, "alone": bomb, "as a weight": {"w": bomb}}[where]
+    content = {"beside": {"w": torch.ones(3), "x": bomb}, "alone": bomb, "as a weight": {"w": bomb}}[position]
     torch.save(content, tmp_path / "m.pt")
     torch.load(tmp_path / "m.pt", weights_only=False)
     (tmp_path / "was_here").rmdir()  # it does work
@@ -74,16 +74,16 @@ def test_a_hostile_deepspeed_folder(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("where", ["instead", "inside", "in a data file"])
+@pytest.mark.parametrize("position", ["instead", "inside", "in a data file"])
 def test_a_hostile_dcp_folder(
-    where: str, foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    position: str, foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(foreign_root / "dcp", tmp_path / "dcp")
     bomb = Bomb(tmp_path / "was_here")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    if where == "instead":
+    if position == "instead":
         metadata = bomb
-    elif where == "inside":
+    elif position == "inside":
         metadata.storage_meta = bomb
     else:
         torch.save(bomb, folder / "__0_0.distcp")
@@ -340,8 +340,8 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_views_of_one_array_do_not_make_more_than_the_file_holds(tmp_path: Path) -> None:
-    whole = torch.zeros(300_000)
-    torch.save({f"w{i}": whole[i : i + 250_000] for i in range(3000)}, tmp_path / "views.pt")
+    array = torch.zeros(300_000)
+    torch.save({f"w{i}": array[i : i + 250_000] for i in range(3000)}, tmp_path / "views.pt")
     assert "more than once" in refused_cheaply(tmp_path / "views.pt", tmp_path / "out")
     header = {f"w{i}": {"dtype": "F32", "shape": [250_000], "data_offsets": [i, i + 1_000_000]} for i in range(3000)}
     text = json.dumps(header).encode()
@@ -358,17 +358,17 @@ def test_weights_that_share_an_array_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("what", ["text as a size", "rows without columns", "one file for all", "a list as a path"])
-def test_dcp_metadata_that_asks_for_much(what: str, foreign_root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("demand", ["text as a size", "rows without columns", "one file for all", "a list as a path"])
+def test_dcp_metadata_that_asks_for_much(demand: str, foreign_root: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(foreign_root / "dcp", tmp_path / "dcp")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     key, entry = next((k, e) for k, e in metadata.state_dict_metadata.items() if len(getattr(e, "size", ())) == 2)
-    if what == "text as a size":
+    if demand == "text as a size":
         entry.size = (2**31, "a")
         entry.chunks[0].sizes = (2**31, "a")
-    elif what == "rows without columns":
+    elif demand == "rows without columns":
         entry.size, entry.chunks[0].offsets, entry.chunks[0].sizes = (2**40, 5, 3), (0, 0, 0), (2**40, 0, 2)
-    elif what == "a list as a path":
+    elif demand == "a list as a path":
         deep: list[Any] = []
         outer = deep
         for _ in range(40):
@@ -377,13 +377,13 @@ def test_dcp_metadata_that_asks_for_much(what: str, foreign_root: Path, tmp_path
             deep = inner
         metadata.planner_data[key] = (outer,)
     else:
-        place = metadata.storage_data[next(i for i in metadata.storage_data if i.fqn == key)]
-        big = folder / place.relative_path
+        storage = metadata.storage_data[next(i for i in metadata.storage_data if i.fqn == key)]
+        big = folder / storage.relative_path
         torch.save({"x" * 2_000_000: torch.zeros(entry.size)}, big)
-        place.offset, place.length = 0, big.stat().st_size
+        storage.offset, storage.length = 0, big.stat().st_size
         for i in range(2000):
             index = type(next(iter(metadata.storage_data)))(f"copy{i}", next(iter(metadata.storage_data)).offset, 0)
-            metadata.storage_data[index] = place
+            metadata.storage_data[index] = storage
             metadata.state_dict_metadata[f"copy{i}"] = entry
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     refused_cheaply(folder, tmp_path / "out")
@@ -416,5 +416,5 @@ def test_names_of_a_stranger_cannot_steer_the_terminal(tmp_path: Path, capsys: p
 def _converted(source: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit, match="0"):
         main(["convert", str(source), "--to", "safetensors", "--out", str(out)])
-    said = capsys.readouterr()
-    return said.out + said.err
+    printed = capsys.readouterr()
+    return printed.out + printed.err

@@ -35,15 +35,15 @@ RELEASE = pytest.mark.release
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("case", foreign.CASES)
 def test_masters_and_moments_are_kept_to_the_bit(case: str, foreign_root: Path, tmp_path: Path) -> None:
-    done = convert(foreign_root / case, "shardkit", tmp_path / "out")
+    converted = convert(foreign_root / case, "shardkit", tmp_path / "out")
     truth = torch.load(foreign_root / case / "truth.pt", weights_only=True)
-    assert done.n_tensors == len(truth)
+    assert converted.n_tensors == len(truth)
     assert verify(tmp_path / "out") == []
     with CheckpointReader(tmp_path / "out") as checkpoint:
         assert set(checkpoint.tensors()) == set(truth)
         for name, expected in truth.items():
-            found = checkpoint.read(name).view(expected.shape)
-            assert found.dtype == expected.dtype and torch.equal(found, expected), name
+            tensor = checkpoint.read(name).view(expected.shape)
+            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
         assert checkpoint.manifest.run.step == 3
         assert checkpoint.manifest.scalars == {
             f"{name.removesuffix('.exp_avg')}.step": 3 for name in truth if name.endswith(".exp_avg")
@@ -60,8 +60,8 @@ def test_a_run_resumes_from_them_under_other_strategies(
     for case, settings in cases:
         convert(foreign_root / case, "shardkit", tmp_path / case)
         pairs.append((str(tmp_path / case), settings))
-    for found in run_ranks(2, "tests.checkpoint.formats.runs:resume_all", pairs=pairs, folder=str(tmp_path)):
-        assert found == [[]] * len(pairs)
+    for differences in run_ranks(2, "tests.checkpoint.formats.runs:resume_all", pairs=pairs, folder=str(tmp_path)):
+        assert differences == [[]] * len(pairs)
 
 
 STARTED = [
@@ -93,7 +93,7 @@ def test_training_starts_from_exported_weights(
     convert(runs_root / "native", "safetensors", tmp_path / "half", dtype="bf16")
     convert(runs.dcp_of_native(tmp_path / "dcp", str(runs_root)), "shardkit", tmp_path / "imported")
     (tmp_path / "text.txt").write_bytes((runs_root / "text.txt").read_bytes())
-    begin = [(case, strategy, str(tmp_path / source), more) for case, strategy, source, more in cases]
+    begin = [(case, strategy, str(tmp_path / source), extra) for case, strategy, source, extra in cases]
     for results in run_ranks(2, "tests.checkpoint.formats.runs:start_all", root=str(tmp_path), cases=begin):
         assert [differing for differing, _ in results] == [[]] * len(begin)
         assert results[0][1] == pytest.approx(results[1][1], abs=1e-5), "the same weights, the same loss"
@@ -129,12 +129,12 @@ def test_a_prefix_that_one_side_puts_before_its_names() -> None:
     head = ["transformer.wte.weight", "transformer.h.0.ln.weight"]
     bare = {"wte.weight": 1, "h.0.ln.weight": 2, "extra": 3}
     wrapped = {f"model.{name}": 1 for name in head}
-    for wanted, held in (
+    for names, saved in (
         (head, bare),
         (head, wrapped),
         (list(bare)[:2], dict.fromkeys(head, 1)),
         (head, dict.fromkeys(head)),
     ):
-        shift = find_prefix(wanted, held)
-        assert {with_prefix(name, shift) for name in wanted} <= set(held)
+        prefix = find_prefix(names, saved)
+        assert {with_prefix(name, prefix) for name in names} <= set(saved)
     assert find_prefix(head, {"other.weight": 1}) == ("", "")

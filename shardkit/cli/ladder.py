@@ -1,0 +1,187 @@
+"""`shardkit ladder` and `max-model`: one technique after another, and the largest model that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .plan import (
+    CardOptions,
+    ConfigOrFrom,
+    FileOptions,
+    GpuMemory,
+    GpuName,
+    HostMemory,
+    JobGpus,
+    MemoryCap,
+    read_files,
+    read_path,
+)
+from .program import Overrides, Words
+
+if TYPE_CHECKING:
+    from ..config.schema import RunConfig
+    from ..foreign.translate import Job
+    from ..plan.search.ladder import Step
+    from ..plan.search.max_model import Boundary
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
+Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job, one rank each.")]
+
+
+def ladder(
+    config: ConfigOrFrom = None,
+    overrides: Overrides = None,
+    *,
+    job_files: FileOptions,
+    gpus: JobGpus = None,
+    gpu: GpuName = None,
+    gpu_memory: GpuMemory = None,
+    memory_cap: MemoryCap = None,
+    rung: Annotated[
+        Words, typer.Option(metavar="'NAME: key=value …'", help="Instead of the usual rungs; may be repeated.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=3, help="Steps of each rung.")] = 6,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write runs, table, plot.")] = Path("ladder"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Predict only; needs no GPU.")] = False,
+) -> None:
+    """Try one technique after another on CONFIG's model: the memory of each, predicted and measured, and its speed.
+
+    Every rung runs in fresh processes; running out of memory is a result.
+
+    With --from, predict the rungs of the job that files of Accelerate, DeepSpeed or transformers' Trainer, or a recipe
+    of axolotl, LLaMA-Factory or TRL, describe, each as a change of these files. Their loop is not run.
+    """
+    from ..config.load import load_config
+    from ..foreign.files import foreign_file_error
+    from ..plan.search import ladder as ladders
+    from ..plan.target import cap_setting, target_here
+
+    gpus_here = 1 if gpus is None else gpus
+    cards = CardOptions(gpus, None, gpu, gpu_memory, None, memory_cap)
+    if job_files.files:
+        job, settings = read_files(config, overrides or [], job_files, gpus)
+        _ladder_of_files(job, settings, cards, rung or [], out)
+        return
+    path, settings = read_path(config, job_files), list(overrides or [])
+
+    def load(changes: Sequence[str]) -> RunConfig:
+        return load_config(path, [*settings, *changes], foreign_file_error).config
+
+    rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus_here, load([]))
+    lowest = load(rungs[0].settings)
+    if dry_run:
+        target, try_it = cards.target(lowest, gpus_here, gpus_here), None
+    else:
+        _refuse_gpu_memory(gpu_memory)
+        target = target_here(lowest, gpus_here, gpu, memory_cap)
+        try_it = ladders.tried(path, settings, gpus_here, out, steps, cap_setting(memory_cap))
+    _print_and_save(ladders.climb(load, rungs, target, try_it), target.device_memory, out)
+
+
+def _ladder_of_files(job: Job, settings: Sequence[str], cards: CardOptions, rungs: Sequence[str], out: Path) -> None:
+    """Predict the rungs of a job of other tools' files; its loop is not run."""
+    from ..foreign.advice import climb
+    from ..foreign.show import OVERRIDES
+    from ..plan.search import ladder as ladders
+
+    overrides = [*OVERRIDES, *settings]
+    job.refuse_unplanned()
+    config = job.load(overrides).config
+    per_node = min(job.gpus, job.gpus_per_node or 8)
+    target = cards.target(config, job.gpus, per_node, expandable=job.expandable)
+    chosen = [ladders.parse_rung(text) for text in rungs] or ladders.default_rungs(job.gpus, config)[1:]
+    typer.echo(f"{job.name} on {target.world_size} × {target.gpu.name if target.gpu else 'cpu'}\n", err=True)
+    _print_and_save(climb(job, overrides, chosen, target), target.device_memory, out)
+
+
+def _print_and_save(steps: Iterator[Step], limit: int | None, out: Path) -> None:
+    """Print the steps of a ladder as they are done, then write the table and the plot."""
+    from ..errors import ConfigError
+    from ..plan.search import ladder as ladders
+    from ..report.plot import save_ladder
+
+    done_steps: list[Step] = []
+    for step in steps:
+        done_steps.append(step)
+        rows = ladders.table([step]).splitlines()
+        typer.echo("\n".join(rows[-1:] if len(done_steps) > 1 else rows))
+    typer.echo(f"written: {ladders.save(done_steps, out, limit)}", err=True)
+    try:
+        typer.echo(f"written: {save_ladder(done_steps, limit, out)}", err=True)
+    except ConfigError as error:
+        typer.echo(f"no plot: {error.cause}; {error.fix}", err=True)
+
+
+def _refuse_gpu_memory(gpu_memory: str | None) -> None:
+    from ..errors import ConfigError
+
+    if gpu_memory is not None:
+        raise ConfigError(
+            f"--gpu-memory {gpu_memory}: real runs have the memory of this machine's cards",
+            "pass --memory-cap for a smaller one, or predict only",
+        )
+
+
+def max_model(
+    config: Config,
+    overrides: Overrides = None,
+    *,
+    find: Annotated[str, typer.Option(metavar="model|batch", help="The most parameters, or samples.")] = "model",
+    gpus: Gpus = 1,
+    gpu: GpuName = None,
+    gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
+    memory_cap: MemoryCap = None,
+    confirm: Annotated[bool, typer.Option("--confirm", help="Train sizes around the boundary here.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the runs of --confirm.")] = Path("max-model"),
+) -> None:
+    """Find the largest model, or micro-batch, that CONFIG's settings can train, by prediction or real steps."""
+    from ..config.load import load_config, resolve_batch
+    from ..errors import ConfigError
+    from ..foreign.files import foreign_file_error
+    from ..plan.search.ladder import tried
+    from ..plan.search.max_model import batch_sizes, largest, model_sizes
+    from ..plan.target import cap_setting, target_here
+
+    if find not in ("model", "batch"):
+        raise ConfigError(f"--find {find} is neither model nor batch", "pass --find model or --find batch")
+    path, settings = (None if config == "-" else config), list(overrides or [])
+
+    def load(changes: Sequence[str]) -> RunConfig:
+        return load_config(path, [*settings, *changes], foreign_file_error).config
+
+    start = load([])
+    if find == "model" and (start.task.factory is not None or start.task.name != "causal_lm"):
+        raise ConfigError(
+            "--find model varies the reference transformer's layers and width, but the task has another model",
+            "pass --find batch, or use task.name=causal_lm",
+        )
+    try_it = None
+    if confirm:
+        _refuse_gpu_memory(gpu_memory)
+        target = target_here(start, gpus, gpu, memory_cap)
+        try_it = tried(path, settings, gpus, out, 3, cap_setting(memory_cap))
+    else:
+        target = CardOptions(gpus, gpus, gpu, gpu_memory, host_memory, memory_cap).target(start)
+    if find == "batch":
+        sizes = batch_sizes(resolve_batch(start, gpus) if start.train.global_batch_size is not None else None)
+    else:
+        limit = (target.device_memory or 0) * gpus + (1 << 40)
+        sizes = model_sizes(start.model, limit / 2, 16 if start.precision.mode == "fp8" else 1)
+    answer = largest(load, sizes, target, try_it, look_ahead=6 if find == "model" else 0)
+    _print_largest(answer, "samples" if find == "batch" else "parameters", target.device_memory or 0, confirm)
+
+
+def _print_largest(answer: Boundary, unit: str, limit: int, is_confirmed: bool) -> None:
+    from ..errors import gib
+
+    size, next_size = answer.largest, answer.next_up
+    typer.echo(f"largest   {size.amount:,} {unit}: {' '.join(size.settings)}")
+    short = "; the next one is short of host memory" if answer.limited_by == "host" else ""
+    typer.echo(f"needs     {gib(answer.predicted)} of {gib(limit)} (predicted){short}")
+    how = f"confirmed by {answer.attempts} real runs: the next size ran out of memory" if is_confirmed else "predicted"
+    typer.echo(f"next      {next_size.amount:,} {unit} ({next_size.amount / size.amount - 1:+.1%}): {how}")

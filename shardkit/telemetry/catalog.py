@@ -1,0 +1,137 @@
+"""Every metric of a step, declared once: metrics.jsonl's documentation, Prometheus and the report follow from here.
+
+`python -m shardkit.telemetry.catalog docs/reference.md` rewrites the table between that page's markers.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..errors import ConfigError
+
+MARKERS = ("<!-- metrics:begin -->", "<!-- metrics:end -->")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A field of `metrics.jsonl`.
+
+    Attributes:
+        key: its name in `metrics.jsonl`, and under `train/` in TensorBoard.
+        unit: empty for a plain number.
+        meaning: one line for the documentation and for Prometheus.
+        absent: the steps that lack it; empty if every step has it.
+        prometheus: its name there, without `shardkit_`; empty if it is not served.
+        kind: its type for Prometheus.
+        label: its words in the report and the progress line; empty if they do not show it.
+    """
+
+    key: str
+    unit: str
+    meaning: str
+    absent: str = ""
+    prometheus: str = ""
+    kind: Literal["gauge", "counter"] = "gauge"
+    label: str = ""
+
+
+_EVALUATIONS = "steps without an evaluation"
+_FP16 = "all but fp16"
+_TEXT = "all but text tasks"
+
+METRICS = (
+    Metric("step", "", "optimizer step, from 1", prometheus="step"),
+    Metric("loss", "", "mean over all target tokens of the step, all ranks", prometheus="loss"),
+    Metric(
+        "grad_norm", "", "global 2-norm of the gradients before clipping; null in a step that fp16's scaling skipped",
+        prometheus="grad_norm",
+    ),
+    Metric("lr", "", "learning rate of the step", prometheus="learning_rate"),
+    Metric("tokens", "tokens", "target tokens of the step, all ranks"),
+    Metric("tokens_total", "tokens", "target tokens so far, all ranks", prometheus="tokens_total", kind="counter"),
+    Metric(
+        "step_time_s", "s",
+        "time from the end of the previous update to the end of this one, on rank 0; on a GPU by its clock",
+        prometheus="step_seconds",
+    ),
+    Metric(
+        "data_wait_s", "s",
+        "part of `step_time_s` in which the device had no work because data were not read yet; on the CPU the time to "
+        "read them",
+        label="waiting for data",
+    ),
+    Metric(
+        "forward_s", "s",
+        "part of `step_time_s` in forward, over all micro-batches: the batch's copy to the device and the loss",
+        prometheus="forward_seconds", label="forward",
+    ),
+    Metric(
+        "backward_s", "s",
+        "part of `step_time_s` in backward, over all micro-batches: gradients and their reduction, and with "
+        "`optim.in_backward` the update",
+        prometheus="backward_seconds", label="backward",
+    ),
+    Metric(
+        "update_s", "s", "part of `step_time_s` in clipping and the update, until the device is done with it",
+        prometheus="update_seconds", label="update",
+    ),
+    Metric(
+        "tokens_per_s", "tokens/s", "`tokens / step_time_s`: the useful tokens, which the loss counts",
+        prometheus="tokens_per_second",
+    ),
+    Metric("positions", "tokens", "tokens that the model computed, with padding and tokens without a target", _TEXT),
+    Metric("positions_per_s", "tokens/s", "`positions / step_time_s`", _TEXT),
+    Metric("val_loss", "", "mean loss of the last evaluation", _EVALUATIONS, "validation_loss"),
+    Metric("val_loss_NAME", "", "the same for the part NAME of the validation data, if it has parts", _EVALUATIONS),
+    Metric("val_accuracy", "", "share of images that are classified right", f"{_EVALUATIONS}; all but image tasks"),
+    Metric("val_psnr", "dB", "peak signal-to-noise ratio of the images", f"{_EVALUATIONS}; all but image tasks"),
+    Metric("loss_scale", "", "scale of the loss after this step", _FP16),
+    Metric("skipped", "", "1 if a gradient overflowed and the step was skipped", _FP16),
+    Metric("save_s", "s", "how long training stood still for a save before this step", "steps without one before them"),
+    Metric(
+        "end_save_s", "s",
+        "how long the run stood still for saves after this step, those in the background included",
+        "all but the last step of a start",
+    ),
+    Metric("eval_s", "s", "duration of the evaluation after this step", _EVALUATIONS),
+    Metric("profile_s", "s", "duration of a profile's export after this step", "steps without one"),
+)  # fmt: skip
+STEP_PARTS = {metric.key: metric.label for metric in METRICS if metric.label}
+"""The parts of `step_time_s`, with their words."""
+
+
+def targets_called(task: object, factory: object) -> str:
+    """The word for the targets that a task's loss averages over; more specific only for built-in tasks."""
+    if factory is not None:
+        return "targets"
+    return "samples" if task in ("image_classification", "super_resolution") else "tokens"
+
+
+def markdown_table() -> str:
+    """The table of docs/reference.md: one line per field of `metrics.jsonl`."""
+    lines = ["| field | unit | meaning | absent in | Prometheus |", "|---|---|---|---|---|"]
+    for metric in METRICS:
+        served = f"`shardkit_{metric.prometheus}` ({metric.kind})" if metric.prometheus else ""
+        lines.append(f"| `{metric.key}` | {metric.unit} | {metric.meaning} | {metric.absent} | {served} |")
+    return "\n".join(lines)
+
+
+def write_table(path: Path) -> None:
+    """Replace the text between the markers of a markdown file.
+
+    Raises:
+        ConfigError: the file has no markers.
+    """
+    begin, end = MARKERS
+    text = path.read_text(encoding="utf-8")
+    if begin not in text or end not in text:
+        raise ConfigError(f"{path} has no {begin} … {end}", "put both markers around the table of metrics")
+    before, _, tail = text.partition(begin)
+    path.write_text(f"{before}{begin}\n{markdown_table()}\n{end}{tail.partition(end)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_table(Path(sys.argv[1]))
