@@ -163,6 +163,15 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
         reason = CAPABILITIES[feature][strategy]
         if reason is not True:
             raise ConfigError(f"{setting} does not work with parallel.strategy={strategy}: {reason}", fix)
+    _refuse_combinations(config, device)
+    mesh_shape(config, world_size, local_world_size)
+    _refuse_ignored(config)
+    _refuse_missing_libraries(config)
+
+
+def _refuse_combinations(config: RunConfig, device: str) -> None:
+    """Refuse pairs of settings that an engine, or the CPU, cannot train together."""
+    strategy = config.parallel.strategy
     mode = config.precision.mode
     if device != "cuda" and mode in CUDA_ONLY:
         raise ConfigError(
@@ -194,7 +203,10 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             "CPU by a number that is still on its way from the GPU",
             "set precision.mode=bf16, or parallel.strategy=zero3",
         )
-    mesh_shape(config, world_size, local_world_size)
+
+
+def _refuse_ignored(config: RunConfig) -> None:
+    """Refuse settings that would do nothing beside the others."""
     for rule in IGNORED:
         if rule.applies(config):
             preset = config.model.preset
@@ -206,6 +218,11 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             raise ConfigError(
                 f"{rule.key}={_value(config, rule.key)} would be ignored: {rule.reason}", _without(rule.key)
             )
+
+
+def _refuse_missing_libraries(config: RunConfig) -> None:
+    """Refuse settings whose library is not installed."""
+    strategy = config.parallel.strategy
     if config.logging.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"logging.wandb_project={config.logging.wandb_project} needs wandb, which is not installed",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .tables import AUTO, Problem, Settings
-from .together import PSEUDO, Said, Together
+from .together import PSEUDO, FileKey, Together
 from .tools import find
 
 _SIZES = {"reduce_bucket_size": 1.0, "stage3_prefetch_bucket_size": 0.9}
@@ -31,45 +31,45 @@ def width(model: dict[str, Any]) -> int | None:
 
 def fill(job: Together) -> None:
     """Settle each `auto`; one that changes memory and that nothing fills becomes a problem."""
-    for index, said in enumerate(job.said):
-        if said.fate != AUTO:
+    for index, file_key in enumerate(job.file_keys):
+        if file_key.fate != AUTO:
             continue
-        entry = find(said.tool, said.key)
+        entry = find(file_key.tool, file_key.key)
         setting = entry.only if entry else ""
-        filled = _filled(job, said, setting)
+        filled = _filled(job, file_key, setting)
         if filled is None:
-            kind = "unsaid" if said.key in _FROM_A_SCRIPT and job.has("accelerate") else "auto"
-            cause = f'{said.file}: {said.key}="auto", but no other file says what it becomes'
+            kind = "unsaid" if file_key.key in _FROM_A_SCRIPT and job.has("accelerate") else "auto"
+            cause = f'{file_key.file}: {file_key.key}="auto", but no other file says what it becomes'
             key = "precision.mode" if setting in PSEUDO else setting
-            job.problems.append(Problem(kind, cause, _fix(job, said, key), key, (said.key,)))
+            job.problems.append(Problem(kind, cause, _fix(job, file_key, key), key, (file_key.key,)))
             continue
         settings, source = filled
-        job.said[index] = replace(said, ours=settings, note=source)
+        job.file_keys[index] = replace(file_key, settings=settings, note=source)
         job.settings |= settings
 
 
-def _filled(job: Together, said: Said, setting: str) -> tuple[Settings, str] | None:
+def _filled(job: Together, file_key: FileKey, setting: str) -> tuple[Settings, str] | None:
     """The value of an `auto` and its source; `None` if nothing has it."""
     trainer, accelerate = job.has("trainer"), job.has("accelerate")
-    if said.key == "optimizer.params.betas" and trainer:
+    if file_key.key == "optimizer.params.betas" and trainer:
         return {}, "from the Trainer: adam_beta1, adam_beta2"
     key = "precision.mode" if setting in PSEUDO else setting
     if key and key in job.command_line:
         return {}, f"from the command line: {key}"
-    others = (other for other in job.said if (other.file, other.key) != (said.file, said.key))
-    other = next((other for other in others if setting in other.ours), None)
+    others = (other for other in job.file_keys if (other.file, other.key) != (file_key.file, file_key.key))
+    other = next((other for other in others if setting in other.settings), None)
     if other is not None:
-        return {setting: other.ours[setting]}, f"from {other.file}: {other.key}"
-    if trainer and said.key.startswith("scheduler.params."):
+        return {setting: other.settings[setting]}, f"from {other.file}: {other.key}"
+    if trainer and file_key.key.startswith("scheduler.params."):
         return {}, "the Trainer computes it"
-    if said.key.startswith(_NEUTRAL):
+    if file_key.key.startswith(_NEUTRAL):
         source = "Accelerate takes it from DummyOptim and DummyScheduler in the script" if accelerate else ""
         return {}, source or "it changes no memory"
-    if said.key == "train_batch_size":
+    if file_key.key == "train_batch_size":
         return {}, "the product of micro-batch, accumulation and ranks"
-    if said.key.endswith("gradient_clipping"):
+    if file_key.key.endswith("gradient_clipping"):
         return {setting: 1.0}, "Accelerate's default" if accelerate else "the Trainer's default"
-    name = said.key.removeprefix("zero_optimization.")
+    name = file_key.key.removeprefix("zero_optimization.")
     hidden = width(job.model)
     if name in _SIZES and hidden:
         return {setting: int(_SIZES[name] * hidden * hidden)}, f"from the model's hidden size {hidden}"
@@ -77,23 +77,23 @@ def _filled(job: Together, said: Said, setting: str) -> tuple[Settings, str] | N
         return {setting: 10 * hidden}, f"from the model's hidden size {hidden}"
     if not (trainer or accelerate):
         return None
-    if said.key in ("fp16.enabled", "bf16.enabled"):
+    if file_key.key in ("fp16.enabled", "bf16.enabled"):
         return {setting: False}, "no file turns it on"
-    if said.key.endswith("gradient_accumulation_steps"):
+    if file_key.key.endswith("gradient_accumulation_steps"):
         return {setting: 1}, "the default of Accelerator(), whose argument in the script wins"
     return None
 
 
-def _fix(job: Together, said: Said, key: str) -> str:
+def _fix(job: Together, file_key: FileKey, key: str) -> str:
     """The fix of one key: what to add to the command, or to write in its place."""
-    if said.key in _FROM_A_SCRIPT and job.has("accelerate"):
+    if file_key.key in _FROM_A_SCRIPT and job.has("accelerate"):
         return f"the DataLoader in the script decides it: add it to the command, such as {key}=4"
-    if said.key.startswith("zero_optimization."):
+    if file_key.key.startswith("zero_optimization."):
         if job.model:
             return "write a number: the model's config has no hidden_size, from which the Trainer computes it"
         return "pass --model, whose hidden_size decides it, or write a number"
     value = {"train.micro_batch_size": "4", "train.grad_accum_steps": "1", "precision.mode": "bf16"}.get(key, "")
-    if said.key.endswith(".enabled"):
+    if file_key.key.endswith(".enabled"):
         return f"add {key}={value} to the command, or write true or false"
     if job.has("accelerate"):
         return f"write a number, or add {key}={value} to the command: only the Trainer fills it in, not Accelerate"

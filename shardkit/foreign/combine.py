@@ -13,7 +13,7 @@ from .files import File, family
 from .installed import LOOKED_UP, installed_release
 from .recipes import check_recipe, defaults, ignored_in_a_recipe, refuse_unnamed_layers
 from .tables import AUTO, NoCounterpart, Problem, Settings, WrongValue
-from .together import PSEUDO, Fate, Said, Together
+from .together import PSEUDO, Fate, FileKey, Together
 from .tools import ALIASES, KEYS, RECIPES, RENAMED, VERSIONS, base, find
 from .trl import OWN
 from .unplanned import effect_of, is_off
@@ -39,7 +39,7 @@ def combine(
     job = Together(files, model, problems, dict(command_line or {}))
     for file in files:
         if file.tool != "model":
-            job.said += [_sorted(job, file, key, value) for key, value in file.values.items() if value is not None]
+            job.file_keys += [_sorted(job, file, key, value) for key, value in file.values.items() if value is not None]
     _add_defaults(job)
     _settle(job)
     check_recipe(job)
@@ -47,11 +47,11 @@ def combine(
     return job
 
 
-def _sorted(job: Together, file: File, key: str, value: Any) -> Said:
+def _sorted(job: Together, file: File, key: str, value: Any) -> FileKey:
     """Where one key of one file ends."""
 
-    def ended(fate: Fate, ours: Settings | None = None, note: str = "") -> Said:
-        return Said(file.name, file.tool, key, value, fate, ours or {}, note)
+    def ended(fate: Fate, setting: Settings | None = None, note: str = "") -> FileKey:
+        return FileKey(file.name, file.tool, key, value, fate, setting or {}, note)
 
     entry, effect = find(file.tool, key), "" if file.tool == "peft" else effect_of(key, value)
     if entry is not None and entry.effect and not is_off(key, value):
@@ -65,31 +65,31 @@ def _sorted(job: Together, file: File, key: str, value: Any) -> Said:
             return ended("unplanned", note=note)
         if file.tool == "trainer" and key in OWN:
             return ended("absent", note="an argument of the script, such as TRL's have")
-        return ended("unknown", note=meant(file.tool, key))
+        return ended("unknown", note=nearest_key(file.tool, key))
     reason = "it does nothing any more" if entry.dead else _ignored(job, file.tool, key)
     if reason:
         return ended("ignored", note=reason)
-    if effect and entry.ours is None:
+    if effect and entry.convert is None:
         return ended("unplanned", note=effect)
-    if entry.ours is None:
+    if entry.convert is None:
         return ended("absent", note=entry.note)
     if value == AUTO and file.tool not in RECIPES:
         return ended("auto")
     try:
-        return ended("mapped", entry.ours(value), entry.note)
+        return ended("mapped", entry.convert(value), entry.note)
     except NoCounterpart as error:
-        ours, wrong = _key_for(file.tool, key), isinstance(error, WrongValue)
-        if file.tool in RECIPES and not wrong:
+        setting, is_wrong = _key_for(file.tool, key), isinstance(error, WrongValue)
+        if file.tool in RECIPES and not is_wrong:
             if entry.only in job.command_line:
                 return ended("ignored", note=f"the command line sets {entry.only}")
             return ended("unplanned", note=str(error))
-        kind = "wrong value" if wrong else "no counterpart"
-        if file.tool == "peft" and not ours:
+        kind = "wrong value" if is_wrong else "no counterpart"
+        if file.tool == "peft" and not setting:
             job.problem(kind, f"{file.name}: {key}={shown(value)} cannot be planned: {error}",
                         "plan without it: remove the key from a copy of the file", "", (key,))  # fmt: skip
             return ended("absent", note=str(error))
-        cause = f"{file.name}: {key}={shown(value)} {'is wrong' if wrong else 'has no counterpart here'}: {error}"
-        job.problem(kind, cause, f"correct it, or set {ours} on the command line", ours, (key,))
+        cause = f"{file.name}: {key}={shown(value)} {'is wrong' if is_wrong else 'has no counterpart here'}: {error}"
+        job.problem(kind, cause, f"correct it, or set {setting} on the command line", setting, (key,))
         return ended("absent", note=str(error))
 
 
@@ -116,13 +116,13 @@ def _ignored(job: Together, tool: str, key: str) -> str:
 def _ignored_by_accelerate(job: Together, section: str, name: str) -> str:
     if section == "fsdp_config" and job.on_cpu:
         return _NO_FSDP
-    wanted = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.get(section)
-    if wanted is not None and job.kind != wanted:
+    kind = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.get(section)
+    if kind is not None and job.kind != kind:
         return f"distributed_type is {job.kind}"
     if section == "fsdp_config" and name.removeprefix("fsdp_") in _FSDP1_ONLY and job.fsdp_version() == 2:
         return "FSDP2 has no such setting"
     entry = find("accelerate", f"{section}.{name}")
-    if section == "deepspeed_config" and job.has("deepspeed") and entry and entry.ours:
+    if section == "deepspeed_config" and job.has("deepspeed") and entry and entry.convert:
         return "the DeepSpeed file decides it"
     if name.startswith("offload_param") and job.stage is not None and job.stage < 3:
         return f"it belongs to stage 3, and the stage is {job.stage}"
@@ -137,7 +137,7 @@ def _ignored_by_trainer(job: Together, section: str, key: str) -> str:
     if key.removeprefix("fsdp_config.") in _FSDP1_ONLY and job.fsdp_version() == 2:
         return "FSDP2 has no such setting"
     if job.has("deepspeed"):
-        key = next((name for name, own in ALIASES.get(job.recipe, {}).items() if own == key), key)
+        key = next((name for name, alias in ALIASES.get(job.recipe, {}).items() if alias == key), key)
         if key == "max_grad_norm" and job.value("deepspeed", "gradient_clipping") is None:
             return "DeepSpeed clips only if its own file has gradient_clipping"
         filled = job.value("deepspeed", "scheduler.params.warmup_num_steps") == AUTO
@@ -171,90 +171,96 @@ def _add_defaults(job: Together) -> None:
         if job.value("peft", "target_modules") is None:
             refuse_unnamed_layers(job, "target_modules")
     for tool, values in chosen:
-        named = f"{family(tool)}'s default"
         for key, value in values.items():
-            entry = find(tool, key)
-            if entry is None or entry.ours is None or any(s.tool == tool and s.key == key for s in job.said):
-                continue
-            if value == AUTO and tool not in RECIPES:
-                job.said.append(Said(named, tool, key, value, "auto"))
-                continue
-            said = {ours for one in job.said if one.fate == "mapped" for ours in one.ours}
-            settings = {ours: v for ours, v in entry.ours(value).items() if ours not in said}
-            if settings:
-                job.said.append(Said(named, tool, key, value, "default", settings))
+            _add_default(job, tool, key, value)
+
+
+def _add_default(job: Together, tool: str, key: str, value: Any) -> None:
+    """Record a default of a tool, unless a file has the key, or another key that sets the same here."""
+    entry, source = find(tool, key), f"{family(tool)}'s default"
+    in_file = any(file_key.tool == tool and file_key.key == key for file_key in job.file_keys)
+    if entry is None or entry.convert is None or in_file:
+        return
+    if value == AUTO and tool not in RECIPES:
+        job.file_keys.append(FileKey(source, tool, key, value, "auto"))
+        return
+    mapped = {setting for file_key in job.file_keys if file_key.fate == "mapped" for setting in file_key.settings}
+    settings = {setting: v for setting, v in entry.convert(value).items() if setting not in mapped}
+    if settings:
+        job.file_keys.append(FileKey(source, tool, key, value, "default", settings))
 
 
 def _settle(job: Together) -> None:
-    """One value for each key here; two different ones are a problem, unless their tools let one win."""
+    """Choose a value for each setting; two different ones are a problem, unless their tools let one win."""
     _match_the_trainers_defaults(job)
-    for said in job.said:
-        if said.fate == "default":
-            job.settings |= said.ours
-    mapped = [said for said in job.said if said.fate == "mapped"]
-    for said in mapped:
-        job.settings |= said.ours
-    for ours in dict.fromkeys(key for said in mapped for key in said.ours):
-        first, *others = (said for said in mapped if ours in said.ours)
-        other = next((said for said in others if not _same(said.ours[ours], first.ours[ours])), None)
-        if other is None or ours in ("engine", "machines", "gpus") or _precision_wins(job, ours, [first, *others]):
+    for file_key in job.file_keys:
+        if file_key.fate == "default":
+            job.settings |= file_key.settings
+    mapped = [file_key for file_key in job.file_keys if file_key.fate == "mapped"]
+    for file_key in mapped:
+        job.settings |= file_key.settings
+    for setting in dict.fromkeys(setting for file_key in mapped for setting in file_key.settings):
+        claims = [file_key for file_key in mapped if setting in file_key.settings]
+        agreed = claims[0].settings[setting]
+        contrary = next((claim for claim in claims[1:] if not _same(claim.settings[setting], agreed)), None)
+        if contrary is None or setting in ("engine", "machines", "gpus") or _precision_wins(job, setting, claims):
             continue
-        key = "precision.mode" if ours in PSEUDO else ours.removesuffix(".0").removesuffix(".1")
-        theirs = next((said.key for said in (first, other) if said.tool == "deepspeed"), "")
-        auto = f' or {theirs} "auto"' if theirs else ""
+        pair = (claims[0], contrary)
+        key = "precision.mode" if setting in PSEUDO else setting.removesuffix(".0").removesuffix(".1")
+        of_deepspeed = next((claim.key for claim in pair if claim.tool == "deepspeed"), "")
+        auto = f' or {of_deepspeed} "auto"' if of_deepspeed else ""
         fix = f"make them equal{auto}; to plan anyway, set {key} on the command line"
-        job.problem("contradiction", f"{first} contradicts {other}", fix, key, (first.key, other.key))
+        job.problem("contradiction", f"{claims[0]} contradicts {contrary}", fix, key, (claims[0].key, contrary.key))
 
 
 def _match_the_trainers_defaults(job: Together) -> None:
     """The Trainer compares DeepSpeed's values with its own arguments, those that its file leaves out too."""
     trainer = job.file("trainer")
-    for said in job.said if trainer else ():
-        theirs = tables.MUST_MATCH.get(said.key) if said.fate == "mapped" else None
-        theirs = ALIASES.get(job.recipe, {}).get(theirs, theirs) if theirs else None
-        if theirs is None or trainer is None or trainer.values.get(theirs) is not None:
+    for file_key in job.file_keys if trainer else ():
+        argument = tables.MUST_MATCH.get(file_key.key) if file_key.fate == "mapped" else None
+        argument = ALIASES.get(job.recipe, {}).get(argument, argument) if argument else None
+        if argument is None or trainer is None or trainer.values.get(argument) is not None:
             continue
-        default = defaults(job).get(theirs, False)
-        if said.value != default and default != AUTO:
-            fix = f'write {theirs}: {shown(said.value)} in {trainer.name}, or {said.key} "auto"'
+        default = defaults(job).get(argument, False)
+        if file_key.value != default and default != AUTO:
+            fix = f'write {argument}: {shown(file_key.value)} in {trainer.name}, or {file_key.key} "auto"'
             whose = family(trainer.tool) if job.recipe else "the Trainer"
-            cause = f"{said} contradicts {whose}'s default {theirs}={shown(default)}"
-            ours = next(iter(said.ours))
-            job.problem("contradiction", cause, fix, "precision.mode" if ours in PSEUDO else ours, (said.key, theirs))
+            cause = f"{file_key} contradicts {whose}'s default {argument}={shown(default)}"
+            setting = next(iter(file_key.settings))
+            job.problem(
+                "contradiction",
+                cause,
+                fix,
+                "precision.mode" if setting in PSEUDO else setting,
+                (file_key.key, argument),
+            )
 
 
-def _precision_wins(job: Together, ours: str, claims: list[Said]) -> bool:
+def _precision_wins(job: Together, setting: str, claims: list[FileKey]) -> bool:
     """Accelerate's `mixed_precision: no` gives way to the script's own arguments."""
-    loud = [said for said in claims if said.tool != "accelerate" or said.value not in ("no", False)]
-    if ours not in ("fp16", "bf16") or len({said.ours[ours] for said in loud}) != 1:
+    loud = [file_key for file_key in claims if file_key.tool != "accelerate" or file_key.value not in ("no", False)]
+    if setting not in ("fp16", "bf16") or len({file_key.settings[setting] for file_key in loud}) != 1:
         return False
-    job.settings[ours] = loud[0].ours[ours]
+    job.settings[setting] = loud[0].settings[setting]
     return True
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equal, and both text or neither."""
-    return bool(one == other) and isinstance(one, str) == isinstance(other, str)
+def _same(value: Any, claim: Any) -> bool:
+    """Whether two values are equal, and both text or neither."""
+    return bool(value == claim) and isinstance(value, str) == isinstance(claim, str)
 
 
 def _key_for(tool: str, key: str) -> str:
     """The key here that a value without counterpart would have set."""
-    known = {
-        "optim": "optim.name",
-        "lr_scheduler_type": "optim.schedule",
-        "mixed_precision": "precision.mode",
-        "fsdp": "parallel.strategy",
-        "distributed_type": "parallel.strategy",
-    }
     entry = find(tool, key)
     only = entry.only if entry else ""
     if tool == "peft":
         return only
-    return known.get(key) or ("precision.mode" if only in PSEUDO else only) or "parallel.strategy"
+    return "precision.mode" if only in ("fp16", "bf16", "tf32") else only if "." in only else "parallel.strategy"
 
 
 def unknown_key(tool: str, key: str) -> str:
-    """The fate of an unknown key in their tool: refused, or ignored."""
+    """What a tool does with a key that it does not know: refuse or ignore it, and by which release."""
     section, _, rest = key.partition(".")
     strict = {
         "accelerate": not rest,
@@ -272,7 +278,7 @@ def unknown_key(tool: str, key: str) -> str:
     if any(name.startswith(f"{key}.") for name in KEYS[tool]):
         return f"a section of keys, not a value; {family(tool)} refuses it"
     verb = "refuses" if strict[tool] else "ignores"
-    unless = SCRIPTS_OWN if tool in ("trainer", "trl") and not meant(tool, key) else ""
+    unless = SCRIPTS_OWN if tool in ("trainer", "trl") and not nearest_key(tool, key) else ""
     release = installed_release(tool)
     if release is not None:
         return f"unknown to the installed {family(tool)} {release.version}, which {verb} it{unless}"
@@ -280,7 +286,7 @@ def unknown_key(tool: str, key: str) -> str:
     return f"unknown to {family(tool)} {VERSIONS[tool]}{source}, which {verb} it{unless}"
 
 
-def meant(tool: str, key: str) -> str:
+def nearest_key(tool: str, key: str) -> str:
     """The key of their tool that an unknown one was probably meant to be; empty if none is close."""
     if key in RENAMED[tool]:
         return RENAMED[tool][key]

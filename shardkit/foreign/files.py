@@ -279,7 +279,7 @@ def _text_numbers(text: str, values: dict[str, Any]) -> dict[str, str]:
         return quoted
     try:
         theirs = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ours is stricter: it read the text
+    except (yaml.YAMLError, ValueError, RecursionError):  # read_yaml is stricter: it read the text
         return quoted
     flat = flatten(theirs) if isinstance(theirs, dict) else {}
     unquoted = {

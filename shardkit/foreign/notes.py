@@ -46,18 +46,18 @@ def _is_true(value: Any) -> bool:
 def _unknown_keys(job: Together) -> Iterator[Note]:
     """Keys that their tool does not know, but for those that a script may read for itself."""
     moved_sections = set()
-    for said in job.said:
-        fault = unknown_key(said.tool, said.key)
-        if said.fate != "unknown" or fault.endswith(SCRIPTS_OWN):
+    for file_key in job.file_keys:
+        fault = unknown_key(file_key.tool, file_key.key)
+        if file_key.fate != "unknown" or fault.endswith(SCRIPTS_OWN):
             continue
-        at, section = job.line_of(said.tool, said.key), said.key.rpartition(".")[0]
-        if said.note and said.note == section.rpartition(".")[2]:
+        at, section = job.line_of(file_key.tool, file_key.key), file_key.key.rpartition(".")[0]
+        if file_key.note and file_key.note == section.rpartition(".")[2]:
             if section not in moved_sections:
                 moved_sections.add(section)
-                yield Note(f"{at}: {section}: {fault}", f"move the section {said.note} to the top of the file")
+                yield Note(f"{at}: {section}: {fault}", f"move the section {file_key.note} to the top of the file")
         else:
-            fix = f"did you mean {said.note}?" if said.note else "remove it, or correct its name"
-            yield Note(f"{at}: {said.key}: {fault}", fix)
+            fix = f"did you mean {file_key.note}?" if file_key.note else "remove it, or correct its name"
+            yield Note(f"{at}: {file_key.key}: {fault}", fix)
 
 
 def _quoted_switches(job: Together) -> Iterator[Note]:
@@ -101,10 +101,10 @@ def _with_a_point(text: str) -> str:
 
 def _wants_a_number(tool: str, key: str, text: str) -> bool:
     entry = find(tool, key)
-    if entry is None or entry.ours is None:
+    if entry is None or entry.convert is None:
         return False
     try:
-        entry.ours(text)
+        entry.convert(text)
     except NoCounterpart:
         return True
     return False
@@ -113,13 +113,13 @@ def _wants_a_number(tool: str, key: str, text: str) -> bool:
 def _unfilled_autos(job: Together) -> Iterator[Note]:
     """Each `auto` that changes no memory, and so stops no plan, but that no other file fills in."""
     reported = {key for problem in job.problems for key in problem.keys}
-    for said in job.said:
-        if said.fate != AUTO or said.tool != "deepspeed" or said.key in reported or job.has("trainer"):
+    for file_key in job.file_keys:
+        if file_key.fate != AUTO or file_key.tool != "deepspeed" or file_key.key in reported or job.has("trainer"):
             continue
-        if job.has("accelerate") and (said.key in _FROM_DUMMIES or not said.key.startswith(_NEUTRAL_SECTIONS)):
+        if job.has("accelerate") and (file_key.key in _FROM_DUMMIES or not file_key.key.startswith(_NEUTRAL_SECTIONS)):
             continue
         yield Note(
-            f'{job.line_of("deepspeed", said.key)}: {said.key}="auto", but no other file says what it becomes',
+            f'{job.line_of("deepspeed", file_key.key)}: {file_key.key}="auto", but no other file says what it becomes',
             "write its value, or pass the Trainer's file too: DeepSpeed itself takes auto for text",
         )
 
@@ -180,7 +180,7 @@ def _no_clipping(job: Together) -> Iterator[Note]:
 def _fp16_overflows(job: Together) -> Iterator[Note]:
     model_type = job.model.get("model_type")
     stored = str(job.model.get("dtype") or job.model.get("torch_dtype") or "")
-    switch = next((said for said in job.said if said.ours.get("fp16") is True), None)
+    switch = next((file_key for file_key in job.file_keys if file_key.settings.get("fp16") is True), None)
     if switch is not None and ("bfloat16" in stored or model_type in _BF16_MODELS):
         yield Note(
             f"{job.line_of(switch.tool, switch.key)}: fp16 with {model_type}, which was trained in bf16: its "

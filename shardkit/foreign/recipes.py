@@ -78,7 +78,7 @@ def check_recipe(job: Together) -> None:
         )  # fmt: skip
     if not job.adapted or job.has("peft"):
         return
-    known = {*job.settings, *(problem.ours for problem in job.problems)}
+    known = {*job.settings, *(problem.setting for problem in job.problems)}
     if "adapter.r" not in known:
         name = _R[file.tool]
         job.problem(

@@ -126,8 +126,8 @@ def _reread(job: Job, files: Sequence[File], overrides: Sequence[str], script_ch
     lost_keys = [key for key in job.settings if key.startswith("train.") and key not in changed.settings]
     overridden_keys = {split_override(override)[0] for override in overrides}
     lost = [f"{key}={json.dumps(job.settings[key])}" for key in lost_keys if key not in overridden_keys]
-    settled_keys = {problem.ours for problem in job.problems} | overridden_keys | set(lost_keys)
-    new_problems = [problem for problem in changed.problems if problem.ours not in settled_keys]
+    settled_keys = {problem.setting for problem in job.problems} | overridden_keys | set(lost_keys)
+    new_problems = [problem for problem in changed.problems if problem.setting not in settled_keys]
     if new_problems:
         raise ConfigError(new_problems[0].cause, new_problems[0].fix)
     text = "; ".join([*_differences(job, files), *script_changes])
@@ -150,8 +150,8 @@ def _tools_to_change(job: Job, files: Sequence[File], key: str, engine: str) -> 
             return ["deepspeed"]
         return [next(tool for tool in _ENGINES if tool in tools)]
     names = ("bf16", "fp16", "tf32", "precision.mode") if key == "precision.mode" else (key,)
-    mapped_keys = [file_key for file_key in job.said if file_key.fate == "mapped"]
-    deciding = tools & {file_key.tool for file_key in mapped_keys if any(name in file_key.ours for name in names)}
+    mapped_keys = [file_key for file_key in job.file_keys if file_key.fate == "mapped"]
+    deciding = tools & {file_key.tool for file_key in mapped_keys if any(name in file_key.settings for name in names)}
     if deciding:
         return [tool for tool in READERS if tool in deciding]
     if key.startswith("parallel.") and "deepspeed" in tools:

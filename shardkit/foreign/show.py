@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
     from ..plan.model.estimate import MemoryEstimate
-    from .together import Said
+    from .together import FileKey
     from .translate import Job
 
 OVERRIDES = ("train.eval_samples=0",)
-"""Their evaluation is not shardkit's."""
+"""Overrides of every job of other tools: shardkit's evaluation is not part of their loops."""
 _WIDTH = 46
 
 
@@ -22,14 +22,14 @@ def mapping(job: Job) -> Iterator[str]:
     """Line by line, where every key of the files ended."""
     from .files import family
 
-    for name in dict.fromkeys(said.file for said in job.said):
-        keys = [said for said in job.said if said.file == name]
+    for name in dict.fromkeys(file_key.file for file_key in job.file_keys):
+        keys = [file_key for file_key in job.file_keys if file_key.file == name]
         yield name if "default" in name else f"{name} ({family(keys[0].tool)})"
-        yield from (_line(job, said) for said in keys if said.fate in ("mapped", "default", "auto"))
-        yield from _others(keys)
+        yield from (_line(job, file_key) for file_key in keys if file_key.fate in ("mapped", "default", "auto"))
+        yield from _without_counterpart(keys)
     if job.added:
         yield "set because their loop differs"
-        yield from (_row(f"{ours}={_value(value)}", why) for ours, value, why in job.added)
+        yield from (_row(f"{setting}={_value(value)}", reason) for setting, value, reason in job.added)
 
 
 def show_notes(job: Job) -> Iterator[str]:
@@ -45,12 +45,12 @@ def left_out(job: Job, config: RunConfig, estimate: MemoryEstimate) -> Iterator[
 
     if job.left_out:
         yield "\nnot part of the plan"
-    more = 0
-    for one in job.left_out:
-        amount = one.amount(config)
-        more += amount
-        yield f"  {one.text}" + (f": {gib(amount)} at most" if amount else "")
-    limit, needed = estimate.device_memory, estimate.needed + more
+    total = 0
+    for difference in job.left_out:
+        amount = difference.amount(config)
+        total += amount
+        yield f"  {difference.text}" + (f": {gib(amount)} at most" if amount else "")
+    limit, needed = estimate.device_memory, estimate.needed + total
     if limit is not None and estimate.needed <= limit < needed:
         yield f"the job may not fit: it needs up to {gib(needed)} of {gib(limit)}"
 
@@ -73,7 +73,7 @@ class Moment:
 
 
 def moments(job: Job, config: RunConfig, estimate: MemoryEstimate) -> list[Moment]:
-    """Loading and saving in their loop, in bytes of one rank."""
+    """Loading and saving in the tool's loop, in bytes of one rank."""
     from ..config.capability import mesh_shape
     from .transfers import Sizes
 
@@ -82,96 +82,101 @@ def moments(job: Job, config: RunConfig, estimate: MemoryEstimate) -> list[Momen
         shards = mesh_shape(config, shards, min(shards, job.gpus_per_node or 8))[-1]
     sizes = Sizes(estimate.n_params, estimate.largest, estimate.largest_block, shards)
     return [
-        Moment(one.phase, one.ranks, one.on_device(sizes, estimate.resident), one.on_host(sizes), one.in_file(sizes),
-               one.text, one.expected, one.fix)
-        for one in job.transfers
+        Moment(transfer.phase, transfer.ranks, transfer.on_device(sizes, estimate.resident), transfer.on_host(sizes),
+               transfer.in_file(sizes), transfer.text, transfer.expected, transfer.fix)
+        for transfer in job.transfers
     ]  # fmt: skip
 
 
-def show_moments(found: list[Moment]) -> Iterator[str]:
+def show_moments(rows: list[Moment]) -> Iterator[str]:
     """A table of the moments, each followed by its reason."""
     from ..errors import gib
     from ..plan.show import columns
 
-    rows = [("beside the steps", "ranks", "device", "host", "mapped")]
-    rows += [(one.phase if one.expected else f"({one.phase})", one.ranks, gib(one.device), gib(one.host),
-              gib(one.mapped)) for one in found]  # fmt: skip
-    head, *lines = columns(rows, flush_left=(0, 1))
+    cells = [("beside the steps", "ranks", "device", "host", "mapped")]
+    for row in rows:
+        phase = row.phase if row.expected else f"({row.phase})"
+        cells.append((phase, row.ranks, gib(row.device), gib(row.host), gib(row.mapped)))
+    head, *lines = columns(cells, flush_left=(0, 1))
     yield head
-    for line, one in zip(lines, found, strict=True):
-        yield f"{line}  {one.text}"
+    for line, row in zip(lines, rows, strict=True):
+        yield f"{line}  {row.text}"
 
 
-def misfits(found: list[Moment], estimate: MemoryEstimate, ranks_per_node: int) -> Iterator[str]:
-    """Moments that need more than the device or the host has, though the steps may fit, with fixes in their keys."""
+def misfits(rows: list[Moment], estimate: MemoryEstimate, ranks_per_node: int) -> Iterator[str]:
+    """Moments that need more memory than the device or the host has, each with a change of the files that helps."""
     from ..errors import gib
 
-    for one in (one for one in found if one.expected):
-        device = one.device + estimate.overhead
+    for row in (row for row in rows if row.expected):
+        device = row.device + estimate.overhead
         if estimate.device_memory is not None and device > estimate.device_memory:
             limit = gib(estimate.device_memory)
-            yield from _misfit(one, f"{gib(device)} of {limit} on the device of {one.ranks}")
+            yield from _misfit(row, f"{gib(device)} of {limit} on the device of {row.ranks}")
         if estimate.host_memory is None:
             continue
-        needed = ranks_per_node * estimate.host_peak + one.host * (1 if one.ranks == "rank 0" else ranks_per_node)
+        needed = ranks_per_node * estimate.host_peak + row.host * (1 if row.ranks == "rank 0" else ranks_per_node)
         machine = ranks_per_node * estimate.host_memory
         if needed > machine:
-            yield from _misfit(one, f"{gib(needed)} of {gib(machine)} on a machine's host")
+            yield from _misfit(row, f"{gib(needed)} of {gib(machine)} on a machine's host")
 
 
-def _misfit(one: Moment, amount: str) -> Iterator[str]:
-    yield f"{one.phase} does not fit: {amount}: {one.text}"
-    if one.fix:
-        yield f"  fix: {one.fix}"
+def _misfit(row: Moment, amount: str) -> Iterator[str]:
+    yield f"{row.phase} does not fit: {amount}: {row.text}"
+    if row.fix:
+        yield f"  fix: {row.fix}"
 
 
-def _line(job: Job, said: Said) -> str:
-    if any(problem.kind == "contradiction" and said.key in problem.keys for problem in job.problems):
-        return _row(f"{said.key}: {_value(said.value)}", "→ contradicted")
-    ours = [_shown(job, key, value) for key, value in said.ours.items()]
-    text = ", ".join(dict.fromkeys(one for one in ours if one)) or ("nothing to set" if not said.note else "")
-    return _row(f"{said.key}: {_value(said.value)}", "→ " + "; ".join(filter(None, (text, said.note))))
+def _line(job: Job, file_key: FileKey) -> str:
+    """The row of a key that has a counterpart."""
+    if any(problem.kind == "contradiction" and file_key.key in problem.keys for problem in job.problems):
+        return _row(f"{file_key.key}: {_value(file_key.value)}", "→ contradicted")
+    settings = [_shown(job, setting, value) for setting, value in file_key.settings.items()]
+    text = ", ".join(dict.fromkeys(filter(None, settings))) or ("nothing to set" if not file_key.note else "")
+    return _row(f"{file_key.key}: {_value(file_key.value)}", "→ " + "; ".join(filter(None, (text, file_key.note))))
 
 
-def _shown(job: Job, ours: str, value: Any) -> str:
+def _shown(job: Job, setting: str, value: Any) -> str:
     """A setting as the plan has it; pseudo-keys as what they decided."""
-    if ours in ("fp16", "bf16", "tf32"):
-        return f"precision.mode={job.settings['precision.mode']}" if value else f"not {ours}"
-    if ours == "engine":
+    if setting in ("fp16", "bf16", "tf32"):
+        return f"precision.mode={job.settings['precision.mode']}" if value else f"not {setting}"
+    if setting == "engine":
         return f"parallel.strategy={job.settings['parallel.strategy']}"
-    if ours in ("gpus", "machines"):
-        other = f" (the plan: {job.gpus})" if ours == "gpus" and job.gpus != value else ""
-        return f"{value} {'rank' if ours == 'gpus' else 'machine'}{'' if value == 1 else 's'}{other}"
-    if ours.startswith("optim.betas."):
+    if setting in ("gpus", "machines"):
+        planned = f" (the plan: {job.gpus})" if setting == "gpus" and job.gpus != value else ""
+        return f"{value} {'rank' if setting == 'gpus' else 'machine'}{'' if value == 1 else 's'}{planned}"
+    if setting.startswith("optim.betas."):
         return f"optim.betas={_value(job.settings['optim.betas'])}" if "optim.betas" in job.settings else ""
-    if ours.startswith("parallel.ds_config.") and ours in job.settings:
+    if setting.startswith("parallel.ds_config.") and setting in job.settings:
         return f"passed through as {_value(value)}"
-    if ours in job.settings and job.settings[ours] != value:
-        return f"{ours}={_value(job.settings[ours])}"
-    return f"{ours}={_value(value)}" + ("" if ours in job.settings or value in (None, "none") else " (no effect here)")
+    if setting in job.settings and job.settings[setting] != value:
+        return f"{setting}={_value(job.settings[setting])}"
+    return f"{setting}={_value(value)}" + (
+        "" if setting in job.settings or value in (None, "none") else " (no effect here)"
+    )
 
 
-def _others(keys: list[Said]) -> Iterator[str]:
+def _without_counterpart(keys: list[FileKey]) -> Iterator[str]:
+    """The rows of keys that set nothing here: each fate together."""
     from .combine import unknown_key
 
-    plain = [said.key for said in keys if said.fate == "absent" and not said.note]
-    yield from (_row(said.key, f"no counterpart: {said.note}") for said in keys if said.fate == "absent" and said.note)
-    yield from (_row(said.key, f"ignored there: {said.note}") for said in keys if said.fate == "ignored")
-    yield from (
-        _row(f"{said.key}: {_value(said.value)}", f"not planned: {said.note}")
-        for said in keys
-        if said.fate == "unplanned"
-    )
-    for said in keys:
-        if said.fate == "unknown":
-            hint = f"; did you mean {said.note}?" if said.note else ""
-            yield _row(said.key, f"{unknown_key(said.tool, said.key)}{hint}")
-    if plain:
-        yield f"  without a counterpart, and without memory: {', '.join(plain)}"
+    by_fate: dict[str, list[FileKey]] = {}
+    for file_key in keys:
+        by_fate.setdefault(file_key.fate, []).append(file_key)
+    absent = by_fate.get("absent", [])
+    yield from (_row(file_key.key, f"no counterpart: {file_key.note}") for file_key in absent if file_key.note)
+    yield from (_row(file_key.key, f"ignored there: {file_key.note}") for file_key in by_fate.get("ignored", []))
+    for file_key in by_fate.get("unplanned", []):
+        yield _row(f"{file_key.key}: {_value(file_key.value)}", f"not planned: {file_key.note}")
+    for file_key in by_fate.get("unknown", []):
+        hint = f"; did you mean {file_key.note}?" if file_key.note else ""
+        yield _row(file_key.key, f"{unknown_key(file_key.tool, file_key.key)}{hint}")
+    harmless = [file_key.key for file_key in absent if not file_key.note]
+    if harmless:
+        yield f"  without a counterpart, and without memory: {', '.join(harmless)}"
 
 
-def _row(left: str, right: str) -> str:
-    return f"  {left:<{_WIDTH}}  {right}"
+def _row(key: str, fate: str) -> str:
+    return f"  {key:<{_WIDTH}}  {fate}"
 
 
 def _value(value: Any) -> str:
@@ -184,14 +189,14 @@ def as_json(job: Job) -> dict[str, Any]:
     """The mapping for programs."""
     return {
         "keys": [
-            {"file": s.file, "key": s.key, "value": s.value, "fate": s.fate, "ours": s.ours, "note": s.note}
-            for s in job.said
+            {"file": s.file, "key": s.key, "value": s.value, "fate": s.fate, "ours": s.settings, "note": s.note}
+            for s in job.file_keys
         ],
         "settings": job.settings,
-        "added": [{"key": key, "value": value, "reason": why} for key, value, why in job.added],
+        "added": [{"key": key, "value": value, "reason": reason} for key, value, reason in job.added],
         "not_planned": job.not_planned,
         "notes": [{"cause": note.cause, "fix": note.fix} for note in job.notes],
-        "left_out": [{"text": one.text, "bytes_per_token": one.per_token} for one in job.left_out],
+        "left_out": [{"text": difference.text, "bytes_per_token": difference.per_token} for difference in job.left_out],
     }
 
 
@@ -222,7 +227,7 @@ def save(job: Job, folder: Path) -> Path:
     from .translate import OF_ONE_ENGINE, nested
 
     path = folder / "from.yaml"
-    kept = {key: value for key, value in job.settings.items() if not key.startswith(OF_ONE_ENGINE)}
+    settings = {key: value for key, value in job.settings.items() if not key.startswith(OF_ONE_ENGINE)}
     with writing(folder):
-        path.write_text(yaml.safe_dump(nested(kept), sort_keys=False), encoding="utf-8")
+        path.write_text(yaml.safe_dump(nested(settings), sort_keys=False), encoding="utf-8")
     return path

@@ -29,14 +29,14 @@ class Problem:
 
     Attributes:
         kind: `contradiction`, `auto`, `no counterpart`, `wrong value`, `missing file`, or `unsaid`.
-        ours: the key here that settles it if it is set on the command line.
+        setting: the key here that settles it if it is set on the command line.
         keys: the keys of theirs that it is about.
     """
 
     kind: str
     cause: str
     fix: str
-    ours: str = ""
+    setting: str = ""
     keys: tuple[str, ...] = ()
 
 
@@ -45,7 +45,7 @@ class Key:
     """A key of another tool.
 
     Attributes:
-        ours: a value of theirs → keys here with their values; `None`: nothing here corresponds.
+        convert: a value of theirs → keys here with their values; `None`: nothing here corresponds.
         note: why nothing corresponds, if that changes memory; else the key goes into a list of names. Of a key with a
             counterpart, a remark about it.
         dead: their tool reads the key and does nothing with it.
@@ -53,21 +53,21 @@ class Key:
         effect: a change of memory that no plan here has, if the key is on.
     """
 
-    ours: Callable[[Any], Settings] | None = None
+    convert: Callable[[Any], Settings] | None = None
     note: str = ""
     dead: bool = False
     only: str = ""
     effect: str = ""
 
 
-def to(ours: str, convert: Callable[[Any], Any] = lambda value: value) -> Key:
+def to(setting: str, convert: Callable[[Any], Any] = lambda value: value) -> Key:
     """A key with one counterpart."""
-    return Key(lambda value: {ours: convert(value)}, only=ours)
+    return Key(lambda value: {setting: convert(value)}, only=setting)
 
 
-def one_of(ours: str, values: Mapping[Any, Any]) -> Key:
+def one_of(setting: str, values: Mapping[Any, Any]) -> Key:
     """A key whose values have counterparts one by one."""
-    return to(ours, lambda value: _chosen(value, values))
+    return to(setting, lambda value: _chosen(value, values))
 
 
 def many(settings: Callable[[Any], Settings]) -> Key:
@@ -122,9 +122,9 @@ def _chosen(value: Any, values: Mapping[Any, Any]) -> Any:
     return found
 
 
-def on(ours: str, value: Any, cause: Any = True) -> Settings:
+def on(setting: str, value: Any, cause: Any = True) -> Settings:
     """A switch that sets a key if it is on; off, it leaves the key to other files."""
-    return {ours: value} if truth(cause) else {}
+    return {setting: value} if truth(cause) else {}
 
 
 def recompute(value: Any) -> Settings:
@@ -347,7 +347,7 @@ FSDP: dict[str, Key] = {  # without the prefix fsdp_
 }
 ACCELERATE: dict[str, Key] = {
     "distributed_type": one_of("engine", DISTRIBUTED),
-    "mixed_precision": many(halves),
+    "mixed_precision": Key(halves, only="precision.mode"),
     "num_processes": to("gpus", whole),
     "num_machines": to("machines", whole),
     "parallelism_config.parallelism_config_dp_replicate_size": many(replicas),
@@ -456,8 +456,8 @@ TRAINER: dict[str, Key] = {
     "adam_beta1": to("optim.betas.0", number),
     "adam_beta2": to("optim.betas.1", number),
     "adam_epsilon": to("optim.eps", number),
-    "optim": many(lambda value: dict(_chosen(value, OPTIMIZERS))),
-    "lr_scheduler_type": many(lambda value: dict(_chosen(value, SCHEDULES))),
+    "optim": Key(lambda value: dict(_chosen(value, OPTIMIZERS)), only="optim.name"),
+    "lr_scheduler_type": Key(lambda value: dict(_chosen(value, SCHEDULES)), only="optim.schedule"),
     "lr_scheduler_kwargs.min_lr_rate": to("optim.min_lr_ratio", number),
     "warmup_steps": many(warmup),
     "seed": to("train.seed", whole),

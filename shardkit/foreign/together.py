@@ -17,11 +17,11 @@ PSEUDO = ("fp16", "bf16", "tf32", "engine", "gpus", "machines")
 
 
 @dataclass(frozen=True)
-class Said:
+class FileKey:
     """A key of a file, and where it ended.
 
     Attributes:
-        ours: keys here with their values; for `auto`, those that it becomes.
+        settings: keys here with their values; for `auto`, those that it becomes.
         note: why it is absent or ignored, the key that was probably meant, the file that fills in `auto`, or what an
             `unplanned` key changes.
     """
@@ -31,7 +31,7 @@ class Said:
     key: str
     value: Any
     fate: Fate
-    ours: Settings = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     note: str = ""
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Together:
     model: dict[str, Any]
     problems: list[Problem]
     command_line: Settings = field(default_factory=dict)
-    said: list[Said] = field(default_factory=list)
+    file_keys: list[FileKey] = field(default_factory=list)
     settings: Settings = field(default_factory=dict)
 
     def file(self, tool: str) -> File | None:
@@ -117,8 +117,8 @@ class Together:
             return 1 if str(self.value("trainer", "fsdp_config.version", 2)) == "1" else 2
         return None
 
-    def problem(self, kind: str, cause: str, fix: str, ours: str = "", keys: tuple[str, ...] = ()) -> None:
-        self.problems.append(Problem(kind, cause, fix, ours, keys))
+    def problem(self, kind: str, cause: str, fix: str, setting: str = "", keys: tuple[str, ...] = ()) -> None:
+        self.problems.append(Problem(kind, cause, fix, setting, keys))
 
 
 def _of_axolotls_fsdp(file: File, key: str) -> Any:

@@ -164,8 +164,8 @@ def makes_config_first(job: Together) -> bool:
     """Whether transformers knows of ZeRO-3 before it makes the model, so that each layer is sharded at once."""
     if job.has("trainer"):
         return True
-    said = job.value("accelerate", "deepspeed_config.zero3_init_flag", "false")
-    return job.kind == "DEEPSPEED" and str(said).lower() == "true"
+    file_key = job.value("accelerate", "deepspeed_config.zero3_init_flag", "false")
+    return job.kind == "DEEPSPEED" and str(file_key).lower() == "true"
 
 
 def _early(job: Together) -> str:

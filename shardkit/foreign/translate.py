@@ -21,7 +21,7 @@ from .gather import adapter_file, gather, read_model
 from .notes import Note, notes
 from .recipes import loaded_type, model_named
 from .tables import Problem, Settings
-from .together import PSEUDO, Said, Together
+from .together import PSEUDO, FileKey, Together
 from .transfers import Transfer, makes_config_first, transfers
 
 TASKS = {
@@ -64,7 +64,7 @@ class Job:
     """A job of other tools, in keys here.
 
     Attributes:
-        said: every key of every file, and defaults of their tools that differ from shardkit's.
+        file_keys: every key of every file, and defaults of their tools that differ from shardkit's.
         settings: dotted keys here → values.
         added: settings without a key in any file, each with its reason.
         left_out: differences that a plan does not have.
@@ -79,7 +79,7 @@ class Job:
     """
 
     files: tuple[File, ...]
-    said: tuple[Said, ...]
+    file_keys: tuple[FileKey, ...]
     settings: Settings
     added: tuple[tuple[str, Any, str], ...]
     left_out: tuple[LeftOut, ...]
@@ -95,6 +95,11 @@ class Job:
     """For the target: torch's allocator has segments of fixed size unless a variable asks for others."""
 
     @property
+    def said(self) -> tuple[FileKey, ...]:
+        """The former name of `file_keys`."""
+        return self.file_keys
+
+    @property
     def name(self) -> str:
         return " + ".join(Path(file.name).name for file in self.files if file.tool != "model")
 
@@ -102,9 +107,9 @@ class Job:
     def not_planned(self) -> list[str]:
         """A line for each key that changes memory and that no plan models; with one there is no verdict."""
         return [
-            f"not planned: {said.key}={shown(said.value)} in {said.file}: {said.note}"
-            for said in self.said
-            if said.fate == "unplanned"
+            f"not planned: {file_key.key}={shown(file_key.value)} in {file_key.file}: {file_key.note}"
+            for file_key in self.file_keys
+            if file_key.fate == "unplanned"
         ]
 
     def refuse_unplanned(self, otherwise: str = "") -> None:
@@ -127,7 +132,7 @@ class Job:
             ConfigError: the files contradict each other or leave something open, or a value is refused.
         """
         keys = {str(split_override(item)[0]) for item in overrides}
-        still = [problem for problem in self.problems if problem.ours not in keys]
+        still = [problem for problem in self.problems if problem.setting not in keys]
         if still:
             raise combined([ConfigError(cause, fix) for cause, fix in in_few_lines(still)])
         given = [split_override(item) for item in overrides]
@@ -203,8 +208,8 @@ def translate(job: Together, model: str | None, gpus: int | None) -> Job:
     work.drop_what_does_nothing()
     machines, loop, spare = work.machines or 1, work.other_loop(), work.drop_an_adapter_that_is_off()
     return Job(
-        tuple(job.files), tuple(job.said), job.settings, tuple(work.added), tuple(work.left_out()), work.transfers(),
-        tuple(job.problems), work.gpus, work.gpus // machines if work.gpus % machines == 0 else None,
+        tuple(job.files), tuple(job.file_keys), job.settings, tuple(work.added), tuple(work.left_out()),
+        work.transfers(), tuple(job.problems), work.gpus, work.gpus // machines if work.gpus % machines == 0 else None,
         loop, adapter=spare, notes=notes(job),
     )  # fmt: skip
 
@@ -225,9 +230,9 @@ class _Translation:
         self.task_name = next((task for end, task in TASKS.items() if name.endswith(end)), "")
         self.text = self.task_name in ("hf_causal_lm", "hf_masked_lm", "")
 
-    def set(self, ours: str, value: Any, why: str) -> None:
-        self.settings[ours] = value
-        self.added.append((ours, value, why))
+    def set(self, setting: str, value: Any, why: str) -> None:
+        self.settings[setting] = value
+        self.added.append((setting, value, why))
 
     def is_strategy(self, *names: str) -> bool:
         return self.settings["parallel.strategy"] in names
@@ -278,9 +283,10 @@ class _Translation:
 
     def precision(self) -> None:
         if len(self.halves) == 2:
-            both = [next(str(said) for said in self.job.said if said.ours.get(half)) for half in self.halves]
+            keys = self.job.file_keys
+            switches = [next(str(key) for key in keys if key.settings.get(half)) for half in self.halves]
             self.job.problem(
-                "contradiction", f"{both[0]} and {both[1]}: only one half-precision type can be on",
+                "contradiction", f"{switches[0]} and {switches[1]}: only one half-precision type can be on",
                 "turn one of the two off", "precision.mode", ("fp16", "bf16"),
             )  # fmt: skip
         half = self.halves[0] if self.halves else ""
@@ -317,10 +323,10 @@ class _Translation:
         if self.text and "train.seq_len" not in self.settings:
             self.unsaid("train.seq_len", "how many tokens a sample has", 2048)
 
-    def unsaid(self, ours: str, missing: str, example: int) -> None:
-        if not any(problem.ours == ours for problem in self.job.problems):
+    def unsaid(self, setting: str, missing: str, example: int) -> None:
+        if not any(problem.setting == setting for problem in self.job.problems):
             self.job.problem(
-                "unsaid", f"no file says {missing}", f"add it to the command, such as {ours}={example}", ours
+                "unsaid", f"no file says {missing}", f"add it to the command, such as {setting}={example}", setting
             )
 
     def task(self) -> None:
