@@ -22,8 +22,8 @@ from ..strategies.base import Shard
 from . import rng
 from .native import layout
 from .native.manifest import CHUNK_BYTES, RunState, storable
-from .progress import seen_on_disk, standstill_s
 from .staging import Staging, give_way
+from .standstill import seen_on_disk, standstill_s
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import: not before the first save
     from .native.planner import Ranges

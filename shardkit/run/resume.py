@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.base import FrozenBase, check_adapter
+from ..checkpoint.frozen_base import FrozenBase, check_adapter
 from ..checkpoint.native.manifest import RunState
 from ..checkpoint.resume import candidates
 from ..checkpoint.save import Checkpointer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.checkpoint import progress
+from shardkit.checkpoint import standstill
 from shardkit.checkpoint.native import layout
 from tests.checkpoint import fakes
 
@@ -52,17 +52,17 @@ def test_a_crash_after_the_renames_of_a_replacement_keeps_the_new_one(tmp_path: 
 
 
 def test_the_limit_of_saves_follows_those_that_were_measured() -> None:
-    assert progress.standstill_s(None, []) == 1800
-    assert progress.standstill_s(None, [3.0, 2.0]) == 120
-    assert progress.standstill_s(None, [3.0, 20.0]) == 200
-    assert progress.standstill_s(7.0, [3.0, 20.0]) == 7
+    assert standstill.standstill_s(None, []) == 1800
+    assert standstill.standstill_s(None, [3.0, 2.0]) == 120
+    assert standstill.standstill_s(None, [3.0, 20.0]) == 200
+    assert standstill.standstill_s(7.0, [3.0, 20.0]) == 7
 
 
 def test_what_a_silent_rank_has_written_is_read_off_the_disk(tmp_path: Path) -> None:
-    assert progress.seen_on_disk(tmp_path, 1, "rank_00001.bin") == "before the save's first file"
+    assert standstill.seen_on_disk(tmp_path, 1, "rank_00001.bin") == "before the save's first file"
     make(tmp_path, "step_00000002.tmp")
-    assert progress.seen_on_disk(tmp_path, 1, "rank_00001.bin").endswith("step_00000002.tmp/rank_00001.bin")
-    assert progress.seen_on_disk(tmp_path, 1, "file") == "in or after step_00000002.tmp/file, which has 17 bytes"
+    assert standstill.seen_on_disk(tmp_path, 1, "rank_00001.bin").endswith("step_00000002.tmp/rank_00001.bin")
+    assert standstill.seen_on_disk(tmp_path, 1, "file") == "in or after step_00000002.tmp/file, which has 17 bytes"
 
 
 def test_sweep_leaves_what_is_not_its_own(tmp_path: Path) -> None:

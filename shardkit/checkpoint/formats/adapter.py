@@ -12,7 +12,7 @@ import torch
 
 from ...config.schema import AdapterConfig
 from ...errors import CheckpointError
-from ..base import digest_of_pieces
+from ..frozen_base import digest_of_pieces
 from ..native.reader import TensorSpec
 from ..native.writer import byte_view
 from .detect import open_source
