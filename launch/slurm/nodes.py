@@ -36,9 +36,11 @@ else say packages "$(printf %s "$said" | tail -n 1)"; fi
 """.replace("MARK", _MARK)
 # None of the packages is imported: torch takes seconds. The current directory is searched as by the batch script.
 _VERSIONS = """
-import sys; sys.path[:] = filter(None, sys.path)
+import sys
+searched = "" in sys.path
+sys.path[:] = filter(None, sys.path)
 import importlib.util as find
-if find.find_spec("shardkit") is None:
+if searched and find.find_spec("shardkit") is None:
     sys.path.append("")
 from importlib import metadata
 for name in NAMES:

@@ -90,7 +90,7 @@ def _innermost(trace: str) -> str:
     lines = trace.strip().splitlines()
     places = [line.strip() for line in lines if "/shardkit/" in line or "/graphs/" in line]
     error = next((line for line in reversed(lines) if line and not line.startswith(" ")), lines[-1])
-    return f"{error[:300]} at {places[-1] if places else lines[-3]}"
+    return f"{error[:300]} at {places[-1] if places else lines[0]}"
 
 
 @dataclass
