@@ -240,11 +240,6 @@ class BatchSchedule:
             return self.n_samples // self.global_batch
         return -(-self.n_samples // self.global_batch)
 
-    def state_at(self, step: int) -> State:
-        """The position after `step` optimizer steps of a run that always had this schedule."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        return State(epoch, within * self.global_batch)
-
     def micro_batches(self, state: State) -> tuple[list[list[int]], State]:
         """Sample indices of this rank's `accum` micro-batches for the step that starts at `state`; the next state."""
         state = self._normalised(state)

@@ -163,23 +163,20 @@ def _ranks(run: Run, page: Page) -> list[Markup]:
     times = measure.step_times(run)
     parts = [page.figure("ranks", figures.ranks(measure.shown(run.last_rows), times))]
     on_gpu = measure.on_gpu(run)  # the CPU's allocator has no figures: columns of dashes tell nobody anything
-    of_device = [">peak allocated", ">peak reserved", ">retries"] if on_gpu else []
-    head = ["rank", "host", *(f">{kind.replace('_', ' ')}" for kind in KINDS), ">peak RSS", ">step",
-            ">waiting for data", *of_device]  # fmt: skip
+    of_device = [">peak allocated", ">peak reserved"] if on_gpu else []
+    head = ["rank", "host", *(f">{kind.replace('_', ' ')}" for kind in KINDS), *of_device, ">peak RSS", ">step",
+            ">waiting for data", *([">retries"] if on_gpu else [])]  # fmt: skip
     lines = []
     for row in run.last_rows:
         state, device, time = row.state or {}, row.device_mem, times.get(row.identity.rank)
         lines.append([
             Cell(str(row.identity.rank), row.identity.rank), words(row.identity.host),
             *(n_bytes(state[kind].total if kind in state else None) for kind in KINDS),
+            *(n_bytes(getattr(device, key, None)) for key in ("peak_allocated", "peak_reserved") if on_gpu),
             n_bytes(row.host_mem.peak_rss), quantity(time.total if time else None, "s"),
             quantity(time.data if time else None, "s"),
+            *([quantity(row.alloc_retries, "count")] if on_gpu else []),
         ])  # fmt: skip
-        if on_gpu:
-            lines[-1] += [
-                n_bytes(device.peak_allocated if device else None), n_bytes(device.peak_reserved if device else None),
-                quantity(row.alloc_retries, "count"),
-            ]  # fmt: skip
     worst = max(range(len(run.last_rows)), key=lambda i: pressure(run.last_rows[i]), default=None)
     parts.append(table(head, lines, mark=worst if len(lines) > 1 else None))
     return [*parts, *_nodes(run)]
