@@ -247,9 +247,7 @@ class Search:
                 hopes = [s for s in pareto(able) if s.estimate is None]
             if not hopes and best is not None and best.combination in self._at_one_end:
                 try:
-                    self._trace_roughly(
-                        [best.combination], self._sizes[0]
-                    )  # the report shows the best combination at every micro-batch
+                    self._trace_roughly([best.combination], self._sizes[0])  # for the report
                 except _OutOfTime:
                     return  # the best combination is certain without these
                 continue
