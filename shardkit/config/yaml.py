@@ -72,8 +72,20 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str, where: str) -> None:
         super().__init__(text)
-        self.where, self.count = where, 0
+        self.where, self.count, self.n_nodes = where, 0, 0
         self.lines: dict[Path, int] = {}
+
+    def fetch_flow_collection_start(self, token_class: Any) -> None:
+        # PyYAML looks at every open bracket again for each token: 20,000 of them would take half a minute.
+        if self.flow_level > MAX_DEPTH:
+            raise _too_deep(self.where)
+        super().fetch_flow_collection_start(token_class)
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        self.n_nodes += 1
+        if self.n_nodes > 2 * MAX_VALUES:  # keys are nodes too
+            raise _too_deep(self.where)
+        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
