@@ -7,10 +7,7 @@ found by rendering the conversation up to each of its turns. No torch, no tokeni
 from __future__ import annotations
 
 import json
-import os
 import re
-import resource
-import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +17,7 @@ from string import ascii_letters
 from typing import Any, Literal
 
 from ..errors import DataError
+from ..files.bounded import factor, memory_limit, time_limit
 from .rows.columns import TOOLS, Columns, RowError, plain
 
 LossOn = Literal["all", "assistant", "completion"]
@@ -111,12 +109,12 @@ class Template:
             raise _unusable(f"it marks {len(spans):,} parts of {len(text):,} characters")
         return text, spans
 
-    def _most(self, found: int, messages: list[dict[str, Any]], tools: Any) -> int:
+    def _most(self, n_characters: int, messages: list[dict[str, Any]], tools: Any) -> int:
         """The most characters that a template may make of a conversation; exact only where `found` may be more."""
-        own = _ADDED + len(self.source) * (len(messages) + 1)
-        if found <= own:
-            return min(own, _LONGEST)
-        return min(own + _GROWTH * len(json.dumps([messages, tools], default=str)), _LONGEST)
+        n_allowed = _ADDED + len(self.source) * (len(messages) + 1)
+        if n_characters <= n_allowed:
+            return min(n_allowed, _LONGEST)
+        return min(n_allowed + _GROWTH * len(json.dumps([messages, tools], default=str)), _LONGEST)
 
 
 def at_date(source: str, day: date) -> str:
@@ -156,55 +154,14 @@ def limits(seconds: float, n_bytes: int = TEMPLATE_BYTES) -> Iterator[None]:
     """
     try:
         if threading.current_thread() is threading.main_thread():
-            with _time_limit(seconds), _memory_limit(n_bytes):
+            too_long = _unusable(f"one conversation takes it more than {seconds * factor():g} s")
+            with time_limit(seconds * factor(), too_long), memory_limit(int(n_bytes * factor())):
                 yield
         else:
             yield
     except MemoryError as error:
-        most = f"{n_bytes / 2**30:.3g} GiB"
+        most = f"{n_bytes * factor() / 2**30:.3g} GiB"
         raise _unusable(f"one conversation takes it more memory than it may have, {most} at most") from error
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise _unusable(f"one conversation takes it more than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    # Again and again: jinja2 swallows any exception while it computes a template's constants.
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def _memory_limit(n_bytes: int) -> Iterator[None]:
-    """A limit of the whole process, so nothing but the template should need much meanwhile."""
-    used = _data_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if used is None or (soft != resource.RLIM_INFINITY and soft <= used + n_bytes):
-        yield
-        return
-    resource.setrlimit(resource.RLIMIT_DATA, (used + n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _data_bytes() -> int | None:
-    """The bytes of this process that RLIMIT_DATA counts, or a little more; None where the system does not tell."""
-    try:
-        file = os.open("/proc/self/statm", os.O_RDONLY)  # not `open`: it would take as long as a short template
-    except FileNotFoundError:
-        return None
-    try:
-        return int(os.read(file, 256).split()[5]) * resource.getpagesize()
-    finally:
-        os.close(file)
 
 
 @dataclass(frozen=True)
@@ -357,16 +314,20 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict):
             raise RowError(f"message {number} is not an object but {type(message).__name__}")
-        kept = dict(message)
-        if "from" in kept and "role" not in kept:
-            role, content = kept.pop("from"), kept.pop("value", None)
-            kept = {**kept, "role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
-        if not isinstance(kept.get("role"), str):
+        normalised = dict(message)
+        if "from" in normalised and "role" not in normalised:
+            role, content = normalised.pop("from"), normalised.pop("value", None)
+            normalised = {
+                **normalised,
+                "role": _ROLES.get(role, role) if isinstance(role, str) else role,
+                "content": content,
+            }
+        if not isinstance(normalised.get("role"), str):
             raise RowError(f"message {number} has no role")
-        if not isinstance(kept.get("content"), str) and not kept.get("tool_calls"):
-            kind = type(kept.get("content")).__name__
+        if not isinstance(normalised.get("content"), str) and not normalised.get("tool_calls"):
+            kind = type(normalised.get("content")).__name__
             raise RowError(f"message {number} has no text: its content is {'missing' if kind == 'NoneType' else kind}")
-        messages.append(kept)
+        messages.append(normalised)
     return messages
 
 

@@ -101,11 +101,11 @@ class _MicroBatches:
         self.n_steps = n_steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        state, done = self.state, 0
-        while done != self.n_steps:
+        state, n_done = self.state, 0
+        while n_done != self.n_steps:
             parts, state = self.schedule.micro_batches(state)
             yield from (part or [0] for part in parts)
-            done += 1
+            n_done += 1
 
 
 class _InWorker:
@@ -179,7 +179,7 @@ def eval_batches(
     together = collate or default_collate
     n = len(dataset)
     n_used = n if limit is None else min(n, limit)
-    for first in range(0, n_used, micro_batch * world):
-        start = first + rank * micro_batch
+    for round_start in range(0, n_used, micro_batch * world):
+        start = round_start + rank * micro_batch
         indices = [position * n // n_used for position in range(start, min(start + micro_batch, n_used))]
         yield together([dataset[i] for i in indices or [0]]), not indices

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 
-def generator_of(seed: int, *what: str | int) -> np.random.Generator:
+def generator_of(seed: int, *labels: str | int) -> np.random.Generator:
     """A separate generator for each (seed, what), e.g. `generator_of(0, "crop", "train", index)`."""
-    key = "\0".join(map(str, (seed, *what))).encode()
+    key = "\0".join(map(str, (seed, *labels))).encode()
     return np.random.Generator(
         np.random.Philox(int.from_bytes(hashlib.blake2b(key, digest_size=16).digest(), "little"))
     )
@@ -67,10 +67,10 @@ class EpochOrder:
     def _encrypt(self, values: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         bits = _WORD(self._half_bits)
         mask = _WORD((1 << self._half_bits) - 1)
-        left, right = values >> bits, values & mask
+        high, low = values >> bits, values & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right + key) & mask)
-        result: npt.NDArray[np.uint64] = (left << bits) | right
+            high, low = low, high ^ (_mix(low + key) & mask)
+        result: npt.NDArray[np.uint64] = (high << bits) | low
         return result
 
 
@@ -106,18 +106,18 @@ class MixOrder:
     def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The samples at positions [start, stop) of the epoch, counted over all data sets."""
         places = self._places.indices(epoch, start, stop)
-        found = np.empty_like(places)
+        order = np.empty_like(places)
         of = np.searchsorted(self._ends, places, side="right")
         for i in np.unique(of):
-            mine = of == i
-            nth = places[mine] - (self._ends[i] - self._taken[i]) + epoch * self._taken[i]
-            passes, place = np.divmod(nth, self._sizes[i])
+            of_set = of == i
+            nth = places[of_set] - (self._ends[i] - self._taken[i]) + epoch * self._taken[i]
+            passes, offset = np.divmod(nth, self._sizes[i])
             samples = np.empty_like(nth)
             for number in np.unique(passes):
-                here = passes == number
-                samples[here] = self._within[i].at(int(number), place[here])
-            found[mine] = samples + int(self._sizes[:i].sum())
-        return found
+                in_pass = passes == number
+                samples[in_pass] = self._within[i].at(int(number), offset[in_pass])
+            order[of_set] = samples + int(self._sizes[:i].sum())
+        return order
 
 
 class WindowOrder:
@@ -140,7 +140,7 @@ class WindowOrder:
         self.n = int(sizes.sum())
         self.seed, self.shuffle = seed, shuffle
         self._sizes = sizes
-        self._first = np.cumsum(sizes) - sizes
+        self._first_rows = np.cumsum(sizes) - sizes
         self._heads = np.arange(len(sizes)) if goes_on is None else np.flatnonzero(~goes_on)
         self._epoch = -1
 
@@ -161,14 +161,14 @@ class WindowOrder:
         places = np.arange(start, stop, dtype=np.int64)
         of = np.searchsorted(self._windows, places, side="right")
         for window in np.unique(of):
-            mine = of == window
+            in_window = of == window
             begin = int(self._windows[window - 1]) if window else 0
             size = int(self._windows[window]) - begin
             within = EpochOrder(size, int(generator_of(self.seed, "window", int(window)).integers(2**62)), self.shuffle)
-            places[mine] = begin + within.at(epoch, places[mine] - begin)
+            places[in_window] = begin + within.at(epoch, places[in_window] - begin)
         piece = np.searchsorted(self._stops, places, side="right")
         rows: npt.NDArray[np.int64] = (
-            places - (self._stops[piece] - self._sizes[self._pieces[piece]]) + self._first[self._pieces[piece]]
+            places - (self._stops[piece] - self._sizes[self._pieces[piece]]) + self._first_rows[self._pieces[piece]]
         )
         return rows
 
@@ -240,24 +240,19 @@ class BatchSchedule:
             return self.n_samples // self.global_batch
         return -(-self.n_samples // self.global_batch)
 
-    def state_at(self, step: int) -> State:
-        """The position after `step` optimizer steps of a run that always had this schedule."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        return State(epoch, within * self.global_batch)
-
     def micro_batches(self, state: State) -> tuple[list[list[int]], State]:
         """Sample indices of this rank's `accum` micro-batches for the step that starts at `state`; the next state."""
         state = self._normalised(state)
         size = min(self.global_batch, self.n_samples - state.next_sample)
         samples = self.order.indices(state.epoch, state.next_sample, state.next_sample + size).tolist()
-        mine = [spread(size, self.accum * self.world, a * self.world + self.rank) for a in range(self.accum)]
+        parts = [spread(size, self.accum * self.world, a * self.world + self.rank) for a in range(self.accum)]
         after = self._normalised(State(state.epoch, state.next_sample + size))
-        return [samples[part] for part in mine], after
+        return [samples[part] for part in parts], after
 
     def _normalised(self, state: State) -> State:
         """`state`, or the next epoch's start when this epoch has no batch left."""
-        left = self.n_samples - state.next_sample
-        if left <= 0 or (self.drop_last and left < self.global_batch):
+        n_remaining = self.n_samples - state.next_sample
+        if n_remaining <= 0 or (self.drop_last and n_remaining < self.global_batch):
             return State(state.epoch + 1, 0)
         return state
 

@@ -66,29 +66,29 @@ def best_fit_decreasing(lengths: npt.NDArray[Any], capacity: int) -> tuple[Ints,
             by_room[room].append(bins)
 
     for length in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[length])
-        while left:
+        n_remaining = int(counts[length])
+        while n_remaining:
             at = bisect_left(rooms, length)
             if at < len(rooms):
                 room = rooms.pop(at)
                 bins = np.concatenate(by_room.pop(room))
             else:
-                room, n_new = capacity, -(-left // (capacity // length))
+                room, n_new = capacity, -(-n_remaining // (capacity // length))
                 bins = np.arange(n_bins, n_bins + n_new)
                 n_bins += n_new
-            each = room // length  # the fullest bin with room for one stays the fullest until it has none
-            used = min(len(bins), -(-left // each))
-            filled = np.repeat(bins[:used], each)[:left]
+            per_bin = room // length  # the fullest bin with room for one stays the fullest until it has none
+            used = min(len(bins), -(-n_remaining // per_bin))
+            filled = np.repeat(bins[:used], per_bin)[:n_remaining]
             bin_of[placed : placed + len(filled)] = filled
-            last = len(filled) - (used - 1) * each
-            put(room - each * length, bins[: used - 1])
-            put(room - last * length, bins[used - 1 : used])
+            n_in_last = len(filled) - (used - 1) * per_bin
+            put(room - per_bin * length, bins[: used - 1])
+            put(room - n_in_last * length, bins[used - 1 : used])
             put(room, bins[used:])
-            placed, left = placed + len(filled), left - len(filled)
-    first = np.full(n_bins, len(lengths))
-    np.minimum.at(first, bin_of, decreasing)
+            placed, n_remaining = placed + len(filled), n_remaining - len(filled)
+    first_item = np.full(n_bins, len(lengths))
+    np.minimum.at(first_item, bin_of, decreasing)
     renamed = np.empty(n_bins, np.int64)
-    renamed[np.argsort(first, kind="stable")] = np.arange(n_bins)
+    renamed[np.argsort(first_item, kind="stable")] = np.arange(n_bins)
     bin_of = renamed[bin_of]
     by_bin = np.argsort(bin_of, kind="stable")
     bounds = np.concatenate([[0], np.cumsum(np.bincount(bin_of, minlength=n_bins))])
@@ -105,9 +105,9 @@ def nothing_left(cause: str, documents: DocumentSource, seq_len: int) -> DataErr
     counts = getattr(documents, "long", None)
     if counts is None or not str(counts):
         return DataError(cause, "give more data with text in them, or change data.val_fraction")
-    why = "are longer" if counts.dropped else "are cut before the first token that is to be predicted"
+    reason = "are longer" if counts.dropped else "are cut before the first token that is to be predicted"
     return DataError(
-        f"{cause}: {counts.dropped or counts.without_target:,} {why}, by train.seq_len={seq_len}",
+        f"{cause}: {counts.dropped or counts.without_target:,} {reason}, by train.seq_len={seq_len}",
         "raise train.seq_len, or give shorter documents",
     )
 
@@ -128,18 +128,18 @@ class PackedDocuments:
         DataError: no document has two tokens.
     """
 
-    def __init__(self, documents: DocumentSource, seq_len: int, packing: Packing, what: str) -> None:
-        self.documents, self.seq_len, self.what = documents, seq_len, what
+    def __init__(self, documents: DocumentSource, seq_len: int, packing: Packing, name: str) -> None:
+        self.documents, self.seq_len, self.name = documents, seq_len, name
         inputs = np.asarray(documents.lengths, np.int64) - 1
-        kept = np.flatnonzero(inputs > 0)
-        if not len(kept):
-            raise nothing_left(f"{what} has no document of two tokens or more", documents, seq_len)
-        n_pieces = -(-inputs[kept] // seq_len)
-        self._document = np.repeat(kept, n_pieces)
+        with_target = np.flatnonzero(inputs > 0)
+        if not len(with_target):
+            raise nothing_left(f"{name} has no document of two tokens or more", documents, seq_len)
+        n_pieces = -(-inputs[with_target] // seq_len)
+        self._document = np.repeat(with_target, n_pieces)
         nth = np.arange(len(self._document)) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)
         self._start = nth * seq_len
         self._inputs = np.minimum(inputs[self._document] - self._start, seq_len)
-        self.n_documents, self.n_pieces = len(kept), len(self._document)
+        self.n_documents, self.n_pieces = len(with_target), len(self._document)
         self.n_cut = int((n_pieces > 1).sum())
         self.context = float(np.square(self._inputs.astype(np.float64)).sum() / self._inputs.sum())
         if packing == "packed":
@@ -163,9 +163,9 @@ class PackedDocuments:
         tokens, targets, lengths = [], [], []
         for piece in self._pieces[self._bounds[index] : self._bounds[index + 1]].tolist():
             start, n = int(self._start[piece]), int(self._inputs[piece])
-            found, is_target = self.documents.piece(int(self._document[piece]), start, start + n + 1)
-            tokens.append(found[:-1])
-            targets.append(np.where(is_target[1:], found[1:], IGNORE_INDEX))
+            piece_tokens, is_target = self.documents.piece(int(self._document[piece]), start, start + n + 1)
+            tokens.append(piece_tokens[:-1])
+            targets.append(np.where(is_target[1:], piece_tokens[1:], IGNORE_INDEX))
             lengths.append(n)
         return {
             "tokens": torch.from_numpy(np.concatenate(tokens)), "targets": torch.from_numpy(np.concatenate(targets)),
@@ -176,7 +176,7 @@ class PackedDocuments:
         """One line: documents, samples, and how full these are."""
         cut = f" ({self.n_cut:,} longer than {self.seq_len} cut into pieces)" if self.n_cut else ""
         noun = getattr(self.documents, "noun", "documents")
-        return f"{self.what}: {self.n_documents:,} {noun}{cut} in {len(self):,} samples, {self.fill:.1%} full"
+        return f"{self.name}: {self.n_documents:,} {noun}{cut} in {len(self):,} samples, {self.fill:.1%} full"
 
 
 def collate_packed(samples: Sequence[dict[str, Any]], seq_len: int | None) -> dict[str, Any]:

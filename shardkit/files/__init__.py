@@ -58,8 +58,8 @@ def outlive_full_disks() -> None:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.flush()
-            kept = io.BufferedWriter(_Lossy(stream.fileno(), "wb", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(kept, stream.encoding, stream.errors, line_buffering=True))
+            buffered = io.BufferedWriter(_Lossy(stream.fileno(), "wb", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(buffered, stream.encoding, stream.errors, line_buffering=True))
 
 
 def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
@@ -107,15 +107,15 @@ def locked(path: Path, wait_s: float | None = None, optional: bool = False) -> I
         OSError: the file cannot be opened or locked.
     """
     with path.open("a+") as file:
-        held: IO[str] | None = file
+        lock_file: IO[str] | None = file
         try:
             _lock(file, wait_s)
         except OSError as error:
             if not optional or isinstance(error, BlockingIOError):
                 raise
             _LOG.debug("no lock on %s (%s): going on without", path, error)
-            held = None
-        yield held
+            lock_file = None
+        yield lock_file
 
 
 def _lock(file: IO[str], wait_s: float | None) -> None:
@@ -152,9 +152,9 @@ def mode_like(sources: Iterable[Path], group: int) -> int:
 
 def _shared(status: os.stat_result, group: int, permission: int) -> int:
     """The mode without the bits of the group and of others, where these lack `permission` (4: read, 1: enter)."""
-    others = bool(status.st_mode & permission)
-    members = bool(status.st_mode & permission << 3) and (others or status.st_gid == group)
-    return 0o700 | 0o070 * members | 0o007 * others
+    others_may = bool(status.st_mode & permission)
+    members = bool(status.st_mode & permission << 3) and (others_may or status.st_gid == group)
+    return 0o700 | 0o070 * members | 0o007 * others_may
 
 
 def group_of_new_files(folder: Path) -> int:
@@ -249,7 +249,7 @@ def extend_last_line(path: str | Path, fields: Mapping[str, Any]) -> None:
         ConfigError: the file cannot be opened for writing.
         ValueError: a number is not finite, which JSON cannot hold.
     """
-    more = b", " + json.dumps(fields, allow_nan=False).encode()[1:] + b"\n"
+    addition = b", " + json.dumps(fields, allow_nan=False).encode()[1:] + b"\n"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -261,7 +261,7 @@ def extend_last_line(path: str | Path, fields: Mapping[str, Any]) -> None:
         if size < 3 or os.pread(descriptor, 2, size - 2) != b"}\n":
             return
         try:
-            if os.pwrite(descriptor, more, size - 2) == len(more):
+            if os.pwrite(descriptor, addition, size - 2) == len(addition):
                 return
         except OSError as error:
             if error.errno not in STORAGE_TROUBLE:
@@ -286,16 +286,16 @@ def read_objects(path: Path, last_bytes: int | None = None) -> list[dict[str, An
             lines = file.read().splitlines()
     except OSError:
         return []
-    return [found for line in lines[1 if start else 0 :] if (found := parsed(line))]
+    return [content for line in lines[1 if start else 0 :] if (content := parsed(line))]
 
 
 def parsed(line: str | bytes) -> dict[str, Any]:
     """The object on a line; empty for one that a kill cut short."""
     try:
-        found = parse_json(line)
+        content = parse_json(line)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def parse_json(text: str | bytes) -> Any:

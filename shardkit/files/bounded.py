@@ -14,7 +14,8 @@ import select
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -44,31 +45,38 @@ class Limit:
 
     def at(self, size: int) -> tuple[int, float]:
         """(bytes, seconds) for a file of this size."""
-        factor = _factor()
-        return int((self.n_bytes + self.times * size) * factor), (self.seconds + size / self.bytes_per_s) * factor
+        n_bytes, seconds = self.n_bytes + self.times * size, self.seconds + size / self.bytes_per_s
+        return int(n_bytes * factor()), seconds * factor()
 
 
 MIB = 2**20
 LIMITS = {
     "checkpoint": Limit(512 * MIB, 1, 15, 100 * MIB),
     "tokenizer": Limit(768 * MIB, 100, 15, MIB),
+    "data file": Limit(1024 * MIB, 8, 20, MIB // 32),
     "run directory": Limit(768 * MIB, 100, 20, MIB),
 }
 """Kind of file → its limits; SECURITY.md has the same table."""
 
 
-def _factor() -> float:
+def factor() -> float:
+    """The factor for every limit, from the environment.
+
+    Raises:
+        ConfigError: it is not a positive number.
+    """
     text = os.environ.get(VARIABLE, "1")
     try:
-        factor = float(text)
+        number = float(text)
     except ValueError:
-        factor = 0.0
-    if not 0 < factor < 1e6:
+        number = 0.0
+    if not 0 < number < 1e6:
         raise ConfigError(f"{VARIABLE}={text!r} is not a positive number", f"unset it, or set {VARIABLE}=4")
-    return factor
+    return number
 
 
-_in_child = False
+parent_reports_end = False
+"""True in a child whose parent tells the user why it ended. Only such a process may be killed by `time_limit`."""
 
 
 def in_child(kind: str, name: str, size: int, function: Callable[[], T], error: type[ShardkitError]) -> T:
@@ -85,7 +93,7 @@ def in_child(kind: str, name: str, size: int, function: Callable[[], T], error: 
     Raises:
         ShardkitError: what `function` raised, or `error`.
     """
-    if _in_child:
+    if parent_reports_end:
         return function()
     n_bytes, seconds = LIMITS[kind].at(size)
     reader, writer = os.pipe()
@@ -102,12 +110,14 @@ def in_child(kind: str, name: str, size: int, function: Callable[[], T], error: 
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
     if content is None:
-        raise _beyond(name, kind, f"{seconds:.3g} s", error)
+        raise beyond(name, kind, f"{seconds:.3g} s", error)
+    if not content and status & 127 == signal.SIGPROF:
+        raise beyond(name, kind, f"{seconds:.3g} s", error)
     if not content:
         raise error(f"{name} cannot be read: the process that parsed it was ended by signal {status & 127}", _FIX)
     outcome, value = pickle.loads(content)
     if outcome == "memory":
-        raise _beyond(name, kind, f"{gib(n_bytes)} of memory", error)
+        raise beyond(name, kind, f"{gib(n_bytes)} of memory", error)
     if outcome == "result":
         result: T = value
         return result
@@ -117,7 +127,8 @@ def in_child(kind: str, name: str, size: int, function: Callable[[], T], error: 
 _FIX = "do not trust this file; if it is yours, write it again"
 
 
-def _beyond(name: str, kind: str, amount: str, error: type[ShardkitError]) -> ShardkitError:
+def beyond(name: str, kind: str, amount: str, error: type[ShardkitError]) -> ShardkitError:
+    """The error for a file that reached a limit; `amount` says which."""
     return error(
         f"{name} takes more than {amount} to read, the limit for a {kind} of its size",
         f"do not trust this file; if it is yours, set {VARIABLE}=4 for four times the limits",
@@ -126,8 +137,8 @@ def _beyond(name: str, kind: str, amount: str, error: type[ShardkitError]) -> Sh
 
 def _answer(writer: int, n_bytes: int, function: Callable[[], Any]) -> NoReturn:
     """In the child: write the outcome to the pipe, and end without running anything of the parent's."""
-    global _in_child
-    _in_child = True
+    global parent_reports_end
+    parent_reports_end = True
     try:
         gc.freeze()  # to collect the parent's objects here would copy their pages
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
@@ -157,6 +168,62 @@ def _limit_memory(n_bytes: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = pages * resource.getpagesize() + n_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+@contextmanager
+def time_limit(seconds: float, error: ShardkitError) -> Iterator[None]:
+    """Raise `error` in this block after `seconds`; the main thread alone may call it.
+
+    Python runs signal handlers between bytecodes, so one long operation in C, such as a comparison of nested lists, is
+    not interrupted. A process whose parent reports its end is killed by SIGPROF two seconds of CPU time later.
+    """
+
+    def stop(*_: Any) -> None:
+        raise error
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    # Repeated each second: jinja2 swallows any exception while it computes a template's constants.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    if parent_reports_end:
+        signal.setitimer(signal.ITIMER_PROF, seconds + 2)
+    try:
+        yield
+    finally:
+        if parent_reports_end:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@contextmanager
+def memory_limit(n_bytes: int) -> Iterator[None]:
+    """Let the process's private memory grow by at most `n_bytes` in this block; on Linux alone.
+
+    Beyond it, allocations raise MemoryError. The limit holds for all threads, so that others should need little
+    meanwhile. A lower limit of the user's stays.
+    """
+    used = data_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if used is None or (soft != resource.RLIM_INFINITY and soft <= used + n_bytes):
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (used + n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def data_bytes() -> int | None:
+    """The bytes of this process that RLIMIT_DATA counts, or slightly more; None where the system does not tell."""
+    try:
+        file = os.open("/proc/self/statm", os.O_RDONLY)  # not `open`: it would take as long as a short template
+    except FileNotFoundError:
+        return None
+    try:
+        return int(os.read(file, 256).split()[5]) * resource.getpagesize()
+    finally:
+        os.close(file)
 
 
 def _read(reader: int, deadline: float) -> bytes | None:

@@ -59,7 +59,7 @@ def read_git(*arguments: str, cwd: Path | None = None) -> str | None:
 
 def _git(words: list[str], cwd: Path | None) -> str | None:
     try:
-        done = subprocess.run(["git", *words], cwd=cwd, capture_output=True, text=True, timeout=30, check=True)
+        process = subprocess.run(["git", *words], cwd=cwd, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -58,11 +58,6 @@ def tightest_limit() -> HostLimit:
     return min([*cgroup_limits(), machine], key=lambda limit: limit.n_bytes)
 
 
-def host_limit() -> int:
-    """Bytes: the tightest cgroup limit above this process, else the machine's memory."""
-    return tightest_limit().n_bytes
-
-
 def cgroup_limit(root: Path = Path("/")) -> int | None:
     """Bytes: the tightest of `cgroup_limits`; `None` without one."""
     return min((limit.n_bytes for limit in cgroup_limits(root)), default=None)

@@ -66,12 +66,12 @@ def outside(device: str, world_size: int) -> tuple[int, int] | None:
 
     Only runs with one rank are compared with each other, and only runs with several: those have communicators.
     """
-    known = [
+    outside_bytes = [
         int(entry["measured"]["outside"])
         for entry in runs(device)
         if entry["measured"].get("outside") is not None and (entry["world_size"] > 1) == (world_size > 1)
     ]
-    return (round(median(known)), len(known)) if known else None
+    return (round(median(outside_bytes)), len(outside_bytes)) if outside_bytes else None
 
 
 def agreement(device: str) -> str | None:

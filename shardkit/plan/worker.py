@@ -47,8 +47,8 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
                     alike = ranks_alike(config, target.world_size, estimate.n_params)
                     answer({"estimate": estimate.to_json(), "alike": alike})
             except ShardkitError as error:
-                said = [type(error).__name__, error.cause, error.fix]
-                answer({"error": said, "trace": traceback.format_exc(), "over": isinstance(error, Untraceable)})
+                reply = [type(error).__name__, error.cause, error.fix]
+                answer({"error": reply, "trace": traceback.format_exc(), "over": isinstance(error, Untraceable)})
                 if isinstance(error, Untraceable):
                     return  # state left behind by the failed trace could make later answers wrong
 

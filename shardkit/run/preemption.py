@@ -7,8 +7,6 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
-PREEMPTED = 75
-"""Exit code of a run that saved and stopped on request (EX_TEMPFAIL of sysexits.h: try again later)."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 """SIGHUP comes when the terminal closes; under `nohup` the run ignores it."""
 

@@ -51,7 +51,7 @@ class _Called(TorchDispatchMode):
 def chosen_by_a_plan(card: str) -> dict[str, str]:
     from shardkit.hardware.cards import GPUS
     from shardkit.plan.simulate import shim
-    from shardkit.plan.simulate.world import Fakes
+    from shardkit.plan.simulate.fakes import Fakes
 
     shim.install(GPUS[card])
     found = {}

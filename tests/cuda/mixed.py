@@ -54,7 +54,7 @@ def refused() -> list[str]:
 def refused_by_a_plan() -> list[str]:
     from shardkit.hardware.cards import GPUS
     from shardkit.plan.simulate import shim
-    from shardkit.plan.simulate.world import Fakes
+    from shardkit.plan.simulate.fakes import Fakes
 
     shim.install(GPUS["h100"])
     with Fakes():

@@ -136,17 +136,6 @@ def test_resuming_with_another_layout_leaves_nothing_out(n: int, at: int) -> Non
     assert sorted(seen) == list(range(n))
 
 
-@given(n=st.integers(1, 60), micro=st.integers(1, 3), steps=st.integers(0, 30), drop_last=st.booleans())
-def test_state_at_is_where_stepping_arrives(n: int, micro: int, steps: int, drop_last: bool) -> None:
-    if drop_last and n < 2 * micro:
-        return
-    schedule = schedules(n, micro, 1, 2, drop_last=drop_last)[0]
-    state = State()
-    for _ in range(steps):
-        _, state = schedule.micro_batches(state)
-    assert schedule.state_at(steps) == state
-
-
 def test_short_last_batch_leaves_some_ranks_empty_handed() -> None:
     parts, after = step(schedules(2, 2, 2, 3, shuffle=False), State())
     assert samples(parts) == [0, 1]

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.data import chat
 from shardkit.data.chat import RowError, Template, limits
 from shardkit.data.loader import StepLoader
 from shardkit.data.order import BatchSchedule
-from shardkit.data.tokenize import encode
+from shardkit.data.tokenize import encode, pool
 from shardkit.errors import DataError
+from shardkit.files import bounded
 
 from .chats import PLAIN, conversation, write_lines, write_tokenizer
 from .test_streaming import stream_of
@@ -57,6 +57,7 @@ _EACH = """
 import json, re, resource, sys
 from shardkit.data.chat import Template, limits, renderer
 from shardkit.errors import DataError
+from shardkit.files import bounded
 templates, n_bytes = json.load(sys.stdin), 1 << 28
 renderer()
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))  # spares the machine if the limit is not there
@@ -92,7 +93,7 @@ def test_a_template_gets_no_more_memory_than_it_may_have() -> None:
 
 @needs_limits
 def test_workers_refuse_it_in_two_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_SMALL", 0)
+    monkeypatch.setattr(pool, "_SMALL", 0)
     path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
     write_tokenizer(tmp_path / "tok", HUNGRY["product of the input"])
     with pytest.raises(DataError, match=r"more memory than it may have, 1 GiB at most") as caught:
@@ -142,7 +143,7 @@ def test_a_templates_own_message_is_cut() -> None:
 @needs_limits
 def test_limits_leave_a_lower_limit_and_other_threads_alone() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    used = chat._data_bytes()
+    used = bounded.data_bytes()
     assert used is not None
     lower = used + (1 << 29)
     resource.setrlimit(resource.RLIMIT_DATA, (lower, hard))
@@ -172,7 +173,7 @@ def test_limits_leave_a_lower_limit_and_other_threads_alone() -> None:
 
 
 def test_a_system_that_does_not_tell_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "_data_bytes", lambda: None)
+    monkeypatch.setattr(bounded, "data_bytes", lambda: None)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with limits(20):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before

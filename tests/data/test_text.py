@@ -151,7 +151,7 @@ def test_windows_of_text_hold_each_token_once(tmp_path: Path) -> None:
 
 def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are cut into pieces, and a document that spans several, are the same whoever encodes them."""
-    from shardkit.data.tokenize import encode
+    from shardkit.data.tokenize import pool
 
     folder = tmp_path / "text"
     folder.mkdir()
@@ -159,7 +159,7 @@ def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pyt
         (folder / f"{module}.py").write_bytes((Path(json.__file__).parent / f"{module}.py").read_bytes())
     one = opened(tmp_path, folder)
     monkeypatch.setattr(RowFormat, "piece_bytes", 3000)
-    monkeypatch.setattr(encode, "_SMALL", 0)
+    monkeypatch.setattr(pool, "_SMALL", 0)
     several = opened(tmp_path, folder, cache_dir=str(tmp_path / "other"))
     lengths = [
         data.documents("train").lengths.tolist() + data.documents("val").lengths.tolist() for data in (one, several)
@@ -207,7 +207,7 @@ def test_tokenising_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
 def test_tokenising_writes_a_line_every_half_minute_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardkit.data.tokenize.encode import _Progress
+    from shardkit.data.tokenize.pool import _Progress
 
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from shardkit.memory.limits import cgroup_limit, host_limit
+from shardkit.memory.limits import cgroup_limit
 from shardkit.memory.probe import DeviceProbe, HostProbe
 
 MIB = 2**20
@@ -127,7 +127,3 @@ def test_no_cgroup_limit(tmp_path: Path, text: str) -> None:
     write(tmp_path, f"cg/{file}", text)
     assert cgroup_limit(tmp_path) is None
     assert cgroup_limit(tmp_path / "not-linux") is None
-
-
-def test_host_limit_is_at_most_the_machines_memory() -> None:
-    assert 0 < host_limit() <= psutil.virtual_memory().total

@@ -48,6 +48,14 @@ STRATEGIES = {
 }
 
 
+def test_a_run_measured_in_epochs_is_planned_without_reading_its_data(two_h100: Planner, tmp_path: Path) -> None:
+    """No step needs more memory than another, so their number, which depends on the data, does not matter."""
+    missing = f"data.path={tmp_path / 'tokens.bin'}"
+    in_epochs = two_h100.predict(config("train.epochs=3", missing))
+    in_steps = two_h100.predict(config("train.max_steps=7"))
+    assert in_epochs.to_json() == in_steps.to_json()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_categories_sum_to_the_peak_and_state_is_what_the_formulas_say(strategy: str, two_h100: Planner) -> None:
     estimate = two_h100.predict(config(f"parallel.strategy={strategy}", "precision.mode=bf16", *STRATEGIES[strategy]))

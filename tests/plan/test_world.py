@@ -122,7 +122,7 @@ def test_results_made_again_from_memory_are_those_of_torch(tmp_path: Path) -> No
     code = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from shardkit.plan.simulate.world import Fakes
+from shardkit.plan.simulate.fakes import Fakes
 
 def facts(t):
     return t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, t.untyped_storage().nbytes()
@@ -160,7 +160,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit.hardware.cards import GPUS
 from shardkit.plan.model.predict import prepare
-from shardkit.plan.simulate.world import Fakes
+from shardkit.plan.simulate.fakes import Fakes
 from shardkit.plan.target import Target
 
 class Seen(TorchDispatchMode):

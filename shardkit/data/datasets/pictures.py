@@ -75,19 +75,19 @@ def find_classes(path: str) -> tuple[list[Picture], list[str]]:
             f"data.path={path} has {len(names)} subdirectories, one per class is expected",
             "arrange the pictures as CLASS/NAME.png, two classes or more",
         )
-    found: list[Picture] = []
+    pictures: list[Picture] = []
     for label, name in enumerate(names):
         below = sorted(file for file in (root / name).rglob("*") if _is_picture(file.relative_to(root)))
         if not below:
             raise DataError(f"class {name} of data.path={path} has no pictures", "add some, or remove the directory")
-        found += [Picture(file.relative_to(root).as_posix(), str(file), label, True) for file in below]
-    return found, names
+        pictures += [Picture(file.relative_to(root).as_posix(), str(file), label, True) for file in below]
+    return pictures, names
 
 
 def split_pictures(pictures: list[Picture], val_fraction: float) -> tuple[list[Picture], list[Picture]]:
     """Training and validation pictures, by the hash of their names: a picture keeps its split when others are added."""
-    held = held_out([picture.name for picture in pictures], val_fraction)
-    return [p for p in pictures if p.name not in held], [p for p in pictures if p.name in held]
+    val_names = held_out([picture.name for picture in pictures], val_fraction)
+    return [p for p in pictures if p.name not in val_names], [p for p in pictures if p.name in val_names]
 
 
 def read(picture: Picture) -> Pixels:
@@ -214,12 +214,12 @@ class ScaledCrops:
             )
         if self.augment:
             draws = generator_of(self.seed, "crop", self.split, index)
-            top, left = (int(draws.integers(0, room + 1)) for room in space)
-            high = np.rot90(pixels[top : top + size, left : left + size], k=int(draws.integers(0, 4)))
+            row, column = (int(draws.integers(0, room + 1)) for room in space)
+            high = np.rot90(pixels[row : row + size, column : column + size], k=int(draws.integers(0, 4)))
             high = high[:, ::-1] if draws.random() < 0.5 else high
         else:
-            top, left = (round(room * (nth + 0.5) / self.per_picture) for room in space)
-            high = pixels[top : top + size, left : left + size]
+            row, column = (round(room * (nth + 0.5) / self.per_picture) for room in space)
+            high = pixels[row : row + size, column : column + size]
         return {"low": _to_tensor(resize(high, size // self.scale)), "high": _to_tensor(high)}
 
 
@@ -245,16 +245,16 @@ def _random_part(pixels: Pixels, draws: Any) -> Pixels:
         ratio = math.exp(draws.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            top, left = int(draws.integers(0, height - h + 1)), int(draws.integers(0, width - w + 1))
-            return pixels[top : top + h, left : left + w]
+            row, column = int(draws.integers(0, height - h + 1)), int(draws.integers(0, width - w + 1))
+            return pixels[row : row + h, column : column + w]
     return _middle(pixels)
 
 
 def _middle(pixels: Pixels) -> Pixels:
     height, width = pixels.shape[:2]
     side = min(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    return pixels[top : top + side, left : left + side]
+    row, column = (height - side) // 2, (width - side) // 2
+    return pixels[row : row + side, column : column + side]
 
 
 def _to_tensor(pixels: Pixels) -> torch.Tensor:

@@ -108,15 +108,15 @@ class Streamed:
                     texts = self._encoder.texts(row)
                 if len(texts) > 1:
                     raise RowError(_SEVERAL.format(len(texts)))
-                found = self._encoder.encode(texts)
-                tokens = found.tokens[: self.max_tokens].astype(np.int64)
-                mask = found.is_target if found.is_target is not None else np.ones(len(found.tokens), np.bool_)
+                encoded = self._encoder.encode(texts)
+                tokens = encoded.tokens[: self.max_tokens].astype(np.int64)
+                mask = encoded.is_target if encoded.is_target is not None else np.ones(len(encoded.tokens), np.bool_)
                 if not mask[1:].any():
                     raise RowError("no token to predict in it")
-                too_long = len(found.tokens) > self.max_tokens
+                too_long = len(encoded.tokens) > self.max_tokens
                 targets = mask[1 : self.max_tokens] & (not self.drop or not too_long)
                 if too_long:
-                    self._count_long(number, at, len(found.tokens), bool(targets.any()))
+                    self._count_long(number, at, len(encoded.tokens), bool(targets.any()))
             except RowError as error:
                 problem = str(error)
         if problem:
@@ -130,15 +130,15 @@ class Streamed:
         }
 
     def _note(self, number: int, at: int, problem: str) -> None:
-        where = self._where(number, at)
+        name = self._name_of_row(number, at)
         self._n_bad += 1
         if self._n_bad > self.max_bad_rows * max(self._n_read, self.JUDGED_AFTER):
             raise DataError(
-                f"{where}: {problem} ({self._n_bad:,} of the {self._n_read:,} rows that were read are bad); "
+                f"{name}: {problem} ({self._n_bad:,} of the {self._n_read:,} rows that were read are bad); "
                 f"data.max_bad_rows={self.max_bad_rows:g}",
                 "correct the rows, or raise data.max_bad_rows",
             )
-        _LOG.warning("%s is left out: %s", where, problem)
+        _LOG.warning("%s is left out: %s", name, problem)
 
     def _count_long(self, number: int, at: int, n_tokens: int, has_target: bool) -> None:
         counts, longest = self._long, self.max_tokens - 1
@@ -155,10 +155,10 @@ class Streamed:
                 "raise train.seq_len, or give shorter rows",
             )
         if is_first:
-            done = "left out" if self.drop else "truncated" if has_target else "left out: no target would remain"
-            where = self._where(number, at)
+            outcome = "left out" if self.drop else "truncated" if has_target else "left out: no target would remain"
+            name = self._name_of_row(number, at)
             _LOG.warning(
-                "%s is longer than %s tokens and is %s; further such rows are counted", where, longest + 1, done
+                "%s is longer than %s tokens and is %s; further such rows are counted", name, longest + 1, outcome
             )
 
     def _say_counts(self) -> None:
@@ -168,7 +168,7 @@ class Streamed:
                 self.stream.source, self.max_tokens, f"{self._n_read:,}", self._long,
             )  # fmt: skip
 
-    def _where(self, number: int, at: int) -> str:
+    def _name_of_row(self, number: int, at: int) -> str:
         piece = self.stream.pieces[number]
         if piece.n_rows is not None:
             return f"{piece.path}, row {piece.first_row + at + 1} of group {piece.start}"
@@ -254,21 +254,21 @@ class TextData:
             return Streamed(self.stream, longest, data.long_samples == "drop", data.max_bad_rows)
         if self.sources is None:
             assert self.corpus is not None
-            found: list[MapDataset] = [self._of_stream(self.corpus, split)]
+            datasets: list[MapDataset] = [self._of_stream(self.corpus, split)]
         else:
             parts = self.sources.by_weight(self.documents(split, self._max_tokens), split)
-            found = [self._of_documents(part, split) for part in parts]
+            datasets = [self._of_documents(part, split) for part in parts]
         if split == "train" and self._packing != "none":
-            packed = [part for part in found if isinstance(part, PackedDocuments)]
+            packed = [part for part in datasets if isinstance(part, PackedDocuments)]
             self.context = sum(part.context * len(part) for part in packed) / sum(map(len, packed))
-        return found[0] if len(found) == 1 or self.sources is None else Mixed(found, self.sources.weights)
+        return datasets[0] if len(datasets) == 1 or self.sources is None else Mixed(datasets, self.sources.weights)
 
     def val_parts(self) -> dict[str, MapDataset]:
         """The validation data of each source, where there are several."""
         if self.sources is None or len(self.sources.manifests) == 1:
             return {}
-        whole = self.documents("val", self._max_tokens)
-        every = [whole.of_source(index) for index in range(len(whole.sources))]
+        documents = self.documents("val", self._max_tokens)
+        every = [documents.of_source(index) for index in range(len(documents.sources))]
         return {part.sources[0]: self._of_documents(part, "val") for part in every if len(part)}
 
     @property
@@ -290,13 +290,13 @@ class TextData:
     def _of_documents(self, documents: Documents, split: Split) -> DocumentWindows | Samples | PackedDocuments:
         assert self.sources is not None
         packing, seq_len = self.config.data.packing, self.config.train.seq_len
-        what = _called(split, ", ".join(documents.sources))
+        name = _called(split, ", ".join(documents.sources))
         if packing != "none":
-            return PackedDocuments(documents, seq_len, packing, what)
+            return PackedDocuments(documents, seq_len, packing, name)
         if self.sources.plain_text:
-            return DocumentWindows(documents, seq_len, what, None if split == "train" else 2)
+            return DocumentWindows(documents, seq_len, name, None if split == "train" else 2)
         if not len(documents):
-            raise nothing_left(f"{what} has no document", documents, seq_len)
+            raise nothing_left(f"{name} has no document", documents, seq_len)
         return Samples(documents)
 
     @property
@@ -339,7 +339,7 @@ class TextData:
 
 def _refuse_beside_streaming(config: RunConfig) -> None:
     data = config.data
-    for key, refused, why in (
+    for key, refused, reason in (
         ("packing", data.packing != "none", "packing needs the lengths of all documents"),
         ("sources", bool(data.sources), "it reads one set"),
         ("long_samples", data.long_samples == "split", "a row is one sample"),
@@ -349,8 +349,8 @@ def _refuse_beside_streaming(config: RunConfig) -> None:
             fix = f"remove data.streaming, or change data.{key}"
             if key == "val_path":
                 fix = "set data.val_path to validation data, or train.eval_samples=0"
-            given = f"data.{key}={getattr(data, key)}" if getattr(data, key) is not None else f"data.{key} unset"
-            raise ConfigError(f"data.streaming=true with {given}: {why}", fix)
+            setting = f"data.{key}={getattr(data, key)}" if getattr(data, key) is not None else f"data.{key} unset"
+            raise ConfigError(f"data.streaming=true with {setting}: {reason}", fix)
 
 
 def _called(split: Split, source: str) -> str:
@@ -366,9 +366,9 @@ def target_counts(documents: Documents, most: int = _COUNTED) -> npt.NDArray[np.
     seen = 0
     for index in range(len(documents)):
         tokens, is_target = documents.piece(index, 0, min(int(documents.lengths[index]), most))
-        found = np.bincount(tokens[is_target])
-        size = max(len(counts), len(found))
-        counts = np.pad(counts, (0, size - len(counts))) + np.pad(found, (0, size - len(found)))
+        document_counts = np.bincount(tokens[is_target])
+        size = max(len(counts), len(document_counts))
+        counts = np.pad(counts, (0, size - len(counts))) + np.pad(document_counts, (0, size - len(document_counts)))
         seen += len(tokens)
         if seen >= most:
             break

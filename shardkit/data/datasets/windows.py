@@ -35,10 +35,10 @@ class Windows:
         DataError: fewer tokens than `min_tokens` (at least 2; default: one whole window).
     """
 
-    def __init__(self, span: TokenSpan, seq_len: int, what: str, min_tokens: int | None = None) -> None:
+    def __init__(self, span: TokenSpan, seq_len: int, name: str, min_tokens: int | None = None) -> None:
         needed = seq_len + 1 if min_tokens is None else min_tokens
         if len(span) < needed:
-            raise too_short(what, len(span), needed, seq_len)
+            raise too_short(name, len(span), needed, seq_len)
         self.span = span
         self.seq_len = seq_len
         self._tokens: Tokens = span.open()
@@ -61,9 +61,9 @@ class Windows:
         self._tokens = self.span.open()
 
 
-def too_short(what: str, n_tokens: int, needed: int, seq_len: int) -> DataError:
+def too_short(name: str, n_tokens: int, needed: int, seq_len: int) -> DataError:
     return DataError(
-        f"{what} has {n_tokens} tokens, fewer than the {needed} that train.seq_len={seq_len} needs",
+        f"{name} has {n_tokens} tokens, fewer than the {needed} that train.seq_len={seq_len} needs",
         "give more data, lower train.seq_len, or change data.val_fraction",
     )
 
@@ -86,11 +86,11 @@ class DocumentWindows:
         DataError: fewer tokens than `min_tokens` (at least 2; default: one whole window).
     """
 
-    def __init__(self, documents: Documents, seq_len: int, what: str, min_tokens: int | None = None) -> None:
+    def __init__(self, documents: Documents, seq_len: int, name: str, min_tokens: int | None = None) -> None:
         self.documents, self.seq_len = documents, seq_len
         needed = seq_len + 1 if min_tokens is None else min_tokens
         if documents.n_tokens < needed:
-            raise too_short(what, documents.n_tokens, needed, seq_len)
+            raise too_short(name, documents.n_tokens, needed, seq_len)
         self._open()
 
     def _open(self) -> None:
@@ -142,14 +142,14 @@ class Samples:
 _PAD_TO = 8
 
 
-def pad_batch(samples: list[dict[str, torch.Tensor]], seq_len: int, whole: bool) -> dict[str, torch.Tensor]:
+def pad_batch(samples: list[dict[str, torch.Tensor]], seq_len: int, fill_rows: bool) -> dict[str, torch.Tensor]:
     """Samples of different lengths as a micro-batch [B, T], padded at their ends with token 0, which is no target.
 
     T is the longest sample's length, rounded up to a multiple of 8, or `seq_len` with `whole`. A causal model never
     looks at what stands behind a token, so it needs no attention mask.
     """
     longest = max(sample["tokens"].shape[0] for sample in samples)
-    size = seq_len if whole else min(seq_len, -(-longest // _PAD_TO) * _PAD_TO)
+    size = seq_len if fill_rows else min(seq_len, -(-longest // _PAD_TO) * _PAD_TO)
     fill = {"tokens": 0, "targets": IGNORE_INDEX}
 
     def padded(tokens: torch.Tensor, value: int) -> torch.Tensor:
@@ -239,8 +239,8 @@ class MaskedWindows:
         draws = generator_of(self.seed, "mask", self.split, index)
         chosen = draws.random(len(tokens)) < self.fraction
         chosen[real:] = False
-        how, other = draws.random(len(tokens)), draws.integers(0, self.n_tokens, len(tokens))
-        changed = np.where(how < HIDDEN, self.mask_token, np.where(how < HIDDEN + SWAPPED, other, tokens))
+        how, random_tokens = draws.random(len(tokens)), draws.integers(0, self.n_tokens, len(tokens))
+        changed = np.where(how < HIDDEN, self.mask_token, np.where(how < HIDDEN + SWAPPED, random_tokens, tokens))
         return {
             "tokens": torch.from_numpy(np.where(chosen, changed, tokens)),
             "targets": torch.from_numpy(np.where(chosen, tokens, IGNORE_INDEX)),

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from ..listing import TextFile
-from .format import Piece, damaged
+from .format import Piece, reading
 from .tabular import TableFormat, existing, pyarrow_module
 
 
@@ -18,11 +18,8 @@ class Arrow(TableFormat):
 
     def schema(self, path: str) -> Any:
         pyarrow = pyarrow_module("pyarrow", path)
-        try:
-            with pyarrow.memory_map(path) as source:
-                return _reader(pyarrow, path, source)[0].schema
-        except (OSError, ValueError) as error:
-            raise damaged(path, error) from error
+        with reading(path), pyarrow.memory_map(path) as source:
+            return _reader(pyarrow, path, source)[0].schema
 
     def cut(self, file: TextFile, n_bytes: int, split_groups: bool) -> list[Piece]:
         pieces, start, size = [], 0, 0

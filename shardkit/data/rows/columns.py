@@ -76,11 +76,11 @@ def plain(value: Any) -> Any:
 
 def names_to_find(named: Mapping[Any, str]) -> set[str]:
     """The names of all columns that decide how rows are read; `named`: data.columns."""
-    known = {name for names in _NAMES.values() for name in names}
-    return {TOOLS, *(named.values() or known)}
+    usual_names = {name for names in _NAMES.values() for name in names}
+    return {TOOLS, *(named.values() or usual_names)}
 
 
-def choose_columns(present: Sequence[str], named: Mapping[Any, str], where: str) -> Columns:
+def choose_columns(present: Sequence[str], named: Mapping[Any, str], source: str) -> Columns:
     """The columns to read: `named` (data.columns), else those with a usual name.
 
     Args:
@@ -93,7 +93,7 @@ def choose_columns(present: Sequence[str], named: Mapping[Any, str], where: str)
         if name not in present:
             close = get_close_matches(name, present, n=3)
             fix = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(present) or 'no columns'}"
-            raise DataError(f"data.columns.{use}={name}: {where} has no such column", fix)
+            raise DataError(f"data.columns.{use}={name}: {source} has no such column", fix)
     chosen: dict[str, str] = dict(named)
     if not chosen:
         for use, names in _NAMES.items():
@@ -106,7 +106,7 @@ def choose_columns(present: Sequence[str], named: Mapping[Any, str], where: str)
     if "text" in chosen:
         return Columns("text", {"text": chosen["text"]})
     raise DataError(
-        f"{where} has the columns {', '.join(present) or '(none)'}: none of them is known to hold text",
+        f"{source} has the columns {', '.join(present) or '(none)'}: none of them is known to hold text",
         "name them: 'data.columns={text: NAME}', 'data.columns={messages: NAME}' or "
         "'data.columns={prompt: NAME, completion: NAME}'",
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from ...errors import DataError
+from ...errors import DataError, gib
+from ...files.bounded import LIMITS, beyond, memory_limit
 from ..listing import TextFile
 
 
@@ -86,7 +89,7 @@ class RowFormat(ABC):
         return None
 
     @abstractmethod
-    def columns(self, files: Sequence[TextFile], wanted: set[str]) -> list[str]:
+    def columns(self, files: Sequence[TextFile], candidates: set[str]) -> list[str]:
         """The columns that any row of the files has; formats that must search for columns search for `wanted` alone."""
 
     @abstractmethod
@@ -113,6 +116,23 @@ class RowFormat(ABC):
     @abstractmethod
     def survey(self, pieces: Sequence[Piece], digest: hashlib.blake2b) -> Iterator[int]:
         """The number of rows of each piece, blank lines left out; adds the contents to the digest on the way."""
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Read a part of a file within the memory limit for rows; errors of the format's library name the file.
+
+    Raises:
+        DataError: the file cannot be read, is damaged, or takes more memory than a file of its size may.
+    """
+    try:
+        n_bytes, _ = LIMITS["data file"].at(os.stat(path).st_size)
+        with memory_limit(n_bytes):
+            yield
+    except MemoryError as error:  # pyarrow's ArrowMemoryError is one
+        raise beyond(path, "data file", f"{gib(n_bytes)} of memory", DataError) from error
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise damaged(path, error) from error
 
 
 def damaged(path: str, error: Exception) -> DataError:

@@ -29,7 +29,7 @@ class JsonLines(RowFormat):
         fewest, most = self.encoded_bytes
         return max(fewest, min(most, sum(file.size for file in files) // self.encoded_pieces))
 
-    def columns(self, files: Sequence[TextFile], wanted: set[str]) -> list[str]:
+    def columns(self, files: Sequence[TextFile], candidates: set[str]) -> list[str]:
         """All columns of the first object, and those of `wanted` that any other object has.
 
         Raises:
@@ -40,7 +40,7 @@ class JsonLines(RowFormat):
         for file in files:
             try:
                 with open(file.path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                    _scan(content, wanted, names)
+                    _scan(content, candidates, names)
             except OSError as error:
                 raise unreadable(file.path, error) from error
             if not names:
@@ -107,13 +107,13 @@ def _refuse_array(file: TextFile) -> None:
             )
 
 
-def _scan(content: mmap.mmap, wanted: set[str], names: list[str]) -> None:
+def _scan(content: mmap.mmap, candidates: set[str], names: list[str]) -> None:
     """Add to `names` the wanted columns of these lines, or all columns of the first object if `names` is empty.
 
     Only lines where the quoted name occurs are parsed, which makes this as fast as reading the file.
     """
     position = 0
-    while position < len(content) and (missing := wanted.difference(names)):
+    while position < len(content) and (missing := candidates.difference(names)):
         if names:
             match = _member_pattern(missing).search(content, position)
             if match is None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from ..listing import TextFile
-from .format import Piece, damaged
+from .format import Piece, damaged, reading
 from .tabular import TableFormat, TableRows, existing, pyarrow_module, to_table
 
 BATCH_ROWS, BATCH_BYTES = 1024, 1 << 22
@@ -58,11 +58,9 @@ def _open(path: str) -> Any:
         DataError: pyarrow is not installed, or the file is damaged.
     """
     parquet = pyarrow_module("pyarrow.parquet", path)
-    try:
+    with reading(path):
         # Without a buffer pyarrow reads a whole column of a row group at once, however few rows are asked for.
         return parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-    except (OSError, ValueError) as error:
-        raise damaged(path, error) from error
 
 
 def read_groups(path: str, groups: Sequence[int], columns: list[str] | None) -> Iterator[Any]:

@@ -5,22 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from ...errors import DataError
 from ..listing import TextFile, unreadable
-from .format import LoadedRows, Piece, RowFormat, damaged
+from .format import LoadedRows, Piece, RowFormat, damaged, reading
 from .parquet import GroupReader
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Turn an error of the system or of a format's library into a DataError that names the file."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise damaged(path, error) from error
 
 
 def cut(
@@ -37,12 +27,13 @@ def cut(
     """
     pieces: list[Piece] = []
     for file in files:
-        try:
-            pieces += row_format.cut(file, n_bytes or row_format.piece_bytes, split_groups)
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
+        with reading(file.path):
+            try:
+                pieces += row_format.cut(file, n_bytes or row_format.piece_bytes, split_groups)
+            except OSError as error:
+                if error.errno is None:  # pyarrow's
+                    raise
                 raise unreadable(file.path, error) from error
-            raise damaged(file.path, error) from error  # pyarrow's errors have no number
     return pieces
 
 
@@ -55,8 +46,10 @@ def rows(piece: Piece, columns: list[str] | None = None) -> Iterator[Any]:
     Raises:
         DataError: the file cannot be read, or is damaged.
     """
-    with _naming(piece.path):
+    try:
         yield from piece.format.rows(piece, columns)
+    except (OSError, ValueError) as error:
+        raise damaged(piece.path, error) from error
 
 
 def survey(pieces: Sequence[Piece]) -> tuple[list[int], str]:
@@ -73,7 +66,7 @@ def survey(pieces: Sequence[Piece]) -> tuple[list[int], str]:
     if pieces:
         counts = pieces[0].format.survey(pieces, digest)
         while len(n_rows) < len(pieces):
-            with _naming(pieces[len(n_rows)].path):
+            with reading(pieces[len(n_rows)].path):
                 n_rows.append(next(counts))
     return n_rows, digest.hexdigest()
 
@@ -101,11 +94,10 @@ class PieceReader:
             if piece.n_rows is not None:
                 self._load_parts(number)
             else:
-                with _naming(piece.path):
+                with reading(piece.path):
                     self._hold(number, piece.format.load(piece, self._columns))
         self._loaded.move_to_end(number)
-        with _naming(self._pieces[number].path):
-            return self._loaded[number].row(index)
+        return self._loaded[number].row(index)
 
     def _hold(self, number: int, loaded: LoadedRows) -> None:
         self._loaded[number] = loaded
@@ -126,7 +118,7 @@ class PieceReader:
         while self._pieces[next_number].first_row > reader.position:
             next_number -= 1
         try:
-            with _naming(part.path):
+            with reading(part.path):
                 for passed in range(next_number, number + 1):
                     loaded = reader.read(self._pieces[passed].n_rows or 0)
                     if passed > number - self._window:

@@ -16,7 +16,7 @@ class PlainText(RowFormat):
 
     name, suffixes, has_columns, continues, unit = "text", (), False, True, "byte"
 
-    def columns(self, files: Sequence[TextFile], wanted: set[str]) -> list[str]:
+    def columns(self, files: Sequence[TextFile], candidates: set[str]) -> list[str]:
         return []
 
     def cut(self, file: TextFile, n_bytes: int, split_groups: bool) -> list[Piece]:

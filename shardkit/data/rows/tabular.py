@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import DataError
 from ..listing import TextFile
-from .format import LoadedRows, Piece, RowFormat
+from .format import LoadedRows, Piece, RowFormat, reading
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 12
 
@@ -38,12 +38,18 @@ class TableFormat(RowFormat):
         """Bytes at the end of a file that are added to the digest in full."""
         return 0
 
-    def columns(self, files: Sequence[TextFile], wanted: set[str]) -> list[str]:
+    def columns(self, files: Sequence[TextFile], candidates: set[str]) -> list[str]:
         return list(dict.fromkeys(name for file in files for name in self.schema(file.path).names))
 
     def rows(self, piece: Piece, columns: list[str] | None) -> Iterator[Any]:
-        for batch in self.batches(piece, columns):
-            yield from to_dicts(batch)
+        batches = self.batches(piece, columns)
+        while True:
+            with reading(piece.path):
+                batch = next(batches, None)
+                dicts = [] if batch is None else to_dicts(batch)
+            if batch is None:
+                return
+            yield from dicts
 
     def load(self, piece: Piece, columns: list[str] | None) -> LoadedRows:
         return TableRows(to_table(list(self.batches(piece, columns)), piece.path))

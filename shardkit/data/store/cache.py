@@ -113,10 +113,10 @@ def read_meta(entry: Path) -> dict[str, Any] | None:
     """Metadata of a complete entry; None if the entry is absent or damaged."""
     try:
         meta: dict[str, Any] = json.loads((entry / META).read_text())
-        whole = all((entry / name).stat().st_size == size for name, size in meta["files"].items())
+        is_complete = all((entry / name).stat().st_size == size for name, size in meta["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return meta if whole else None
+    return meta if is_complete else None
 
 
 def _remove_abandoned(root: Path) -> None:
@@ -148,9 +148,9 @@ def tokenise(
     logger.info("tokenising %s: %d files, %.3f GiB", source, candidates, sum(f.size for f in files) / 2**30)
     train = [file for file in files if is_text(file)]
     val = [file for file in val_files if is_text(file)] if val_files is not None else []
-    for kept, what in ((train, source), *(((val, "data.val_path"),) if val_files is not None else ())):
-        if not kept:
-            raise DataError(f"{what} holds binary files only", "point it at text, or at one .bin file of tokens")
+    for text_files, name in ((train, source), *(((val, "data.val_path"),) if val_files is not None else ())):
+        if not text_files:
+            raise DataError(f"{name} holds binary files only", "point it at text, or at one .bin file of tokens")
     meta: dict[str, Any] = {"n_skipped": candidates - len(train) - len(val)}
     if val_files is None and len(train) == 1:
         split = train[0].size - tail_size(train[0].size, val_fraction)

@@ -89,10 +89,10 @@ class Corpus:
     def digest(self) -> str:
         """Digest of how often each token occurs, and of stretches spread over the training tokens."""
         tokens = self.train
-        found = hashlib.blake2b(self._padded().sum(axis=0).astype("<i8").tobytes(), digest_size=16)
+        digest = hashlib.blake2b(self._padded().sum(axis=0).astype("<i8").tobytes(), digest_size=16)
         for start in range(0, len(tokens), max(1, len(tokens) // _STRETCHES)):
-            found.update(tokens[start : start + _STRETCH].astype("<u4").tobytes())
-        return found.hexdigest()
+            digest.update(tokens[start : start + _STRETCH].astype("<u4").tobytes())
+        return digest.hexdigest()
 
     def unigram_cross_entropy(self) -> float:
         """See `unigram_cross_entropy`."""

@@ -82,10 +82,10 @@ class LongCounts:
     """All documents, of any length."""
 
     def __str__(self) -> str:
-        done = [f"{count:,} {name}" for name in ("truncated", "split", "dropped") if (count := getattr(self, name))]
+        outcomes = [f"{count:,} {name}" for name in ("truncated", "split", "dropped") if (count := getattr(self, name))]
         if self.without_target:
-            done.append(f"{self.without_target:,} left out with no target in them")
-        return f"{', '.join(done)} ({self.tokens_left_out:,} tokens left out)" if done else ""
+            outcomes.append(f"{self.without_target:,} left out with no target in them")
+        return f"{', '.join(outcomes)} ({self.tokens_left_out:,} tokens left out)" if outcomes else ""
 
 
 class Documents:
@@ -163,9 +163,9 @@ class Documents:
 
 
 def _unpack(bits: npt.NDArray[np.uint8], start: int, stop: int) -> npt.NDArray[np.bool_]:
-    first = start // 8
-    whole = np.unpackbits(bits[first : -(-stop // 8)], bitorder="little")
-    return whole[start - 8 * first : stop - 8 * first].astype(np.bool_)
+    first_byte = start // 8
+    unpacked = np.unpackbits(bits[first_byte : -(-stop // 8)], bitorder="little")
+    return unpacked[start - 8 * first_byte : stop - 8 * first_byte].astype(np.bool_)
 
 
 def _choose(store: Store, choice: Choice, counts: LongCounts) -> tuple[Integers, Integers]:
@@ -174,12 +174,12 @@ def _choose(store: Store, choice: Choice, counts: LongCounts) -> tuple[Integers,
     starts, lengths = bounds[:-1], np.diff(bounds)
     if choice.split is not None and len(starts) == 1:
         tail = 0 if store.masked else tail_size(int(lengths[0]), choice.val_fraction)
-        kept = lengths - tail if choice.split == "train" else np.full(1, tail)
-        starts, lengths = (starts if choice.split == "train" else starts + lengths - tail), kept
+        split_lengths = lengths - tail if choice.split == "train" else np.full(1, tail)
+        starts, lengths = (starts if choice.split == "train" else starts + lengths - tail), split_lengths
         starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     elif choice.split is not None:
-        mine = is_held_out(store.map(PLACES, "<u8"), choice.val_fraction) == (choice.split == "val")
-        starts, lengths = starts[mine], lengths[mine]
+        in_split = is_held_out(store.map(PLACES, "<u8"), choice.val_fraction) == (choice.split == "val")
+        starts, lengths = starts[in_split], lengths[in_split]
     counts.documents += len(starts)
     if choice.max_tokens is not None:
         starts, lengths = _shorten(store, starts, lengths, choice.max_tokens, choice.long, counts)
@@ -191,14 +191,14 @@ def is_held_out(places: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[
 
     Documents of equal text fall into the same part, and a document stays in its part when others come or go.
     """
-    held: npt.NDArray[np.bool_] = places < np.uint64(int(fraction * 2**64))
+    is_val: npt.NDArray[np.bool_] = places < np.uint64(int(fraction * 2**64))
     if not fraction:
-        return held
-    if len(places) > 1 and not held.any():
-        held[int(places.argmin())] = True
-    elif len(places) > 1 and held.all():
-        held[int(places.argmax())] = False
-    return held
+        return is_val
+    if len(places) > 1 and not is_val.any():
+        is_val[int(places.argmin())] = True
+    elif len(places) > 1 and is_val.all():
+        is_val[int(places.argmax())] = False
+    return is_val
 
 
 def _shorten(
@@ -271,17 +271,17 @@ class Writer:
         """
         tokens.astype(self.dtype, copy=False).tofile(self._files[TOKENS])
         stops = self.n_tokens + np.cumsum(lengths)
-        last = len(lengths) if ends else len(lengths) - 1
-        stops[:last].astype("<i8").tofile(self._files[BOUNDS])
-        places[:last].astype("<u8").tofile(self._files[PLACES])
-        self.n_documents += last
+        n_ended = len(lengths) if ends else len(lengths) - 1
+        stops[:n_ended].astype("<i8").tofile(self._files[BOUNDS])
+        places[:n_ended].astype("<u8").tofile(self._files[PLACES])
+        self.n_documents += n_ended
         self.n_tokens += len(tokens)
         if self.masked and is_target is not None:
             self.n_targets += int(is_target.sum())
             bits = np.concatenate([self._bits, is_target])
-            whole = len(bits) // 8 * 8
-            np.packbits(bits[:whole], bitorder="little").tofile(self._files[TARGETS])
-            self._bits = bits[whole:]
+            n_packed = len(bits) // 8 * 8
+            np.packbits(bits[:n_packed], bitorder="little").tofile(self._files[TARGETS])
+            self._bits = bits[n_packed:]
 
     def __enter__(self) -> Writer:
         return self

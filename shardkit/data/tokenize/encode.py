@@ -1,41 +1,27 @@
-"""Tokenise a data set once a node: processes of one thread each encode pieces, and one process writes them in order."""
+"""Turn the rows of a piece into tokens, by a recipe."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
-import pickle
-import selectors
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import DataError, printable
-from ...files.children import module_command
+from ...errors import printable
 from ..chat import TEMPLATE_S, LossOn, RowReader, Template, Text, limits, renderer
 from ..rows.columns import Columns, RowError
 from ..rows.format import BadRow, Piece
 from ..rows.pieces import rows
-from ..store.tokenised import Writer
 
-_LOG = logging.getLogger(__name__)
 SHOWN = 20
-"""Bad rows of a piece, and of a manifest, that are named."""
+"""Most bad rows that a piece's report, and a manifest, name."""
 _BATCH, _BATCH_CHARACTERS = 512, 1 << 22
 """Most texts that are encoded together, and most characters before the last of them."""
-_SMALL = 1 << 20
-"""At most this many bytes are encoded in this process: starting others would take longer."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +76,14 @@ class Encoder:
 
     def _around(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer itself puts before and after a text."""
-        alone = self.tokenizer.encode("a", add_special_tokens=False).ids
-        whole = self.tokenizer.encode("a", add_special_tokens=True).ids
-        if not alone:
+        without_special = self.tokenizer.encode("a", add_special_tokens=False).ids
+        with_special = self.tokenizer.encode("a", add_special_tokens=True).ids
+        if not without_special:
             return [], []
-        start = next((i for i in range(len(whole)) if whole[i : i + len(alone)] == alone), 0)
-        return whole[:start], whole[start + len(alone) :]
+        start = next(
+            (i for i in range(len(with_special)) if with_special[i : i + len(without_special)] == without_special), 0
+        )
+        return with_special[:start], with_special[start + len(without_special) :]
 
     def limits(self, seconds: float) -> AbstractContextManager[None]:
         """Bounds for `text`, see `chat.limits`; none without a template."""
@@ -141,7 +129,7 @@ class Encoder:
         return Encoded(
             tokens=np.concatenate([np.empty(0, recipe.dtype), *tokens]),
             lengths=np.array(lengths, dtype=np.int64),
-            places=np.array([_place(text) for text in texts], dtype=np.uint64),
+            places=np.array([_text_hash(text) for text in texts], dtype=np.uint64),
             is_target=np.concatenate([np.empty(0, np.bool_), *targets]) if recipe.masked else None,
         )
 
@@ -174,69 +162,95 @@ def _in_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> n
     return inside
 
 
-def _place(text: Text) -> int:
+def _text_hash(text: Text) -> int:
     return int.from_bytes(hashlib.blake2b((text.row_text or text.text).encode(), digest_size=8).digest(), "big")
 
 
-def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, dict[str, Any]]:
-    """The documents of a piece, and what to say of it: rows, bad rows, the digest of its documents."""
-    parts: list[Encoded] = []
-    bad: list[tuple[int, str]] = []
-    n_rows = n_bad = n_seen = n_several = characters = 0
-    goes_on = piece.format.continues
-    waiting: list[Text] = []
-    numbers: list[int] = []
+@dataclass
+class Report:
+    """Counts of a piece's rows.
 
-    def flush() -> None:
-        parts.append(encoder.encode(waiting, starts=not goes_on or piece.start == 0, ends=piece.ends))
-        waiting.clear()
+    Attributes:
+        n_rows: rows that are not blank.
+        n_lines: all rows, blank ones included.
+        n_bad: rows that cannot be used.
+        bad_rows: the first `SHOWN` of these: the number within the piece, from 0, and the reason.
+        n_several: rows that became several samples.
+        digest: of the documents' tokens, lengths and targets.
+    """
+
+    n_rows: int = 0
+    n_lines: int = 0
+    n_bad: int = 0
+    bad_rows: list[tuple[int, str]] = field(default_factory=list)
+    n_several: int = 0
+    digest: str = ""
+
+    def add_bad(self, number: int, reason: str) -> None:
+        """Count a bad row; name it if it is among the first."""
+        self.n_bad += 1
+        self.bad_rows = sorted([*self.bad_rows, (number, printable(reason))])[:SHOWN]
+
+
+def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, Report]:
+    """The documents of a piece, and a report of its rows."""
+    report = Report()
+    parts: list[Encoded] = []
+    batch: list[Text] = []
+    row_of_document: list[int] = []
+    n_characters = 0
+    continues = piece.format.continues
+
+    def encode_batch() -> None:
+        parts.append(encoder.encode(batch, starts=not continues or piece.start == 0, ends=piece.ends))
+        batch.clear()
 
     for number, row in enumerate(rows(piece, encoder.recipe.columns.read)):
-        n_seen += 1
+        report.n_lines += 1
         if row is None:
             continue
-        n_rows += 1
-        problem = row.reason if isinstance(row, BadRow) else ""
-        if not problem:
-            try:
-                with encoder.limits(TEMPLATE_S):
-                    texts = encoder.texts(row)
-                waiting += texts
-                numbers += [number] * len(texts)
-                characters += sum(len(text.text) for text in texts)
-                n_several += len(texts) > 1
-            except RowError as error:
-                problem = str(error)
-        if problem:
-            n_bad += 1
-            if len(bad) < SHOWN:
-                bad.append((number, printable(problem)))
-        if len(waiting) >= _BATCH or characters >= _BATCH_CHARACTERS:
-            flush()
-            characters = 0
-    if goes_on and not waiting and not (piece.start == 0 and piece.ends):
-        waiting.append(Text(""))  # the document's other pieces still need its start or its end
-    if waiting:
-        flush()
+        report.n_rows += 1
+        texts = _texts_of_row(encoder, number, row, report)
+        batch += texts
+        row_of_document += [number] * len(texts)
+        n_characters += sum(len(text.text) for text in texts)
+        if len(batch) >= _BATCH or n_characters >= _BATCH_CHARACTERS:
+            encode_batch()
+            n_characters = 0
+    if continues and not batch and not (piece.start == 0 and piece.ends):
+        batch.append(Text(""))  # the document's other pieces still need its start or its end
+    if batch:
+        encode_batch()
     encoded = _join(parts, encoder.recipe)
-    if not goes_on:
+    if not continues:
         encoded, empty = _without_empty(encoded)
-        without_target = sorted({numbers[i] for i in empty})
-        n_bad += len(without_target)
-        bad = sorted([*bad, *((number, "no token to predict in it") for number in without_target)])[:SHOWN]
+        for number in sorted({row_of_document[i] for i in empty}):
+            report.add_bad(number, "no token to predict in it")
+    report.digest = _digest(encoded)
+    return encoded, report
+
+
+def _texts_of_row(encoder: Encoder, number: int, row: Any, report: Report) -> list[Text]:
+    """The texts of a row; none if it is bad, which the report counts."""
+    if isinstance(row, BadRow):
+        report.add_bad(number, row.reason)
+        return []
+    try:
+        with encoder.limits(TEMPLATE_S):
+            texts = encoder.texts(row)
+    except RowError as error:
+        report.add_bad(number, str(error))
+        return []
+    report.n_several += len(texts) > 1
+    return texts
+
+
+def _digest(encoded: Encoded) -> str:
     digest = hashlib.blake2b(encoded.tokens.tobytes(), digest_size=16)
     digest.update(encoded.lengths.tobytes())
     if encoded.is_target is not None:
         digest.update(np.packbits(encoded.is_target).tobytes())
-    said = {
-        "rows": n_rows,
-        "seen": n_seen,
-        "bad": bad,
-        "n_bad": n_bad,
-        "digest": digest.hexdigest(),
-        "several": n_several,
-    }
-    return encoded, said
+    return digest.hexdigest()
 
 
 def _join(parts: list[Encoded], recipe: Recipe) -> Encoded:
@@ -261,176 +275,5 @@ def _without_empty(encoded: Encoded) -> tuple[Encoded, list[int]]:
         return encoded, []
     of_token = np.repeat(has, encoded.lengths)
     mask = None if encoded.is_target is None else encoded.is_target[of_token]
-    kept = Encoded(encoded.tokens[of_token], encoded.lengths[has], encoded.places[has], mask)
-    return kept, np.flatnonzero(~has).tolist()
-
-
-@dataclass
-class Totals:
-    """What the manifest says of a whole data set."""
-
-    rows: int = 0
-    n_bad: int = 0
-    n_several: int = 0
-    bad: list[tuple[str, int, str]] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)
-
-
-def encode_all(directory: Path, source: str, pieces: list[Piece], recipe: Recipe, workers: int) -> dict[str, Any]:
-    """Write the corpus of `pieces` to an empty directory; returns what its manifest says of the documents.
-
-    Args:
-        source: name for messages.
-        workers: most processes to start.
-
-    Raises:
-        DataError: see `encode_piece`; a worker ended.
-    """
-    total = sum(piece.size for piece in pieces)
-    in_process = total <= _SMALL
-    totals, lines = Totals(), 0
-    started = time.monotonic()
-    with Writer(directory, recipe.dtype, recipe.masked) as writer:
-        results = _here(pieces, recipe) if in_process else _by_workers(directory, pieces, recipe, workers)
-        bar = _Progress(source, total)
-        for piece, encoded, said in results:
-            ends = piece.ends
-            writer.append(encoded.tokens, encoded.lengths, encoded.places, encoded.is_target, ends=ends)
-            lines = 0 if piece.start == 0 else lines
-            # An excerpt of a table counts rows within its piece; lines count within the file.
-            totals.bad += [(piece.path, lines + row + 1, why) for row, why in said["bad"]]
-            del totals.bad[SHOWN:]
-            totals.rows += said["rows"] if ends else 0
-            totals.n_bad += said["n_bad"]
-            totals.n_several += said["several"]
-            totals.digests.append(said["digest"])
-            lines += said["seen"]
-            bar.advance(piece.size, writer.n_tokens)
-        bar.close()
-    seconds = time.monotonic() - started
-    _LOG.info("tokenised %s: %s tokens in %.1f s", source, f"{writer.n_tokens:,}", seconds)
-    digest = hashlib.blake2b("".join(totals.digests).encode(), digest_size=16).hexdigest()
-    return {
-        "digest": digest,
-        "n_documents": writer.n_documents,
-        "n_tokens": writer.n_tokens,
-        "n_targets": writer.n_targets,
-        "n_rows": totals.rows,
-        "n_bad": totals.n_bad,
-        "n_several": totals.n_several,
-        "bad": totals.bad,
-    }
-
-
-def _here(pieces: list[Piece], recipe: Recipe) -> Iterator[tuple[Piece, Encoded, dict[str, Any]]]:
-    encoder = Encoder(recipe)
-    for piece in pieces:
-        yield piece, *encode_piece(encoder, piece)
-
-
-def _by_workers(
-    directory: Path, pieces: list[Piece], recipe: Recipe, workers: int
-) -> Iterator[tuple[Piece, Encoded, dict[str, Any]]]:
-    """Encode in processes of their own; results come in the order of the pieces."""
-    with ExitStack() as at_end:
-        scratch = Path(at_end.enter_context(tempfile.TemporaryDirectory(dir=directory.parent, prefix=".building-")))
-        ready: dict[int, dict[str, Any]] = {}
-        waiting = selectors.DefaultSelector()
-        at_end.callback(waiting.close)
-        queue = iter(enumerate(pieces))
-        for _ in range(max(1, min(workers, len(pieces)))):
-            worker = _Worker(recipe, scratch)
-            at_end.callback(worker.end)
-            worker.give(next(queue, None))
-            waiting.register(worker.answers, selectors.EVENT_READ, worker)
-        for number, piece in enumerate(pieces):
-            while number not in ready:
-                for key, _ in waiting.select():
-                    worker = key.data
-                    done, said = worker.answer()
-                    ready[done] = said
-                    worker.give(next(queue, None))
-                    if worker.doing is None:
-                        waiting.unregister(key.fileobj)
-            said = ready.pop(number)
-            file = scratch / f"{number}.npz"
-            with np.load(file) as arrays:
-                mask = arrays["is_target"] if recipe.masked else None
-                encoded = Encoded(arrays["tokens"], arrays["lengths"], arrays["places"], mask)
-            file.unlink()
-            yield piece, encoded, said
-
-
-class _Worker:
-    """One process that encodes a piece at a time."""
-
-    def __init__(self, recipe: Recipe, scratch: Path) -> None:
-        self.process = subprocess.Popen(
-            module_command("shardkit.data.tokenize.worker"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.orders: IO[bytes] = self.process.stdin
-        self.answers: IO[bytes] = self.process.stdout
-        self.doing: tuple[int, Piece] | None = None
-        self._send((recipe, scratch))
-
-    def give(self, order: tuple[int, Piece] | None) -> None:
-        self.doing = order
-        if order is not None:
-            self._send(order)
-
-    def answer(self) -> tuple[int, dict[str, Any]]:
-        line = self.answers.readline()
-        number, piece = self.doing or (0, None)
-        if not line:
-            where = f" at {piece.path}" if piece is not None else ""
-            raise DataError(
-                f"a tokenising process ended with exit code {self.process.wait()}{where}",
-                "its last lines are above; if it was killed, memory was short: lower data.tokenize_workers",
-            )
-        said: dict[str, Any] = json.loads(line)
-        if "error" in said:
-            raise DataError(*said["error"])
-        return number, said
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.orders.close()
-        self.answers.close()
-
-    def _send(self, order: tuple[Any, Any]) -> None:
-        try:
-            pickle.dump(order, self.orders)
-            self.orders.flush()
-        except BrokenPipeError:
-            pass  # it has ended: `answer` says so
-
-
-class _Progress:
-    """A line on a terminal that is written again, else a line every half minute."""
-
-    EVERY_S = 30.0
-
-    def __init__(self, source: str, total: int) -> None:
-        self.source, self.total, self.done = source, max(total, 1), 0
-        self.live = sys.stderr.isatty()
-        self.started = self.said = time.monotonic()
-
-    def advance(self, size: int, tokens: int) -> None:
-        self.done += size
-        now = time.monotonic()
-        if now - self.said < (0.2 if self.live else self.EVERY_S):
-            return
-        self.said = now
-        share, rate = self.done / self.total, tokens / max(now - self.started, 1e-9)
-        text = f"tokenising {printable(self.source)}: {share:4.0%}, {tokens:,} tokens, {rate:,.0f} a second"
-        bar = "#" * round(20 * share)
-        if self.live:
-            print(f"\r[{bar:<20}] {text}", end="", file=sys.stderr, flush=True)
-        else:
-            print(text, flush=True)
-
-    def close(self) -> None:
-        if self.live and self.said > self.started:
-            print(file=sys.stderr, flush=True)
+    documents = Encoded(encoded.tokens[of_token], encoded.lengths[has], encoded.places[has], mask)
+    return documents, np.flatnonzero(~has).tolist()

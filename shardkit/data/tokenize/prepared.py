@@ -8,9 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +16,15 @@ from ...config.libraries import is_first_rank
 from ...config.load import load_config
 from ...config.schema import DataConfig, RunConfig, SourceConfig
 from ...errors import ConfigError, DataError, ShardkitError, printable, report
-from ..chat import READS_CLOCK, LossOn, Template, at_date, no_template
-from ..listing import TextFile
-from ..rows.columns import Columns, choose_columns, names_to_find
-from ..rows.format import Piece, RowFormat
-from ..rows.formats import PLAIN_TEXT, find_records, find_text_files
+from ..rows.format import Piece
 from ..rows.pieces import cut, survey
 from ..store.cache import META, build_entry, cached_entry, read_meta
 from ..store.tokenised import FORMAT_VERSION, Choice, Documents, LongSamples, Split, Store
-from .encode import Recipe, encode_all
-from .tokenizer import check_vocabulary, load_tokenizer, more_rows, n_ids, tokenizer_digest, tokenizer_path
+from .encode import Recipe
+from .source_plan import plan_source, text_digest
+from .tokenizer import check_vocabulary, load_tokenizer, more_rows, tokenizer_digest, tokenizer_path
 
 _LOG = logging.getLogger(__name__)
-_RULES = 2
-"""Version of the rules by which rows become tokens; another one makes other entries of the cache."""
-_LOOKED_AT_ONCE = 1 << 20
-"""Bytes of records whose columns are found faster than an entry of the cache."""
 
 
 def reads_documents(config: RunConfig) -> bool:
@@ -73,11 +64,11 @@ class Sources:
         how: LongSamples = "split" if self.plain_text else "truncate"
         if self.data.long_samples != "auto":
             how = self.data.long_samples
-        found = Documents(stores, Choice(chosen, fraction, max_tokens, how))
-        if str(found.long) and is_first_rank():
+        documents = Documents(stores, Choice(chosen, fraction, max_tokens, how))
+        if str(documents.long) and is_first_rank():
             name = "training" if split == "train" else "validation"
-            _LOG.warning("%s %s longer than %s tokens: %s", name, found.noun, max_tokens, found.long)
-        return found
+            _LOG.warning("%s %s longer than %s tokens: %s", name, documents.noun, max_tokens, documents.long)
+        return documents
 
     def by_weight(self, documents: Documents, split: Split) -> list[Documents]:
         """The documents as one set, or of training data one for each source if their weights differ from 1."""
@@ -103,15 +94,17 @@ def open_sources(config: RunConfig, vocab_size: int, key: str) -> Sources:
         DataError: a source cannot be read, has too many bad rows, or was tokenised by another tokenizer.
     """
     data = config.data
-    where = tokenizer_path(config)
-    tokenizer = None if where is None else load_tokenizer(where)
+    location = tokenizer_path(config)
+    tokenizer = None if location is None else load_tokenizer(location)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config, vocab_size, key)
     # With streaming only the validation data are tokenised beforehand.
-    given: list[SourceConfig | None] = [] if data.streaming else list(data.sources) or [None]
+    train_sources: list[SourceConfig | None] = [] if data.streaming else list(data.sources) or [None]
     train = [
-        open_source(data, tokenizer, data.path) if one is None else open_source(data, tokenizer, one.path, one.called)
-        for one in given
+        open_source(data, tokenizer, data.path)
+        if source is None
+        else open_source(data, tokenizer, source.path, source.called)
+        for source in train_sources
     ]
     val = []
     if data.val_path is not None:
@@ -127,7 +120,7 @@ def open_sources(config: RunConfig, vocab_size: int, key: str) -> Sources:
         train=tuple(store for store, _ in train),
         val=tuple(store for store, _ in val),
         manifests=tuple(manifest for _, manifest in train or val),
-        weights=tuple(1.0 if one is None else one.weight for one in given),
+        weights=tuple(1.0 if source is None else source.weight for source in train_sources),
     )
 
 
@@ -150,7 +143,7 @@ class Stream:
         """What a resume must find again: the tokenizer, the recipe, the pieces' sizes, and the contents."""
         about = [self.facts, self.recipe.eos, self.recipe.columns.names, self.contents]
         sizes = [[os.path.basename(p.path), p.start, p.size, n] for p, n in zip(self.pieces, self.sizes, strict=True)]
-        return {"tokenizer": self.facts["tokenizer"], "data": _digest(json.dumps([about, sizes], sort_keys=True))}
+        return {"tokenizer": self.facts["tokenizer"], "data": text_digest(json.dumps([about, sizes], sort_keys=True))}
 
 
 def open_stream(config: RunConfig, vocab_size: int, key: str) -> Stream:
@@ -161,13 +154,13 @@ def open_stream(config: RunConfig, vocab_size: int, key: str) -> Stream:
         DataError: the data are no records, or cannot be read.
     """
     data = config.data
-    where = tokenizer_path(config)
-    if where is None or data.path is None or _is_corpus(data.path):
+    location = tokenizer_path(config)
+    if location is None or data.path is None or _is_corpus(data.path):
         raise ConfigError(
             "data.streaming=true reads records through a tokenizer, and the run has none or is given tokens",
             "set data.path to JSON lines, parquet or arrow files and data.tokenizer, or remove data.streaming",
         )
-    tokenizer = load_tokenizer(where)
+    tokenizer = load_tokenizer(location)
     check_vocabulary(tokenizer, config, vocab_size, key)
     plan = plan_source(data, tokenizer, data.path, data.path)
     if not plan.format.has_columns:
@@ -178,12 +171,17 @@ def open_stream(config: RunConfig, vocab_size: int, key: str) -> Stream:
         rows, contents = survey(pieces)
         return {"rows": rows, "contents": contents}
 
-    _, found = cached_entry(data.cache_dir, f"survey-{plan.key}", count, [file.path for file in plan.files])
-    kept = [(piece, n) for piece, n in zip(pieces, found["rows"], strict=True) if n]
-    if not kept:
+    _, counted = cached_entry(data.cache_dir, f"survey-{plan.key}", count, [file.path for file in plan.files])
+    filled = [(piece, n) for piece, n in zip(pieces, counted["rows"], strict=True) if n]
+    if not filled:
         raise DataError(f"{data.path} has no rows", "give data that are not empty")
     return Stream(
-        data.path, tuple(p for p, _ in kept), tuple(n for _, n in kept), plan.recipe, plan.facts, found["contents"]
+        data.path,
+        tuple(p for p, _ in filled),
+        tuple(n for _, n in filled),
+        plan.recipe,
+        plan.facts,
+        counted["contents"],
     )
 
 
@@ -237,183 +235,17 @@ def write_corpus(data: DataConfig, tokenizer: Any, path: str, out: Path) -> dict
         raise DataError(f"{out} cannot be written: {error.strerror or error}", "name another folder") from error
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a source is tokenised: its files, the recipe, and the key of its place in the cache."""
-
-    source: str
-    files: list[TextFile]
-    format: RowFormat
-    recipe: Recipe
-    facts: dict[str, Any]
-    workers: int
-
-    @property
-    def key(self) -> str:
-        """A hash of the recipe, of every file's path, size and modification time, and of how records are cut: the data
-        digest depends on it."""
-        columns = [self.recipe.columns.kind, self.recipe.columns.names]
-        recipe = [self.facts, self.recipe.eos, self.recipe.loss_on]
-        kind = self.format.name if self.format.has_columns else None
-        return _key([FORMAT_VERSION, _RULES, kind, columns, *recipe, _listing(self.files), self._cut])
-
-    @property
-    def _cut(self) -> int | None:
-        return self.format.encoded_piece_bytes(self.files)
-
-    def build(self, directory: Path) -> dict[str, Any]:
-        """Write the corpus; returns its manifest."""
-        pieces = cut(self.files, self.format, self._cut)
-        if not pieces:
-            raise DataError(f"{self.source} holds no text", "point it at text, JSON lines, parquet or arrow files")
-        return {**self.facts, **encode_all(directory, self.source, pieces, self.recipe, self.workers)}
-
-
-def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str) -> Plan:
-    """Look at a source, and decide how its rows become tokens.
-
-    Raises:
-        DataError: no known columns; conversations without a chat template; `data.loss_on` does not fit.
-        ConfigError: `data.chat_template` cannot be read.
-    """
-    if path is None:
-        files, row_format = find_text_files(None), PLAIN_TEXT
-    else:
-        files, row_format = find_records(path)
-    columns = Columns("text", {})
-    if row_format.has_columns:
-        columns = choose_columns(_column_names(data, files, row_format), data.columns, called)
-    elif data.columns:
-        raise DataError(f"data.columns is set, but {called} is plain text", "remove data.columns, or give records")
-    source = None
-    if columns.kind == "messages" or data.chat_template is not None:
-        source = _template_source(data, tokenizer)
-    elif columns.kind == "prompt":
-        source = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
-    if columns.kind == "messages" and source is None:
-        raise no_template()
-    if source is not None and columns.kind != "text":
-        source = _dated(source, data, called)
-    for key in ("chat_template", "chat_date"):
-        if columns.kind == "text" and getattr(data, key) is not None and is_first_rank():
-            _LOG.warning("data.%s=%s does not apply to %s: it has plain text", key, getattr(data, key), called)
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-    template = None if source is None or columns.kind == "text" else Template(source, special)
-    wide = n_ids(tokenizer) > 1 << 16
-    recipe = Recipe(
-        tokenizer=tokenizer.backend_tokenizer.to_str(),
-        columns=columns,
-        loss_on=_loss_on(data, columns, called),
-        eos=tokenizer.eos_token_id if data.add_eos else None,
-        dtype="<u4" if wide else "<u2",
-        template=template,
-        ends=tuple(sorted(token.content for token in tokenizer.added_tokens_decoder.values())),
-    )
-    facts = {
-        "format": FORMAT_VERSION,
-        "kind": columns.kind,
-        "masked": recipe.masked,
-        "dtype": recipe.dtype,
-        "tokenizer": tokenizer_digest(tokenizer),
-        "n_ids": n_ids(tokenizer),
-        "loss_on": recipe.loss_on,
-        "skips": not row_format.has_columns and len(files) > 1,  # a folder of text may hold a file of another encoding
-        "template": None if template is None else _digest(json.dumps([template.source, template.special])),
-    }
-    workers = data.tokenize_workers or len(os.sched_getaffinity(0))
-    return Plan(called, files, row_format, recipe, facts, workers)
-
-
-def _dated(source: str, data: DataConfig, called: str) -> str:
-    """The template with the run's date, if it asks for one.
-
-    Raises:
-        ConfigError: it asks, and `data.chat_date` is unset; or it is set and nothing asks.
-    """
-    if READS_CLOCK not in source:
-        if data.chat_date is not None:
-            raise ConfigError(
-                f"data.chat_date={data.chat_date} would be ignored: the chat template for {called} writes no date "
-                f"({READS_CLOCK})",
-                "remove data.chat_date",
-            )
-        return source
-    if data.chat_date is None:
-        raise ConfigError(
-            f"the chat template for {called} writes the date of the day ({READS_CLOCK}) into the text, so that the "
-            "tokens would depend on when a node reads the data",
-            f"set the day that it takes for today, such as data.chat_date={date.today()}",
-        )
-    return at_date(source, data.chat_date)
-
-
-def _column_names(data: DataConfig, files: list[TextFile], row_format: RowFormat) -> list[str]:
-    """The columns that any row has, looked for once a node where this takes a while."""
-    wanted = names_to_find(data.columns)
-    if sum(file.size for file in files) <= _LOOKED_AT_ONCE:
-        return row_format.columns(files, wanted)
-
-    def look(_: Path) -> dict[str, Any]:
-        return {"columns": row_format.columns(files, wanted)}
-
-    key = _key([_RULES, row_format.name, sorted(wanted), _listing(files)])
-    names: list[str] = cached_entry(data.cache_dir, f"columns-{key}", look, [file.path for file in files])[1]["columns"]
-    return names
-
-
-def _listing(files: list[TextFile]) -> list[list[Any]]:
-    return [[os.path.abspath(file.path), file.name, file.size, file.mtime_ns] for file in files]
-
-
-def _key(values: list[Any]) -> str:
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
-
-
-def _loss_on(data: DataConfig, columns: Columns, called: str) -> LossOn:
-    usual: dict[str, LossOn] = {"text": "all", "messages": "assistant", "prompt": "completion"}
-    fitting: dict[str, Sequence[str]] = {
-        "text": ("all",), "messages": ("all", "assistant", "completion"), "prompt": ("all", "completion"),
-    }  # fmt: skip
-    if data.loss_on == "auto":
-        return usual[columns.kind]
-    if data.loss_on not in fitting[columns.kind]:
-        what = {"text": "text", "messages": "conversations", "prompt": "prompts and completions"}[columns.kind]
-        raise DataError(
-            f"data.loss_on={data.loss_on} does not fit {called}, which holds {what}",
-            f"set data.loss_on to auto or {' or '.join(fitting[columns.kind])}",
-        )
-    return data.loss_on
-
-
-def _template_source(data: DataConfig, tokenizer: Any) -> str | None:
-    if data.chat_template is None:
-        source = tokenizer.chat_template
-        if isinstance(source, dict):
-            source = source.get("default")
-        return source if isinstance(source, str) else None
-    try:
-        return Path(data.chat_template).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"data.chat_template={data.chat_template} cannot be read: {error}", "name a file with a chat template"
-        ) from error
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
 def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:
     """Refuse a source with too many bad rows or no document; warn of those that are left out."""
     n_bad, n_rows = manifest["n_bad"], max(manifest["n_rows"], 1)
     if n_bad:
-        file, line, why = manifest["bad"][0]
-        first = f"{file}:{line}: {why}"
-        more = f" ({n_bad:,} of {n_rows:,} rows are bad)" if n_bad > 1 else ""
+        file, line, reason = manifest["bad"][0]
+        first_bad = f"{file}:{line}: {reason}"
+        share = f" ({n_bad:,} of {n_rows:,} rows are bad)" if n_bad > 1 else ""
         if n_bad > data.max_bad_rows * n_rows and not manifest["skips"]:
             raise DataError(
-                f"{first}{more}; data.max_bad_rows={data.max_bad_rows:g} allows {int(data.max_bad_rows * n_rows):,}",
+                f"{first_bad}{share}; data.max_bad_rows={data.max_bad_rows:g} allows "
+                f"{int(data.max_bad_rows * n_rows):,}",
                 "correct the rows" + (", or the chat template" if manifest["template"] else "")
                 if n_bad == n_rows
                 else f"correct the rows, or leave them out: data.max_bad_rows={_at_least(n_bad / n_rows)} or more",
@@ -421,7 +253,7 @@ def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:
         if is_first_rank():
             unit = "files" if manifest["skips"] else "rows"
             _LOG.warning(
-                "%s: %s of %s %s are left out, the first: %s", called, f"{n_bad:,}", f"{n_rows:,}", unit, first
+                "%s: %s of %s %s are left out, the first: %s", called, f"{n_bad:,}", f"{n_rows:,}", unit, first_bad
             )
     n_several = manifest.get("n_several", 0)
     if n_several and is_first_rank():

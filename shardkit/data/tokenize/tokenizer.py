@@ -32,14 +32,14 @@ def tokenizer_path(config: RunConfig) -> Path | None:
     Raises:
         ConfigError: `data.tokenizer` does not exist.
     """
-    given = config.data.tokenizer
-    if given is not None:
-        path = Path(given).expanduser()
+    name = config.data.tokenizer
+    if name is not None:
+        path = Path(name).expanduser()
         if path.exists():
             return path
-        if _HUB_NAME.fullmatch(given):
-            return _from_hub(given)
-        raise ConfigError(f"data.tokenizer={given} does not exist", _FIX)
+        if _HUB_NAME.fullmatch(name):
+            return _from_hub(name)
+        raise ConfigError(f"data.tokenizer={name} does not exist", _FIX)
     if config.task.factory is not None or config.task.name == "causal_lm":
         return None  # the reference transformer has no folder
     for beside in (config.model.init_from, config.model.hf_config):
@@ -125,13 +125,13 @@ def embedding_rows(config: RunConfig) -> int | None:
     """
     if not config.model.resize_embeddings:
         return None
-    where = tokenizer_path(config)
-    if where is None:
+    location = tokenizer_path(config)
+    if location is None:
         raise ConfigError(
             "model.resize_embeddings=true, but the run has no tokenizer whose ids could be counted",
             "set data.tokenizer, or remove model.resize_embeddings",
         )
-    return n_ids(load_tokenizer(where))
+    return n_ids(load_tokenizer(location))
 
 
 def check_vocabulary(tokenizer: Any, config: RunConfig, vocab_size: int, key: str) -> None:
@@ -153,12 +153,12 @@ def check_vocabulary(tokenizer: Any, config: RunConfig, vocab_size: int, key: st
             f"use the model's own tokenizer, or {more_rows(config, key, needed)}",
         )
     for name in ("eos_token_id", "bos_token_id"):
-        own, stated = getattr(tokenizer, name), _stated_ids(config, name)
-        if own is not None and stated and own not in stated:
+        token_id, stated = getattr(tokenizer, name), _stated_ids(config, name)
+        if token_id is not None and stated and token_id not in stated:
             raise ConfigError(
-                f"{name} of the tokenizer in {tokenizer_path(config)} is {own}, but the model's is "
+                f"{name} of the tokenizer in {tokenizer_path(config)} is {token_id}, but the model's is "
                 f"{' or '.join(map(str, stated))}: they do not belong together",
-                f"use the model's own tokenizer, or change the model's config: model.hf.{name}={own}",
+                f"use the model's own tokenizer, or change the model's config: model.hf.{name}={token_id}",
             )
 
 
@@ -166,13 +166,13 @@ def _stated_ids(config: RunConfig, name: str) -> list[int]:
     """The ids of a special token in `model.hf`, else in the files that describe the model; none if neither has any."""
     file = config.model.described_by
     if name in config.model.hf:
-        found = [config.model.hf[name]]
+        stated = [config.model.hf[name]]
     elif file is not None:
-        found = [_settings(one).get(name) for one in (file, file.with_name("generation_config.json"))]
+        stated = [_settings(path).get(name) for path in (file, file.with_name("generation_config.json"))]
     else:
-        found = []
-    flat = [one for ids in found for one in (ids if isinstance(ids, list) else [ids])]
-    return list(dict.fromkeys(one for one in flat if isinstance(one, int)))
+        stated = []
+    flat = [token_id for ids in stated for token_id in (ids if isinstance(ids, list) else [ids])]
+    return list(dict.fromkeys(token_id for token_id in flat if isinstance(token_id, int)))
 
 
 def more_rows(config: RunConfig, key: str, needed: int) -> str:
@@ -190,21 +190,21 @@ def _settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", "copy the tokenizer's files again") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError(f"{file} is not a mapping of keys", "copy the tokenizer's files again")
-    return found
+    return settings
 
 
 def _special(settings: dict[str, Any]) -> dict[str, Any]:
     """The special tokens of a tokenizer_config.json, as arguments of `PreTrainedTokenizerFast`."""
     names = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token", "sep_token", "cls_token")
-    found = {name: settings.get(name) for name in names}
+    tokens = {name: settings.get(name) for name in names}
     return {
         name: value["content"] if isinstance(value, dict) else value
-        for name, value in found.items()
+        for name, value in tokens.items()
         if isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
     }
 
@@ -225,16 +225,16 @@ def with_local_folders(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: no folder here has that name, and no hub that can be reached.
     """
-    found = {}
+    folders = {}
     for key in ("init_from", "hf_config"):
         name = getattr(config.model, key)
         local = name is None or Path(name).expanduser().exists() or not _HUB_NAME.fullmatch(name)
         if not local and config.task.factory is None and config.task.name.startswith("hf_"):
             weights = ["*.safetensors"] if key == "init_from" else []
-            found[key] = str(_from_hub(name, f"model.{key}", [*_TEXTS, *weights]))
-    if not found:
+            folders[key] = str(_from_hub(name, f"model.{key}", [*_TEXTS, *weights]))
+    if not folders:
         return config
-    return config.model_copy(update={"model": config.model.model_copy(update=found)})
+    return config.model_copy(update={"model": config.model.model_copy(update=folders)})
 
 
 _TEXTS = (*FILES, "*.json", "*.jinja", "merges.txt", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")

@@ -9,12 +9,14 @@ import json
 import os
 import pickle
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from ...errors import ShardkitError
+from ...files import bounded
 from .encode import Encoder, encode_piece
 
 
@@ -34,13 +36,15 @@ def work(orders: IO[bytes], answers: IO[bytes]) -> None:
             if encoded.is_target is not None:
                 arrays["is_target"] = encoded.is_target
             np.savez(Path(scratch) / f"{number}.npz", **arrays)
+            answer = asdict(report)
         except ShardkitError as error:
-            report = {"error": [error.cause, error.fix]}
-        answers.write(json.dumps(report).encode() + b"\n")
+            answer = {"error": [error.cause, error.fix]}
+        answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not break an answer
+    bounded.parent_reports_end = True
     work(sys.stdin.buffer, answers)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...memory.tracing.events import EventLog
@@ -285,22 +286,26 @@ class CachingAllocator:
             lower.arena.tail = lower
 
     def _use(self, block: _Block, change: int) -> None:
-        """Count this block as in use (or free) in its segment, or in every page that it touches."""
+        """Count this block as in use (1) or free (-1) in its segment, or in every page that it touches."""
         if self._page is not None:
             self.required = self.allocated
             return
         if not self.expandable:
-            pages = [(block.segment, 0)]
-            page_size = self._sizes[block.segment]
-        else:
-            page_size = _SMALL_SEGMENT if block.arena.small else _MEDIUM_SEGMENT
-            start = block.address - (block.segment << 44)
-            pages = [(block.segment, n) for n in range(start // page_size, -(-(start + block.size) // page_size))]
-        for page in pages:
-            before = self._in_use[page]
-            self._in_use[page] = before + change
-            if before == 0 or before + change == 0:
-                self.required += page_size * change
+            self._use_page(block.segment, 0, self._sizes[block.segment], change)
+            return
+        page_size = _SMALL_SEGMENT if block.arena.small else _MEDIUM_SEGMENT
+        start = block.address - (block.segment << 44)
+        first_page, last_page = start // page_size, (start + block.size - 1) // page_size
+        self._use_page(block.segment, first_page, page_size, change)
+        if last_page > first_page:
+            self._use_page(block.segment, last_page, page_size, change)
+            self.required += (last_page - first_page - 1) * page_size * change  # no other block is in those between
+
+    def _use_page(self, segment: int, page: int, page_size: int, change: int) -> None:
+        blocks = self._in_use[segment, page]
+        self._in_use[segment, page] = blocks + change
+        if blocks == 0 or blocks + change == 0:
+            self.required += page_size * change
 
 
 Arena = tuple[int, bool]
@@ -333,10 +338,13 @@ def required(log: EventLog, device: str, expandable: bool, on_a_large_card: Repl
     also take less.
     """
     tolerance, stride = on_a_large_card.reserved // 400, on_a_large_card.reserved // 50
+    requests = _requests(log, device)
 
     def fits(limit: int) -> bool:
+        allocator = CachingAllocator(expandable, limit=limit)
         try:
-            replay(log, device, expandable, limit=limit)
+            for _ in _served(requests, allocator):
+                pass
         except Full:
             return False
         return True
@@ -365,36 +373,73 @@ def whole_pages(arenas: dict[Arena, int]) -> int:
     return total
 
 
-def replay(log: EventLog, device: str, expandable: bool, page: int | None = None, limit: float = math.inf) -> Replay:
-    """Run every tensor of a device through the allocator, in order.
+@dataclass(frozen=True)
+class _Request:
+    """A change of a storage's size.
+
+    Attributes:
+        n_bytes: the new size; 0 if the storage was freed.
+        releases: how often the program emptied the allocator's cache just before.
+    """
+
+    storage: int
+    n_bytes: int
+    stream: int
+    phase: str
+    releases: int
+
+
+def _requests(log: EventLog, device: str) -> list[_Request]:
+    """Every change of a device's storages, in order."""
+    requests: list[_Request] = []
+    sizes: dict[int, int] = {}
+    marks = iter([*log.marks[1:], (len(log.events), "", "")])
+    phase, next_mark = log.marks[0][1], next(marks)
+    releases = iter([*log.releases, len(log.events)])
+    next_release, n_releases = next(releases), 0
+    for at, (index, change) in enumerate(log.events):
+        while at >= next_mark[0]:
+            phase, next_mark = next_mark[1], next(marks)
+        while at >= next_release:
+            n_releases += 1
+            next_release = next(releases)
+        allocation = log.allocations[index]
+        if allocation.device == device:
+            sizes[index] = sizes.get(index, 0) + change
+            requests.append(_Request(index, sizes[index], allocation.stream, phase, n_releases))
+            n_releases = 0
+    if n_releases and requests:  # changes of no size, for releases after the last change
+        requests.append(_Request(-1, 0, requests[-1].stream, requests[-1].phase, n_releases))
+    return requests
+
+
+def _served(requests: Sequence[_Request], allocator: CachingAllocator) -> Iterator[_Request]:
+    """Each request, after the allocator has served it.
 
     Raises:
-        Full: the segments do not fit below the limit.
+        Full: the segments do not fit below the allocator's limit.
     """
-    allocator = CachingAllocator(expandable, page, limit)
-    live_blocks: dict[int, tuple[int, _Block]] = {}
+    blocks: dict[int, _Block] = {}
     streams: dict[int, int] = {}
-    allocated: dict[str, int] = {}
-    reserved: dict[str, int] = {}
-    marks = iter([*log.marks[1:], (len(log.events), "", "")])
-    phase, upcoming = log.marks[0][1], next(marks)
-    releases = iter([*log.releases, len(log.events)])
-    release = next(releases)
-    for at, (index, change) in enumerate(log.events):
-        while at >= upcoming[0]:
-            phase, upcoming = upcoming[1], next(marks)
-        while at >= release:
+    for request in requests:
+        for _ in range(request.releases):
             allocator.release()
-            release = next(releases)
-        allocation = log.allocations[index]
-        if allocation.device != device:
-            continue
-        size, block = live_blocks.pop(index, (0, None))
+        block = blocks.pop(request.storage, None)
         if block is not None:
             allocator.free(block)
-        if size + change > 0:
-            stream = streams.setdefault(allocation.stream, len(streams))
-            live_blocks[index] = size + change, allocator.malloc(size + change, stream)
+        if request.n_bytes > 0:
+            stream = streams.setdefault(request.stream, len(streams))
+            blocks[request.storage] = allocator.malloc(request.n_bytes, stream)
+        yield request
+
+
+def replay(log: EventLog, device: str, expandable: bool, page: int | None = None) -> Replay:
+    """Run every tensor of a device through the allocator of a card without limit, in order."""
+    allocator = CachingAllocator(expandable, page)
+    allocated: dict[str, int] = {}
+    reserved: dict[str, int] = {}
+    for request in _served(_requests(log, device), allocator):
+        phase = request.phase
         allocated[phase] = max(allocated.get(phase, 0), allocator.allocated)
         reserved[phase] = max(reserved.get(phase, 0), allocator.reserved)
     arenas = {key: arena.reserved for key, arena in allocator.arenas.items()}

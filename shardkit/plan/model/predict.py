@@ -26,10 +26,12 @@ from ...strategies.zero.config import STAGES, build_ds_config
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts, load_task, read_prompts
 from ..simulate import shim
-from ..simulate.compat import PLANS
+from ..simulate.compat import PLANS, call_directly
 from ..simulate.engines import SHARDKIT, LoopTraits
+from ..simulate.fake_weights import FakeWeights
+from ..simulate.fakes import Fakes
 from ..simulate.step import count_model, on_fake, sample_batch, take_evaluation, take_step, wrapped
-from ..simulate.world import FakeWeights, fake_world
+from ..simulate.world import fake_world
 from ..target import Target
 from .allocator import ROUND, Arena, replay, required, whole_pages
 from .cost import Segment, Speeds, TimeEstimate, speeds_of, step_time
@@ -46,7 +48,8 @@ from .estimate import (
 from .work import WorkCounter
 
 _RECURRENT = 0.7
-"""An LSTM on the CPU took 1.7 times the plan: a trace does not see its library's workspace."""
+"""Uncertainty of plans with recurrent layers. An LSTM on the CPU took 1.7 times its plan, because a trace does not see
+the workspace of the kernel's library."""
 MICRO_BATCHES = 3
 """Micro-batches traced per step: the first, one for all in the middle, and the last."""
 
@@ -65,6 +68,7 @@ def prepare(target: Target, fakes: str = "cuda") -> Method:
     os.environ["DS_ACCELERATOR"] = fakes = "cpu" if target.gpu is None else fakes
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    call_directly(Fakes, TensorTracker)
     gpu = target.gpu
     if gpu is None or fakes == "cpu":
         return "cpu"
@@ -147,7 +151,7 @@ def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
         phase: line(depth, (shallower.reserved_by_phase[phase], deeper.reserved_by_phase[phase])) + rounding
         for phase in shallower.reserved_by_phase
     }
-    # The layout of blocks decides how much they hold and how much can be released: as in the deeper trace.
+    # How blocks lie in memory decides how much of it can be released: assume the layout of the deeper trace.
     peak = max(edge.n_bytes for edge in device.values())
     larger = peak / max(1, deeper.peak)
     return _Trace(
@@ -173,7 +177,7 @@ def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
 
 
 def _traceable(config: RunConfig, micro_batches: int, rough: bool) -> tuple[RunConfig, tuple[str, ...]]:
-    """The config without the settings that fake tensors do not support, and notes on the effect."""
+    """The config without settings that fake tensors do not support, and a note for each on how it changes the plan."""
     changes: dict[str, Any] = {}
     notes = []
     few: dict[str, Any] = {"grad_accum_steps": micro_batches, "global_batch_size": None}
@@ -238,13 +242,13 @@ def _traced(config: RunConfig, scenario: Scenario, ends: tuple[int, int] | None 
     """
     target, device = scenario.target, scenario.device
     on_gpu = target.gpu is not None
-    # In segments of fixed size the third step's blocks lie otherwise than the second's; then nothing changes.
+    # In segments of fixed size, blocks move until the third step; every later step is like the third.
     steps = 2 if target.expandable or not on_gpu else 3
     log, counts, segments, targets = trace(config, scenario, steps)
     real = replay(log, str(device), target.expandable) if on_gpu else None
     room = (target.device_memory or 0) - _overhead(target)
     if real is not None and steps == 2 and ends is None and real.required <= room < real.reserved:
-        # So do they in growing segments on a card that has to release its cache.
+        # On a card that must release its cache, blocks in growing segments move until the third step too.
         log = trace(config, scenario, 3)[0]
         real = replay(log, str(device), target.expandable)
     on_device = edges(log, str(device), ROUND if on_gpu else 1, *ends or ())
@@ -255,7 +259,7 @@ def _traced(config: RunConfig, scenario: Scenario, ends: tuple[int, int] | None 
             **counts, device=on_device, host=on_host, allocated=exact, reserved=exact, required=exact,
             allocated_by_phase={}, reserved_by_phase={}, arenas={}, segments=segments, targets=targets,
         )  # fmt: skip
-    # Pages of 20 MiB would hide the bytes that a layer adds.
+    # Small pages, because pages of 20 MiB would hide the bytes that a layer adds.
     smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
     return _Trace(
         **counts, device=on_device, host=on_host, allocated=real.allocated, reserved=smooth.reserved,
@@ -266,7 +270,7 @@ def _traced(config: RunConfig, scenario: Scenario, ends: tuple[int, int] | None 
 
 
 def _overhead(target: Target) -> int:
-    """Bytes of the card that torch's allocator does not hold."""
+    """Bytes on the card outside torch's allocator: the CUDA context, and communicators if there are several ranks."""
     gpu = target.gpu
     return 0 if gpu is None else gpu.context + (gpu.per_communicator if target.world_size > 1 else 0)
 
@@ -280,7 +284,7 @@ def trace(
         every allocation; the counts of `count_model`; the last step's work; targets of a micro-batch.
     """
     gc.collect()
-    gc.freeze()  # collections (DeepSpeed triggers some) then scan only this trace's objects, not the libraries'
+    gc.freeze()  # later collections, some of them DeepSpeed's, then scan this trace's objects only
     target = scenario.target
     log = EventLog(stream=shim.current_stream)
     shim.on_release(log.released)
@@ -394,7 +398,7 @@ def _estimate(
 
 
 def _uncertainty(target: Target, method: Method) -> float:
-    """The error seen in comparisons with real runs; larger if a card's overheads are typical, since drivers differ."""
+    """Relative error of plans, from comparisons with real runs. Overheads that were not measured here add to it."""
     if target.gpu is not None and method == "cpu":
         return 0.15
     return 0.03 if target.gpu is None or target.gpu.overhead_from != TYPICAL else 0.05

@@ -83,8 +83,8 @@ def run_trial(
         launch = ["launch", config or "-", *settings, "--nproc-per-node", str(ranks)]
         command = [*module_command("shardkit.cli"), *launch]
     shutil.rmtree(folder / "oom", ignore_errors=True)  # an earlier run's; this run may fail before it would clear it
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return read_trial(folder, done.returncode, done.stderr)
+    process = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return read_trial(folder, process.returncode, process.stderr)
 
 
 def trial_settings(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import mmap
 import platform
 import sys
@@ -135,6 +136,15 @@ def fused_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, 
     )  # fmt: skip
 
 
+def call_directly(*modes: type[DispatchMode]) -> None:
+    """Remove the wrapper that keeps `torch.compile` out of dispatch modes, which costs more than the modes themselves.
+
+    Nothing is compiled in a planning process.
+    """
+    for mode in modes:
+        mode.__torch_dispatch__ = inspect.unwrap(mode.__torch_dispatch__)  # type: ignore[method-assign]
+
+
 def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) -> None:
     """Make torch believe in a GPU that answers as `cuda` says; call it once per process.
 
@@ -183,9 +193,11 @@ def _install_guard() -> None:
     hooks: Any = _cuda_hooks.find()
     hooks.restype = ctypes.c_void_p
     table_of_hooks = ctypes.c_void_p.from_address(hooks())
-    first = (table_of_hooks.value or 0) - 16  # two words before a virtual table belong to it
-    copied = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy((ctypes.c_void_p * (_SLOTS + 2)).from_address(first))
-    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
+    table_start = (table_of_hooks.value or 0) - 16  # two words before a virtual table belong to it
+    copied = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy(
+        (ctypes.c_void_p * (_SLOTS + 2)).from_address(table_start)
+    )
+    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _: True)
     for slot in (_IS_BUILT, _HAS_CONTEXT):
         copied[2 + slot] = ctypes.cast(yes, ctypes.c_void_p).value
     _alive.extend([copied, yes])
@@ -193,7 +205,7 @@ def _install_guard() -> None:
 
 
 def _function_for_no_devices() -> int | None:
-    zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda this: 0)
+    zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
     _alive.append(zero)
     return ctypes.cast(zero, ctypes.c_void_p).value
 

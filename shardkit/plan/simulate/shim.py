@@ -26,14 +26,14 @@ from .compat import (
     register_cuda_kernels,
     softmax_of_rows,
 )
-from .world import Fakes
+from .fakes import Fakes
 
 _current = 0
 _released: Callable[[], None] | None = None
 
 
 def on_release(callback: Callable[[], None] | None) -> None:
-    """Call this whenever the program empties the allocator's cache; the last one counts."""
+    """Call `callback` whenever the program empties the allocator's cache. It replaces an earlier callback."""
     global _released
     _released = callback
 
@@ -49,7 +49,7 @@ def current_stream() -> int:
 
 
 def install(gpu: Gpu, n_devices: int = 8) -> None:
-    """Make `FakeTensorMode` work with device cuda.
+    """Make `FakeTensorMode` work with device cuda in this process, until it ends.
 
     Args:
         gpu: the imitated card.
@@ -177,7 +177,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Call the kernel that a GPU would choose: on fake tensors torch always chooses the unfused one."""
+    """Replaces `scaled_dot_product_attention`: calls the kernel that torch chooses on the planned GPU.
+
+    On fake tensors torch itself always chooses the unfused products.
+    """
     if query.device.type != "cuda":
         return _real_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled("cuda"):
@@ -208,12 +211,12 @@ def _attention(
 def _kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: bool, shared: bool
 ) -> Literal["flash", "efficient", "plain"]:
-    """The attention that torch chooses on the planned card (sdp_utils.cpp of torch 2.9 to 2.13).
+    """The attention kernel that torch chooses on the planned card (sdp_utils.cpp of torch 2.9 to 2.13).
 
-    cuDNN's, which newer cards take first, is planned as flash attention; with a mask as the memory-efficient one.
+    Newer cards prefer cuDNN's kernel. It is planned as flash attention, or with a mask as the memory-efficient kernel.
 
     Args:
-        shared: heads share keys (`enable_gqa`); without that, broadcast keys have no kernel.
+        shared: heads share keys (`enable_gqa`). Keys that are broadcast without it have no fused kernel.
     """
     if query.dim() != 4 or (not shared and query.shape[:2] != key.shape[:2]):
         return "plain"
@@ -231,7 +234,10 @@ def _plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float,
     causal: bool, scale: float | None, shared: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """The products one after the other, in fp32, as CUDA runs them: to fake tensors torch adds no mask in place."""
+    """Unfused attention, operator by operator as torch runs it on CUDA, in fp32.
+
+    torch's own function adds the mask in place only to real tensors.
+    """
     dtype, factor = query.dtype, math.sqrt(abs(scale or 1 / math.sqrt(query.shape[-1])))
     if dtype in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()
@@ -254,7 +260,7 @@ def _plain_attention(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask in the memory-efficient kernel's form: additive, rows padded to 16 elements, expanded."""
+    """Convert a mask to the form of the memory-efficient kernel: additive, rows padded to 16 elements, expanded."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     padding = -mask.shape[-1] % 16
@@ -264,7 +270,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 
 def _of_channels(like: Tensor) -> Tensor:
-    """Statistics per channel: fp32 for inputs of 16 bits, else the input's dtype."""
+    """An empty tensor for statistics per channel, in fp32 for inputs of 16 bits, else in the input's dtype."""
     dtype = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
     return like.new_empty(like.shape[1], dtype=dtype)
 
@@ -307,11 +313,11 @@ def _backward_elemt(
 
 
 _BATCH_NORM = (_stats, _gather_stats_with_counts, _elemt, _backward_reduce, _backward_elemt)
-"""Functions that return results in the shapes of `nn.SyncBatchNorm`'s kernels, with the kernels' names."""
+"""For each kernel of `nn.SyncBatchNorm`, a function of its name that returns results of the same shapes."""
 
 
 def _check() -> None:
-    """A small backward pass on fake tensors: the right device, dtypes under autocast, and an accelerator."""
+    """Raise RuntimeError unless a small fake backward pass has the right device, and the right dtype under autocast."""
     if torch.accelerator.current_accelerator() != torch.device("cuda"):
         raise RuntimeError("torch does not use cuda as its accelerator")
     with Fakes(), torch.device("cuda"):

@@ -1,0 +1,93 @@
+"""Tables, templates and configs of strangers that ask for gigabytes or minutes: two lines, whoever reads them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from shardkit.config.yaml import read_yaml
+from shardkit.data.rows.formats import find_records
+from shardkit.data.rows.pieces import PieceReader, cut
+from shardkit.data.tokenize import pool
+from shardkit.errors import ConfigError, DataError
+
+from .chats import conversation, write_lines, write_tokenizer
+from .test_templates import needs_limits
+from .test_text import opened
+
+pytest.importorskip("transformers")
+
+COMPARED = (
+    "{% set a = namespace(l=[]) %}{% set b = namespace(l=[]) %}{% for i in range(40) %}"
+    "{% set a.l = [a.l, a.l] %}{% set b.l = [b.l, b.l] %}{% endfor %}{{ a.l == b.l }}"
+)
+"""Compares 2⁴⁰ pairs of lists in one operation in C, which Python does not interrupt."""
+
+
+_BOMB = """
+import sys, pyarrow
+from pyarrow import parquet
+parquet.write_table(pyarrow.table({"text": pyarrow.array(["x" * 3_000_000] * 100)}), sys.argv[1], compression="zstd")
+"""
+
+
+def write_bomb(path: Path) -> Path:
+    """A Parquet file of some KB whose hundred rows refer to one text of 3 MB.
+
+    Another process writes it: this one could read it into the memory that the writer has used.
+    """
+    pytest.importorskip("pyarrow")
+    subprocess.run([sys.executable, "-c", _BOMB, str(path)], check=True)
+    assert path.stat().st_size < 1 << 16
+    return path
+
+
+@needs_limits
+@pytest.mark.parametrize("reader", ["a child", "workers", "this process"])
+def test_a_small_parquet_file_of_gigabytes_is_refused(
+    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_bomb(tmp_path / "rows.parquet")
+    monkeypatch.setenv("SHARDKIT_FILE_LIMITS", "0.1")
+    monkeypatch.setattr(pool, "_SMALL", 1 << 40 if reader == "a child" else 0)
+
+    def read() -> None:
+        if reader == "this process":
+            files, row_format = find_records(str(path))
+            PieceReader(cut(files, row_format), ["text"], 4).row(0, 0)
+        else:
+            opened(tmp_path, path)
+
+    with pytest.raises(DataError, match=r"rows.parquet takes more than 0\.10 GiB of memory") as caught:
+        read()
+    assert "\n" not in caught.value.cause + caught.value.fix
+
+
+@pytest.mark.parametrize("reader", ["a child", "workers"])
+def test_an_operation_in_c_that_does_not_end_is_killed(
+    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDKIT_FILE_LIMITS", "0.2")
+    path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
+    write_tokenizer(tmp_path / "tok", COMPARED)
+    monkeypatch.setattr(pool, "_SMALL", 1 << 20 if reader == "a child" else 0)
+    with pytest.raises(DataError, match=r"chat.jsonl takes (the chat template )?more than 4(\.\d+)? s") as caught:
+        opened(tmp_path, path)
+    assert "\n" not in caught.value.cause + caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: " + "[" * 400_000, "{" * 400_000, "a: " + "1:" * 200_000 + "1", "- " * 20_000, "a: 1\n" * 20_000],
+    ids=["brackets", "braces", "colons", "dashes", "one key"],
+)
+def test_a_config_of_a_stranger_takes_no_minutes(text: str) -> None:
+    began = time.process_time()
+    with suppress(ConfigError):
+        read_yaml(text, "config.yaml")
+    assert time.process_time() - began < 10
