@@ -340,10 +340,10 @@ def _asked(config: RunConfig, world_size: int) -> Iterator[tuple[str, str, str]]
 def _offloads(parallel: ParallelConfig) -> Iterator[tuple[str, str, str]]:
     with_params = parallel.strategy in ("fsdp", "hsdp") and parallel.offload_param == "cpu"
     for key in ("offload_optimizer", "offload_param"):
-        where, setting = getattr(parallel, key), f"parallel.{key}={getattr(parallel, key)}"
-        if where == "nvme":
+        device, setting = getattr(parallel, key), f"parallel.{key}={getattr(parallel, key)}"
+        if device == "nvme":
             yield "nvme", setting, f"set parallel.strategy=zero3, or parallel.{key}=cpu where that works"
-        elif where == "cpu" and not (key == "offload_optimizer" and with_params):
+        elif device == "cpu" and not (key == "offload_optimizer" and with_params):
             works = [name for name in STRATEGIES if CAPABILITIES[key][name] is True]
             yield key, setting, f"set parallel.{key}=none, or parallel.strategy to one of {', '.join(works)}"
 

@@ -134,7 +134,7 @@ EVAL_BATCHES = ("train", "eval_batches")
 """A key of earlier versions."""
 
 
-def counted_micro_batches(count: Any, train: dict[str, Any], where: str) -> ConfigError:
+def counted_micro_batches(count: Any, train: dict[str, Any], source: str) -> ConfigError:
     """The error for `train.eval_batches`, with the value of `train.eval_samples` that evaluates as much.
 
     Args:
@@ -142,7 +142,7 @@ def counted_micro_batches(count: Any, train: dict[str, Any], where: str) -> Conf
         train: the settings of the section so far, not validated.
     """
     micro = train.get("micro_batch_size", section_fields()["train"]["micro_batch_size"].default)
-    cause = f"train.eval_batches={shown(count)}{_in(where)} counted the micro-batches of each rank"
+    cause = f"train.eval_batches={shown(count)}{_in(source)} counted the micro-batches of each rank"
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in (count, micro)):
         return ConfigError(cause, "set train.eval_samples, a number of samples over all ranks")
     named = os.environ.get("WORLD_SIZE", "")
@@ -155,22 +155,22 @@ def counted_micro_batches(count: Any, train: dict[str, Any], where: str) -> Conf
     )
 
 
-def unknown_key(path: Path, where: str) -> ConfigError:
+def unknown_key(path: Path, source: str) -> ConfigError:
     """The error for a key that no section has."""
     fields = section_fields()
     if (dotted := ".".join(path[:2])) in _REFUSED:
         reason, fix = _REFUSED[dotted]
-        return ConfigError(f"{dotted} {reason}{_in(where)}", fix)
-    meant = suggest(path)
-    kind = "key" if path[0] in fields or "." in meant else "section"
+        return ConfigError(f"{dotted} {reason}{_in(source)}", fix)
+    suggestion = suggest(path)
+    kind = "key" if path[0] in fields or "." in suggestion else "section"
     name = ".".join(path[:2]) if kind == "key" else path[0]
-    if meant:
-        fix = f"did you mean {meant}?"
+    if suggestion:
+        fix = f"did you mean {suggestion}?"
     elif kind == "key":
         fix = f"keys of {path[0]}: {', '.join(fields[path[0]])}"
     else:
         fix = f"sections: {', '.join(fields)}"
-    return ConfigError(f"unknown {kind} {one_line(name, 80)}{_in(where)}", fix)
+    return ConfigError(f"unknown {kind} {one_line(name, 80)}{_in(source)}", fix)
 
 
 @lru_cache(maxsize=1)
@@ -233,32 +233,32 @@ _OFF = {
 """Numbers that other tools set to 0 to switch a feature off → what does it here."""
 
 
-def wrong_value(path: Path, value: Any, where: str) -> ConfigError:
+def wrong_value(path: Path, value: Any, source: str) -> ConfigError:
     """The error for a value of the wrong type or out of range."""
-    dotted, wanted = ".".join(path[:2]), expected(path[0], path[1])
-    if (given := f"{dotted}={value}") in _REFUSED:
-        reason, fix = _REFUSED[given]
-        return ConfigError(f"{given} {reason}{_in(where)}", fix)
+    dotted, accepted = ".".join(path[:2]), expected(path[0], path[1])
+    if (assignment := f"{dotted}={value}") in _REFUSED:
+        reason, fix = _REFUSED[assignment]
+        return ConfigError(f"{assignment} {reason}{_in(source)}", fix)
     default = section_fields()[path[0]][path[1]].default
     if isinstance(value, float) and not math.isfinite(value):
-        wanted = wanted.replace("a number", "a finite number", 1)
+        accepted = accepted.replace("a number", "a finite number", 1)
     fix = f"the default is {dotted}={default if isinstance(default, str) else shown(default, 100)}"
-    if isinstance(value, (int, float)) and wanted.startswith("text"):
+    if isinstance(value, (int, float)) and accepted.startswith("text"):
         fix = f'quote it: "{shown(value)}"'
     elif dotted in _OFF and (not value or _is_negative(value) or str(value).lower() in ("off", "no", "none", "never")):
         fix = f"set {dotted}=null: {_OFF[dotted]}"
     elif dotted == "data.columns":
         fix = _columns_fix(value)
-    elif wanted == "a mapping":
+    elif accepted == "a mapping":
         fix = f"quote it, with a space behind each colon: '{dotted}={{key: value}}'"
-    elif isinstance(value, str) and wanted.startswith("one of "):
-        choices = wanted.removeprefix("one of ").removesuffix(", or null").split(", ")
-        meant = _VALUE_SYNONYMS.get(value.lower(), value.lower())
-        close = difflib.get_close_matches(meant, choices, n=1, cutoff=0.7)
-        close = close or [choice for choice in choices if set(meant.split("_")) <= set(choice.split("_"))]
+    elif isinstance(value, str) and accepted.startswith("one of "):
+        choices = accepted.removeprefix("one of ").removesuffix(", or null").split(", ")
+        word = _VALUE_SYNONYMS.get(value.lower(), value.lower())
+        close = difflib.get_close_matches(word, choices, n=1, cutoff=0.7)
+        close = close or [choice for choice in choices if set(word.split("_")) <= set(choice.split("_"))]
         if close:
             fix = f"did you mean {' or '.join(f'{dotted}={choice}' for choice in close)}?"
-    return ConfigError(f"{dotted}={shown(value)}{_in(where)}, expected {wanted}", fix)
+    return ConfigError(f"{dotted}={shown(value)}{_in(source)}, expected {accepted}", fix)
 
 
 def _is_negative(value: Any) -> bool:
@@ -310,8 +310,8 @@ def combined(errors: list[ConfigError]) -> ConfigError:
     return ConfigError("\n".join([f"{len(errors)} settings are not valid", *lines]), "correct each of them")
 
 
-def _in(where: str) -> str:
-    return f" ({where})" if where else ""
+def _in(source: str) -> str:
+    return f" ({source})" if source else ""
 
 
 def one_line(text: str, limit: int = 200) -> str:

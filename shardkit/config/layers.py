@@ -104,7 +104,7 @@ class Layers:
         Raises:
             ConfigError: the message names every problem in the file and in the overrides' values.
         """
-        given = {section: dict(keys) for section, keys in self._tree.items()}
+        set_keys = {section: dict(keys) for section, keys in self._tree.items()}
         sizes = self._preset_sizes()
         self._problems += self._bools_as_numbers()
         train = self._tree.get("train", {})
@@ -117,7 +117,7 @@ class Layers:
             raise combined([*self._problems, *from_validation(error, self._tree, self._where)]) from None
         if self._problems:
             raise combined(self._problems)
-        return config, self._sources(config, given, sizes)
+        return config, self._sources(config, set_keys, sizes)
 
     def _preset_sizes(self) -> dict[str, str]:
         """The sources of the preset's sizes; drops the file's sizes if the command line sets the preset."""
@@ -128,8 +128,8 @@ class Layers:
         sizes: list[Path] = [("model", key) for key in MODEL_PRESETS.get(preset, ())]
         sizes += [("model", "hf", key) for key in HF_PRESETS.get(preset, ())]
         if ("model", "preset") in self._overridden:
-            theirs: list[Path] = [("model", "hf", key) for key in _inner(self._tree, ("model", "hf", ""))]
-            for path in sizes + theirs:  # keys of one model type mean nothing to another
+            model_keys: list[Path] = [("model", "hf", key) for key in _inner(self._tree, ("model", "hf", ""))]
+            for path in sizes + model_keys:  # keys of one model type mean nothing to another
                 if not self._is_overridden(path):
                     _inner(self._tree, path).pop(path[-1], None)
         return {".".join(path): f"preset {preset}" for path in sizes if path[-1] not in _inner(self._tree, path)}
@@ -150,12 +150,12 @@ class Layers:
                     del keys[key]
         return problems
 
-    def _sources(self, config: RunConfig, given: dict[str, dict[str, Any]], sizes: dict[str, str]) -> dict[str, str]:
+    def _sources(self, config: RunConfig, set_keys: dict[str, dict[str, Any]], sizes: dict[str, str]) -> dict[str, str]:
         sources = {}
         for path in _leaves(config.model_dump()):
             if ".".join(path) in sizes:
                 sources[".".join(path)] = sizes[".".join(path)]
-            elif path[1] not in given.get(path[0], {}):
+            elif path[1] not in set_keys.get(path[0], {}):
                 sources[".".join(path)] = "default"
             else:
                 sources[".".join(path)] = COMMAND_LINE if self._is_overridden(path) else self._file

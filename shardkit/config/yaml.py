@@ -39,29 +39,29 @@ class Document:
     lines: dict[Path, int] = field(default_factory=dict)
 
 
-def read_yaml(text: str, where: str) -> Document:
+def read_yaml(text: str, source: str) -> Document:
     """Parse one document into None, bool, int, float, str, lists and dicts with text keys.
 
     Raises:
         ConfigError: not YAML, duplicate or non-text keys, unsupported tags, nested or expanded beyond reason; the
-            message names `where` with the line, and the column if the text is not YAML.
+            message names `source` with the line, and the column if the text is not YAML.
     """
     try:
-        loader = _Loader(text, where)
+        loader = _Loader(text, source)
         node = loader.get_single_node()
         return Document() if node is None else Document(loader.value(node), loader.lines)
     except RecursionError:
-        raise _too_deep(where) from None
+        raise _too_deep(source) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        at = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        at = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         raise ConfigError(
             f"{at}: not YAML: {one_line(error.problem or error.context or 'cannot be parsed')}",
             "check indentation (no tabs), colons and quotes there; quote text that starts with * & ! or %",
         ) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an escape beyond the last code point
         raise ConfigError(
-            f"{where} is not YAML: {one_line(str(error))}", "use plain UTF-8 text without control characters"
+            f"{source} is not YAML: {one_line(str(error))}", "use plain UTF-8 text without control characters"
         ) from None
 
 
@@ -70,21 +70,21 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}
 
-    def __init__(self, text: str, where: str) -> None:
+    def __init__(self, text: str, source: str) -> None:
         super().__init__(text)
-        self.where, self.count, self.n_nodes = where, 0, 0
+        self.source, self.count, self.n_nodes = source, 0, 0
         self.lines: dict[Path, int] = {}
 
     def fetch_flow_collection_start(self, token_class: Any) -> None:
         # PyYAML looks at every open bracket again for each token: 20,000 of them would take half a minute.
         if self.flow_level > MAX_DEPTH:
-            raise _too_deep(self.where)
+            raise _too_deep(self.source)
         super().fetch_flow_collection_start(token_class)
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         self.n_nodes += 1
         if self.n_nodes > 2 * MAX_VALUES:  # keys are nodes too
-            raise _too_deep(self.where)
+            raise _too_deep(self.source)
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -138,7 +138,7 @@ class _Loader(yaml.SafeLoader):
         return check_plain(self.construct_object(node), self.at(node))
 
     def at(self, node: yaml.Node) -> str:
-        return f"{self.where}:{node.start_mark.line + 1}"
+        return f"{self.source}:{node.start_mark.line + 1}"
 
 
 for _tag, _pattern in _PATTERNS.items():
@@ -179,8 +179,8 @@ def check_plain(value: Any, name: str, depth: int = 0) -> Any:
     )
 
 
-def _too_deep(where: str) -> ConfigError:
+def _too_deep(source: str) -> ConfigError:
     return ConfigError(
-        f"{one_line(where)}: nested deeper than {MAX_DEPTH} levels, or more than {MAX_VALUES} values",
+        f"{one_line(source)}: nested deeper than {MAX_DEPTH} levels, or more than {MAX_VALUES} values",
         "flatten it; an anchor may not contain itself",
     )

@@ -634,7 +634,7 @@ def test_a_missing_file_is_not_answered_with_hidden_ones(tmp_path: Path) -> None
         ("train.eval_every=0", "set train.eval_every=null: null evaluates at the end alone, and train.eval_samples=0"),
         ("train.max_norm=0", "set train.max_norm=null: null switches it off"),
         ("train.ema_decay=off", "set train.ema_decay=null: null switches it off"),
-        ("data.columns={messages:dialog}", "'data.columns={messages: NAME}'"),
+        ("data.columns={messages:dialog}", "'data.columns={messages: dialog}'"),
         ("model.hf=hidden_size", "'model.hf={key: value}'"),
     ],
 )

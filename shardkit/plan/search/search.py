@@ -1,7 +1,8 @@
-"""Find the fastest setting that fits: trace every combination roughly, then the promising ones exactly.
+"""Find the fastest setting that fits: trace every combination roughly, then the promising combinations exactly.
 
-A combination is traced at its largest micro-batch, and at its smallest only if the largest does not fit. A larger
-micro-batch is never slower: the step has fewer passes, each with its gathers, its launches and its weights to read.
+A combination is traced at its largest micro-batch, and at its smallest only if the largest does not fit. Larger
+micro-batches are assumed to be at least as fast, since a step then has fewer passes, and every pass gathers and reads
+the weights and launches the kernels anew.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .axes import Combination, batch_settings, combinations, micro_batches, one_
 Load = Callable[[Sequence[str]], RunConfig]
 """Returns the config with more overrides."""
 _LOOSE = 1.25
-"""A rough estimate up to this factor above the limit is worth an exact trace."""
+"""A setting whose rough estimate exceeds the limit by at most this factor is traced exactly, since it may fit."""
 _MOST_WORKERS = 8
 INTERRUPTED = "interrupted"
 _LONGER = "give it longer, with --budget 600"
@@ -159,7 +160,7 @@ class Search:
         self._stack.close()
 
     def run(self) -> SearchResult:
-        """Trace and rank the combinations; Ctrl-C and the end of the budget return the results so far.
+        """Trace and rank the combinations. After Ctrl-C or at the end of the budget, rank those traced so far.
 
         Raises:
             KeyboardInterrupt: Ctrl-C before anything was found.
@@ -220,7 +221,7 @@ class Search:
             self._tell(f"traced {n_done} of {len(pairs)} roughly, about {remaining:.0f} s for the rest")
 
     def _learn(self, combination: Combination, rough: Setting) -> None:
-        """Keep a rough setting, and after that of the smallest micro-batch those between."""
+        """Store a rough setting. The smallest micro-batch's setting also adds interpolations up to the largest's."""
         if rough.micro_batch < self._sizes[-1]:
             for setting in self._between(rough, self._largest[combination]):
                 self._settings_by_key.setdefault((combination, setting.micro_batch), setting)
@@ -246,9 +247,9 @@ class Search:
                 hopes = [s for s in pareto(able) if s.estimate is None]
             if not hopes and best is not None and best.combination in self._at_one_end:
                 try:
-                    self._trace_roughly([best.combination], self._sizes[0])  # it is shown at every micro-batch
+                    self._trace_roughly([best.combination], self._sizes[0])  # for the report
                 except _OutOfTime:
-                    return  # and is certain without that
+                    return  # the best combination is certain without these
                 continue
             if not hopes:
                 return
@@ -279,7 +280,11 @@ class Search:
     def _traced(
         self, todo: Sequence[tuple[Combination, int]], rough: bool = False, until: float | None = None
     ) -> Iterator[tuple[tuple[Combination, int], Setting | str]]:
-        """Predictions in order, each a setting or the reason of a failure; those not begun by `until` are left out."""
+        """Predict in the planning processes, in order: for each pair a setting, or the reason why it cannot be planned.
+
+        Args:
+            until: pairs whose prediction has not begun at this time are left out.
+        """
         end = None if self._budget is None else self._begun + self._budget
         with ThreadPoolExecutor(self._workers) as pool:
             answers = [pool.submit(self._predict, combination, size, rough) for combination, size in todo]
@@ -290,7 +295,7 @@ class Search:
                             waiting.cancel()
                     if not answer.cancelled():
                         yield pair, answer.result(None if end is None else max(0.0, end - time.monotonic()))
-            except BaseException as error:  # Ctrl-C: nobody needs the rest
+            except BaseException as error:  # such as Ctrl-C: the remaining predictions are not needed
                 pool.shutdown(wait=False, cancel_futures=True)
                 for planner in self._planners:
                     planner.stop()
