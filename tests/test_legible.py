@@ -1,4 +1,4 @@
-"""The library can be read: names that say something, and paths that exist.
+"""The library can be read: names that say something, functions and modules of a size to read at once, paths that exist.
 
 The limits are the present counts or less. Lower one when you have made it true; never raise one.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -86,6 +86,12 @@ VAGUE = frozenset(
 """Names that are hardly better, and the next that come to mind."""
 
 MAX_PRONOUNS, MAX_VAGUE = 1631, 701
+MAX_FUNCTION, MAX_CLASS, MAX_MODULE = 60, 25, 450
+PURE_DATA = frozenset({"shardkit/config/schema.py", "shardkit/foreign/tables.py"})
+"""Modules that may be longer: the config's keys, and a table."""
+TWO_THINGS = frozenset({"ShardkitCallback"})
+"""Class names that stand for two things: the callbacks of two trainers, each named as its users expect."""
+
 MODULES = {
     str(path.relative_to(REPO)): ast.parse(path.read_text())
     for folder in ("shardkit", "launch")
@@ -120,6 +126,45 @@ def test_names_say_what_they_stand_for(words: frozenset[str], limit: int) -> Non
 def test_a_name_that_says_nothing_is_counted() -> None:
     names = [*bound_names(ast.parse("def f(found, *, path):\n    self._kept = [one for one in path]"))]
     assert sorted(names) == ["_kept", "f", "found", "one", "path"]
+
+
+def test_functions_can_be_read_at_once() -> None:
+    long = [
+        f"{path}:{node.lineno} {node.name}: {lines} lines"
+        for path, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION
+    ]
+    assert not long, f"functions of more than {MAX_FUNCTION} lines: {long}"
+
+
+def test_classes_have_one_subject() -> None:
+    large = [
+        f"{path}:{node.lineno} {node.name}: {members} methods and properties"
+        for path, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and (members := sum(isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) for child in node.body))
+        > MAX_CLASS
+    ]
+    assert not large, f"classes of more than {MAX_CLASS} methods and properties: {large}"
+
+
+def test_modules_have_one_subject() -> None:
+    lines = {path: (REPO / path).read_text().count("\n") for path in MODULES if path not in PURE_DATA}
+    long = {path: count for path, count in lines.items() if count > MAX_MODULE}
+    assert not long, f"modules of more than {MAX_MODULE} lines: {long}"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    paths: dict[str, list[str]] = defaultdict(list)
+    for path, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                paths[node.name].append(path)
+    twice = {name: found for name, found in paths.items() if len(found) > 1 and name not in TWO_THINGS}
+    assert not twice, f"one name for two classes: {twice}"
 
 
 def tracked(*patterns: str) -> list[Path]:

@@ -24,7 +24,7 @@ from .program import Overrides, Words
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
-    from ..foreign.translate import Job
+    from ..foreign.translate import ForeignJob
     from ..plan.search.ladder import Step
     from ..plan.search.max_model import Boundary
 
@@ -82,7 +82,9 @@ def ladder(
     _print_and_save(ladders.climb(load, rungs, target, try_it), target.device_memory, out)
 
 
-def _ladder_of_files(job: Job, settings: Sequence[str], cards: CardOptions, rungs: Sequence[str], out: Path) -> None:
+def _ladder_of_files(
+    job: ForeignJob, settings: Sequence[str], cards: CardOptions, rungs: Sequence[str], out: Path
+) -> None:
     """Predict the rungs of a job of other tools' files; its loop is not run."""
     from ..foreign.advice import climb
     from ..foreign.show import OVERRIDES

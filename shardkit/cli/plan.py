@@ -13,12 +13,12 @@ from .program import Overrides, Text, Words
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
-    from ..foreign.translate import Job
+    from ..foreign.translate import ForeignJob
     from ..plan.advise import Change
     from ..plan.client import Planner
     from ..plan.model.estimate import MemoryEstimate
     from ..plan.target import Target
-    from .plan_job import Subject
+    from .plan_job import PlanJob
 
 GpuName = Annotated[Text, typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")]
 GpuMemory = Annotated[Text, typer.Option(metavar="80GB", help="Per GPU, if not the card's.")]
@@ -179,14 +179,14 @@ def plan(
 
 def subject_of_config(
     path: str | None, overrides: list[str], cards: CardOptions, search: SearchOptions, as_json: bool
-) -> Subject | None:
+) -> PlanJob | None:
     """The job of a config; `None` after a search from the config.
 
     Args:
         path: a YAML file; None for the defaults.
     """
     from ..plan.advise import changes_that_fit
-    from .plan_job import Subject
+    from .plan_job import PlanJob
     from .program import load
 
     def loaded(changes: Sequence[str] = ()) -> RunConfig:
@@ -201,16 +201,16 @@ def subject_of_config(
     def advisor(estimate: MemoryEstimate, planner: Planner) -> list[Change]:
         return changes_that_fit(config, estimate, target, lambda changes: planner.predict(loaded(changes)))
 
-    return Subject("the defaults" if path is None else Path(path).name, config, target, advisor)
+    return PlanJob("the defaults" if path is None else Path(path).name, config, target, advisor)
 
 
 def subject_of_files(
-    job: Job, settings: list[str], cards: CardOptions, search: SearchOptions, as_json: bool
-) -> Subject | None:
+    job: ForeignJob, settings: list[str], cards: CardOptions, search: SearchOptions, as_json: bool
+) -> PlanJob | None:
     """The job of other tools' files, whose keys are printed first; `None` after a search from the job."""
     from ..foreign.advice import changes_in_files
     from ..foreign.show import OVERRIDES, details, mapping, save
-    from .plan_job import Details, Subject
+    from .plan_job import Details, PlanJob
 
     overrides = [*OVERRIDES, *settings]
     if not as_json:
@@ -221,7 +221,7 @@ def subject_of_files(
         job.refuse_unplanned()
         search.run(str(save(job, search.out)), settings, target, cards.memory_cap, as_json)
         return None
-    return Subject(
+    return PlanJob(
         job.name,
         config,
         target,
@@ -250,7 +250,7 @@ def read_path(config: str | None, job_files: FileOptions) -> str | None:
 
 def read_files(
     config: str | None, overrides: list[str], job_files: FileOptions, gpus: int | None
-) -> tuple[Job, list[str]]:
+) -> tuple[ForeignJob, list[str]]:
     """The job of other tools' files, and the settings on the command line.
 
     `--from a.yaml b.json`: to typer, the second file stands in the place of a config.

@@ -43,7 +43,7 @@ def no_details(estimate: MemoryEstimate) -> Details:
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanJob:
     """A job to plan.
 
     Attributes:
@@ -63,7 +63,7 @@ class Subject:
     not_planned: Sequence[str] = ()
 
 
-def print_plan(subject: Subject, as_json: bool, advice: bool) -> int:
+def print_plan(subject: PlanJob, as_json: bool, advice: bool) -> int:
     """Plan a job, print the plan, and return the exit code.
 
     Args:

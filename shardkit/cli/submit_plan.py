@@ -14,7 +14,7 @@ from .program import OPTION_WORDS, SCRIPT_WORDS, Program, Text, Words, index_of_
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
-    from ..foreign.translate import Job as TheirJob
+    from ..foreign.translate import ForeignJob
     from ..launch.spec import JobSpec
     from ..plan.advise import Change
     from ..plan.client import Planner
@@ -160,7 +160,7 @@ def _plan_by_files(
     return estimate, config
 
 
-def only_for_accelerates_launcher(job: TheirJob) -> Iterator[str]:
+def only_for_accelerates_launcher(job: ForeignJob) -> Iterator[str]:
     """A warning that ranks of torchrun do not read Accelerate's file, if the plan rests on it."""
     source = next((file for file in job.files if file.tool == "accelerate"), None)
     if source is None:

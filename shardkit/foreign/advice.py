@@ -18,14 +18,18 @@ from ..plan.search.ladder import Rung, Step
 from ..plan.target import Target
 from .phrases import BUCKETS, Tool, phrase
 from .rewrite import READERS, ChangedJob, NoKey, as_mapping, change_files, merge, without_techniques
-from .translate import Job
+from .translate import ForeignJob
 
 LIMIT_S = 90.0
 """Most seconds for the plans of one post-mortem."""
 
 
 def changes_in_files(
-    job: Job, overrides: Sequence[str], estimate: MemoryEstimate, planner: Planner, has_checkpointing: bool = True
+    job: ForeignJob,
+    overrides: Sequence[str],
+    estimate: MemoryEstimate,
+    planner: Planner,
+    has_checkpointing: bool = True,
 ) -> list[Change]:
     """Like `changes_that_fit`, for a job of other tools: each change that its files can express, planned in their loop.
 
@@ -44,7 +48,7 @@ def changes_in_files(
     return [replace(change, said=texts[change.settings]) for change in changes]
 
 
-def climb(job: Job, overrides: Sequence[str], rungs: Sequence[Rung], target: Target) -> Iterator[Step]:
+def climb(job: ForeignJob, overrides: Sequence[str], rungs: Sequence[Rung], target: Target) -> Iterator[Step]:
     """Predict a job of other tools: as it is, without its techniques, then each rung on top of those below it.
 
     A rung that no key means is refused with the reason, and those above it go on without it.
@@ -104,7 +108,7 @@ class ToolKeys:
             worded.append(Advice(text, buckets[1], "none to speak of", reason))
         return sorted(worded, key=lambda change: -(change.saving_bytes or 0))
 
-    def planned(self, advice: list[Advice], job: Job, target: Target, overrides: Sequence[str]) -> list[Advice]:
+    def planned(self, advice: list[Advice], job: ForeignJob, target: Target, overrides: Sequence[str]) -> list[Advice]:
         """Planned changes, those that fit first and pairs if no single one does, then the rest of `advice`.
 
         Args:
@@ -127,7 +131,9 @@ class ToolKeys:
         unplanned = [change for change in advice if change.change not in planned_texts]
         return planned[:n_fitting] + unplanned + planned[n_fitting:]
 
-    def _changes(self, job: Job, target: Target, overrides: Sequence[str]) -> tuple[MemoryEstimate, list[Change]]:
+    def _changes(
+        self, job: ForeignJob, target: Target, overrides: Sequence[str]
+    ) -> tuple[MemoryEstimate, list[Change]]:
         """The job's estimate, and planned changes of the job: all that `LIMIT_S` leaves time for."""
         config = job.load(overrides).config
         with Planner(target, loop=job.loop) as planner:

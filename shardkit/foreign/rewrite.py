@@ -17,7 +17,7 @@ from .files import File, flatten
 from .gather import prefixed
 from .phrases import ZERO, Tool, phrase
 from .tools import RECIPES, base
-from .translate import Job, nested
+from .translate import ForeignJob, nested
 
 _SHARDED = ("fsdp", "hsdp")
 READERS: tuple[Tool, ...] = ("trainer", "trl", "llamafactory", "axolotl", "accelerate", "deepspeed")
@@ -42,7 +42,7 @@ class ChangedJob:
     """
 
     text: str
-    job: Job
+    job: ForeignJob
     overrides: tuple[str, ...]
 
     def load(self) -> LoadedConfig:
@@ -55,7 +55,7 @@ class ChangedJob:
 
 
 def change_files(
-    job: Job, overrides: Sequence[str], settings: Sequence[str], has_checkpointing: bool = True
+    job: ForeignJob, overrides: Sequence[str], settings: Sequence[str], has_checkpointing: bool = True
 ) -> ChangedJob:
     """Write settings, such as `parallel.strategy=zero2`, into a job's files, and read the changed files again.
 
@@ -97,7 +97,7 @@ def change_files(
     return changed_job
 
 
-def without_techniques(job: Job, overrides: Sequence[str]) -> ChangedJob:
+def without_techniques(job: ForeignJob, overrides: Sequence[str]) -> ChangedJob:
     """The job without engine, half precision and checkpointing, as far as its files decide them."""
     data_parallel = "ddp" if job.gpus > 1 else "single"
     is_sharded = _kind(job.settings["parallel.strategy"]) != ""
@@ -119,7 +119,9 @@ def without_techniques(job: Job, overrides: Sequence[str]) -> ChangedJob:
 _RECOMPUTES = ("gradient_checkpointing", "activation_checkpointing")
 
 
-def _reread(job: Job, files: Sequence[File], overrides: Sequence[str], script_changes: Sequence[str]) -> ChangedJob:
+def _reread(
+    job: ForeignJob, files: Sequence[File], overrides: Sequence[str], script_changes: Sequence[str]
+) -> ChangedJob:
     """The job of changed files. Settings of the loop that the changed files lost become overrides."""
     assert job.reread is not None
     changed = job.reread(files)
@@ -138,11 +140,11 @@ def _kind(strategy: str) -> str:
     return "zero" if strategy in ZERO else "fsdp" if strategy in _SHARDED else ""
 
 
-def _file_names(job: Job) -> str:
+def _file_names(job: ForeignJob) -> str:
     return " + ".join(Path(file.name).name for file in job.files if file.tool in READERS)
 
 
-def _tools_to_change(job: Job, files: Sequence[File], key: str, engine: str) -> list[Tool]:
+def _tools_to_change(job: ForeignJob, files: Sequence[File], key: str, engine: str) -> list[Tool]:
     """The tools whose files decide a setting now; if no file does, the tool in whose file it belongs."""
     tools = {file.tool for file in files}
     if key == "parallel.strategy":
@@ -166,7 +168,7 @@ def _means(setting: Any, requested: str) -> bool:
     return text == requested or (requested, text) == ("bf16", "pure_bf16")  # a bf16 model keeps its type there
 
 
-def _without_engine(job: Job, strategy: str) -> list[File]:
+def _without_engine(job: ForeignJob, strategy: str) -> list[File]:
     """The files of plain data parallelism; DeepSpeed's own is kept, at stage 0, if there is no other."""
     tools = {file.tool for file in job.files}
     files = []
@@ -206,7 +208,7 @@ def _with_keys(files: Sequence[File], tool: Tool, tree: Mapping[str, Any]) -> li
     return [*changed, File(f"{name}: deepspeed", "deepspeed", flatten(deepspeed_tree))]
 
 
-def _differences(job: Job, files: Sequence[File]) -> Iterator[str]:
+def _differences(job: ForeignJob, files: Sequence[File]) -> Iterator[str]:
     """What changed, file by file, as one would write it there."""
     old_files = {file.tool: file for file in job.files}
     n_files = sum(file.tool in READERS and ": " not in file.name for file in job.files)

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from ..config.schema import RunConfig
     from ..plan.model.estimate import MemoryEstimate
     from .together import FileKey
-    from .translate import Job
+    from .translate import ForeignJob
 
 OVERRIDES = ("train.eval_samples=0",)
 """Overrides of every job of other tools: shardkit's evaluation is not part of their loops."""
 _WIDTH = 46
 
 
-def mapping(job: Job) -> Iterator[str]:
+def mapping(job: ForeignJob) -> Iterator[str]:
     """Line by line, where every key of the files ended."""
     from .files import family
 
@@ -32,14 +32,14 @@ def mapping(job: Job) -> Iterator[str]:
         yield from (_row(f"{setting}={_value(value)}", reason) for setting, value, reason in job.added)
 
 
-def show_notes(job: Job) -> Iterator[str]:
+def show_notes(job: ForeignJob) -> Iterator[str]:
     """What in the files silently changes the mathematics, and misspelt keys, each with its fix."""
     for note in job.notes:
         yield f"note: {note.cause}"
         yield f"  fix: {note.fix}"
 
 
-def left_out(job: Job, config: RunConfig, estimate: MemoryEstimate) -> Iterator[str]:
+def left_out(job: ForeignJob, config: RunConfig, estimate: MemoryEstimate) -> Iterator[str]:
     """Differences that the plan does not have, each with its most bytes, and whether these still fit."""
     from ..errors import gib
 
@@ -72,7 +72,7 @@ class Moment:
     fix: str = ""
 
 
-def moments(job: Job, config: RunConfig, estimate: MemoryEstimate) -> list[Moment]:
+def moments(job: ForeignJob, config: RunConfig, estimate: MemoryEstimate) -> list[Moment]:
     """Loading and saving in the tool's loop, in bytes of one rank."""
     from ..config.capability import mesh_shape
     from .transfers import Sizes
@@ -126,7 +126,7 @@ def _misfit(row: Moment, amount: str) -> Iterator[str]:
         yield f"  fix: {row.fix}"
 
 
-def _line(job: Job, file_key: FileKey) -> str:
+def _line(job: ForeignJob, file_key: FileKey) -> str:
     """The row of a key that has a counterpart."""
     if any(problem.kind == "contradiction" and file_key.key in problem.keys for problem in job.problems):
         return _row(f"{file_key.key}: {_value(file_key.value)}", "→ contradicted")
@@ -135,7 +135,7 @@ def _line(job: Job, file_key: FileKey) -> str:
     return _row(f"{file_key.key}: {_value(file_key.value)}", "→ " + "; ".join(filter(None, (text, file_key.note))))
 
 
-def _shown(job: Job, setting: str, value: Any) -> str:
+def _shown(job: ForeignJob, setting: str, value: Any) -> str:
     """A setting as the plan has it; pseudo-keys as what they decided."""
     if setting in ("fp16", "bf16", "tf32"):
         return f"precision.mode={job.settings['precision.mode']}" if value else f"not {setting}"
@@ -185,7 +185,7 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
-def as_json(job: Job) -> dict[str, Any]:
+def as_json(job: ForeignJob) -> dict[str, Any]:
     """The mapping for programs."""
     return {
         "keys": [
@@ -201,7 +201,7 @@ def as_json(job: Job) -> dict[str, Any]:
 
 
 def details(
-    job: Job, config: RunConfig, estimate: MemoryEstimate, ranks_per_node: int
+    job: ForeignJob, config: RunConfig, estimate: MemoryEstimate, ranks_per_node: int
 ) -> tuple[list[str], list[str], dict[str, Any]]:
     """What a printed plan of other tools' files has beyond the estimate.
 
@@ -219,7 +219,7 @@ def details(
     return [*lines, *left_out(job, config, estimate)], too_large, fields
 
 
-def save(job: Job, folder: Path) -> Path:
+def save(job: ForeignJob, folder: Path) -> Path:
     """Write the job's config as `from.yaml`, for a search over engines: without keys that only some of them take."""
     import yaml
 

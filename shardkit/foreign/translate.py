@@ -60,7 +60,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Job:
+class ForeignJob:
     """A job of other tools, in keys here.
 
     Attributes:
@@ -88,7 +88,7 @@ class Job:
     gpus: int
     gpus_per_node: int | None
     loop: Settings = field(default_factory=dict)
-    reread: Callable[[Sequence[File]], Job] | None = field(default=None, repr=False, compare=False)
+    reread: Callable[[Sequence[File]], ForeignJob] | None = field(default=None, repr=False, compare=False)
     adapter: Settings = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
     expandable = False
@@ -155,7 +155,7 @@ def read_job(
     gpus: int | None = None,
     peft: str | Path | None = None,
     overrides: Sequence[str] = (),
-) -> Job:
+) -> ForeignJob:
     """Read files of other tools that are used together in one job.
 
     The tools are Accelerate, DeepSpeed, transformers' Trainer, TRL, LLaMA-Factory, axolotl and peft.
@@ -178,7 +178,7 @@ def read_job(
     config = {} if path is None else read_model(path)
     command_line = {str(key): value for key, value in map(split_override, overrides)}
 
-    def made(files: Sequence[File]) -> Job:
+    def made(files: Sequence[File]) -> ForeignJob:
         job = translate(combine(list(files), config, list(problems), command_line), path, gpus)
         return replace(job, reread=made)
 
@@ -197,7 +197,7 @@ def nested(settings: Settings) -> dict[str, Any]:
     return tree
 
 
-def translate(job: Together, model: str | None, gpus: int | None) -> Job:
+def translate(job: Together, model: str | None, gpus: int | None) -> ForeignJob:
     """The job in keys here."""
     work = _Translation(job, model, gpus)
     work.strategy()
@@ -207,7 +207,7 @@ def translate(job: Together, model: str | None, gpus: int | None) -> Job:
     work.loop()
     work.drop_what_does_nothing()
     machines, loop, spare = work.machines or 1, work.other_loop(), work.drop_an_adapter_that_is_off()
-    return Job(
+    return ForeignJob(
         tuple(job.files), tuple(job.file_keys), job.settings, tuple(work.added), tuple(work.left_out()),
         work.transfers(), tuple(job.problems), work.gpus, work.gpus // machines if work.gpus % machines == 0 else None,
         loop, adapter=spare, notes=notes(job),

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
 from ..foreign.advice import LIMIT_S, ToolKeys
 from ..foreign.phrases import Tool
-from ..foreign.translate import Job, read_job
+from ..foreign.translate import ForeignJob, read_job
 from ..launch.failures import failure, job_starts
 from ..memory.ledger import MemoryLedger
 from ..memory.loop_hooks import LoopHooks
@@ -358,7 +358,7 @@ class Watching:
             target = target_of(self._loop.device, self._ranks.size, self._ranks.local_size, cap)
             return tool_keys.planned(advice, job, target, overrides)
 
-    def _job(self, folder: Path) -> Job | None:
+    def _job(self, folder: Path) -> ForeignJob | None:
         """The job that the tool's files and objects describe; a model config without a file is written to `folder`."""
         contents = self._settings.contents
         names = [*self._settings.files, *(() if contents is None else contents())]

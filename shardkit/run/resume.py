@@ -18,7 +18,7 @@ from . import directory
 from .job import Job
 
 
-class Start:
+class StartingPoint:
     """The start of a run: new weights, those of `model.init_from`, or a checkpoint that suits the run.
 
     Args:

@@ -35,7 +35,7 @@ from .profiler import Profiler
 from .recorder import open_recorder
 from .records import Record, StepRecords
 from .requests import Requests
-from .resume import Start, position_of
+from .resume import StartingPoint, position_of
 from .same_data import check_same_data, check_same_digests
 from .saves import Saves, note_save
 from .schedule import make_loader, make_schedule
@@ -82,7 +82,7 @@ class Trainer:
 
     run_dir: Path
     owner: Owner | None
-    start: Start
+    start: StartingPoint
 
     stop: StopRequest
     watchdog: Watchdog
@@ -127,7 +127,7 @@ class Trainer:
     def _build_model(self) -> None:
         """Build and wrap the model; its weights may still have to be loaded."""
         job, task = self.job, self.task
-        self.start = Start(job, task, self.run_dir, self.schedule.n_samples, self._digests())
+        self.start = StartingPoint(job, task, self.run_dir, self.schedule.n_samples, self._digests())
         job.wrap(
             partial(build_model, self.config, task),
             block_classes=getattr(task, "block_classes", ()),

@@ -12,7 +12,7 @@ import yaml
 from shardkit.foreign.advice import ToolKeys, climb
 from shardkit.foreign.phrases import Tool, phrase
 from shardkit.foreign.rewrite import NoKey, change_files, without_techniques
-from shardkit.foreign.translate import Job, read_job
+from shardkit.foreign.translate import ForeignJob, read_job
 from shardkit.oom.advice import Advice
 from shardkit.plan.search.ladder import Rung, table
 from shardkit.plan.target import choose_target
@@ -133,7 +133,7 @@ LLAMA_FACTORY = {"model_name_or_path": "m", "finetuning_type": "full", "do_train
                  "disable_gradient_checkpointing": True}  # fmt: skip
 
 
-def described(folder: Path, **files: Any) -> Job:
+def described(folder: Path, **files: Any) -> ForeignJob:
     (folder / "config.json").write_text(json.dumps(LLAMA))
     return read_job(write(folder, **files), str(folder), 8)
 

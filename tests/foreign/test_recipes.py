@@ -13,7 +13,7 @@ from shardkit.errors import ConfigError, NotPlannedError
 from shardkit.foreign.axolotl import AXOLOTL_REMOVED
 from shardkit.foreign.combine import unknown_key
 from shardkit.foreign.tools import KEYS, RECIPES, find
-from shardkit.foreign.translate import Job, read_job
+from shardkit.foreign.translate import ForeignJob, read_job
 
 from .samples import TRAINER, ZERO3, write
 from .test_translate import MODEL
@@ -83,7 +83,7 @@ dtype: bfloat16
 """
 
 
-def recipe(folder: Path, text: str, **more: Any) -> Job:
+def recipe(folder: Path, text: str, **more: Any) -> ForeignJob:
     """The job of one recipe, with keys replaced or, with `None`, removed."""
     (folder / "config.json").write_text(json.dumps(more.pop("model", MODEL)))
     files = more.pop("files", {})
@@ -91,7 +91,7 @@ def recipe(folder: Path, text: str, **more: Any) -> Job:
     return read_job(write(folder, recipe__json=keys, **files), str(folder), 2)
 
 
-def fates(job: Job) -> dict[str, str]:
+def fates(job: ForeignJob) -> dict[str, str]:
     return {said.key: said.fate for said in job.said}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from shardkit.errors import ConfigError, NotPlannedError
 from shardkit.foreign.transfers import Sizes
-from shardkit.foreign.translate import Job, read_job
+from shardkit.foreign.translate import ForeignJob, read_job
 
 from .samples import DDP, DUMMIES, FSDP1, FSDP2, TRAINER, ZERO2, ZERO3, write
 
@@ -25,12 +25,12 @@ ARGUMENTS = TRAINER + "per_device_train_batch_size: 3\nmax_grad_norm: 0.5\n"
 OPEN = ["train.seq_len=64", "train.micro_batch_size=2"]
 
 
-def job(folder: Path, gpus: int | None = None, model: dict[str, Any] = MODEL, **files: Any) -> Job:
+def job(folder: Path, gpus: int | None = None, model: dict[str, Any] = MODEL, **files: Any) -> ForeignJob:
     (folder / "config.json").write_text(json.dumps(model))
     return read_job(write(folder, **files), str(folder), gpus)
 
 
-def fates(found: Job) -> dict[str, str]:
+def fates(found: ForeignJob) -> dict[str, str]:
     return {said.key: said.fate for said in found.said}
 
 
@@ -265,7 +265,7 @@ def test_differences_that_a_plan_does_not_have_are_said_with_their_bytes(tmp_pat
 SIZES = Sizes(params=1000, largest=100, largest_block=200, shards=4)
 
 
-def moments(found: Job) -> dict[tuple[str, str, bool], tuple[int, int, int]]:
+def moments(found: ForeignJob) -> dict[tuple[str, str, bool], tuple[int, int, int]]:
     """(phase, ranks, expected) → bytes on the device, on the host, mapped."""
     return {
         (one.phase, one.ranks, one.expected): (one.on_device(SIZES, 7), one.on_host(SIZES), one.in_file(SIZES))
@@ -329,7 +329,7 @@ LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "tar
         "bias": "none", "use_dora": False, "rank_pattern": {}, "inference_mode": True}  # fmt: skip
 
 
-def adapted(folder: Path, adapter: Any, **files: Any) -> Job:
+def adapted(folder: Path, adapter: Any, **files: Any) -> ForeignJob:
     (folder / "config.json").write_text(json.dumps(MODEL))
     (peft,) = write(folder, adapter_config__json=adapter)
     return read_job(write(folder, **files), str(folder), 2, peft)
