@@ -1,7 +1,8 @@
-"""Rows of a data set as text, with the parts of it that are to be predicted: plain text, conversations, prompts.
+"""Turn rows (plain text, conversations, prompts with completions) into text, and mark the characters to predict.
 
-Chat templates run in transformers' sandbox alone. Without `{% generation %}` in the template, the assistant's parts are
-found by rendering the conversation up to each of its turns. No torch, no tokenizer: these functions run in workers.
+Chat templates run in transformers' sandbox only. If a template does not mark the assistant's turns with
+`{% generation %}`, they are located by rendering the conversation up to each turn. This module imports neither torch
+nor a tokenizer, because worker processes load it.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from .rows.columns import TOOLS, Columns, RowError, plain
 LossOn = Literal["all", "assistant", "completion"]
 Span = tuple[int, int]
 TEMPLATE_S = 20
-"""Longest time that a template may take for one conversation."""
+"""Most seconds that a template may take to render one conversation."""
 TEMPLATE_BYTES = 1 << 30
-"""Most memory that a template may take for one conversation, beside what the process has."""
+"""Most bytes by which the process may grow while a template renders one conversation."""
 _LONGEST = 1 << 26
+"""Most characters that a template may make of one conversation, whatever its length."""
 _ADDED, _GROWTH = 1 << 14, 64
-"""Characters that a template may add to its own and the conversation's, and its characters for one of these."""
+"""A template may write this many characters of its own, and this many for each character of the conversation."""
 _REASON = 300
-"""Most characters of a template's own message."""
+"""Most characters that an error quotes of a message raised by a template."""
 READS_CLOCK = "strftime_now"
-"""The name by which templates ask for the time."""
+"""The function that templates call to read the clock."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function": "tool"}
-"""ShareGPT's names of roles, and ours."""
+"""ShareGPT's role → the usual role."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ class Text:
     """The text of one sample; a row makes one or several of them.
 
     Attributes:
-        spans: ranges of characters to predict; None = all of them.
-        rendered: a chat template made it, which has put the special tokens in.
-        row_text: the text by which the row falls to training or validation, if it is not `text`: all samples of a row
-            fall to the same side.
+        spans: ranges of characters to predict; None = all characters.
+        rendered: whether a chat template wrote the text; it then contains the special tokens already.
+        row_text: the text whose hash puts the row into the training or validation split, if it differs from `text`.
+            All samples of a row have the same one, so that they stay in one split.
     """
 
     text: str
@@ -56,7 +58,7 @@ class Text:
 
 
 def renderer() -> Any:
-    """transformers' function that renders templates. The first call imports it, so it must not be under `limits`."""
+    """Import and return transformers' function that renders templates. Call it once outside of `limits`."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     return render_jinja_template
@@ -64,25 +66,29 @@ def renderer() -> Any:
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template and the special tokens that it may use by name."""
+    """A chat template, and the special tokens that it can refer to by name."""
 
     source: str
     special: dict[str, str]
 
     @property
     def marks_turns(self) -> bool:
-        """Whether it marks the assistant's parts with `{% generation %}`."""
+        """Whether the template marks the assistant's turns with `{% generation %}`."""
         return _GENERATION.search(self.source) is not None
 
     def render(
         self, messages: list[dict[str, Any]], tools: Any = None, *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """The conversation's text and the ranges that the template marks; `prompt` adds the start of a reply.
+        """Render a conversation; returns the text and the ranges of characters that the template marks as replies.
+
+        Args:
+            prompt: also write the start of a reply, as for generation.
 
         Raises:
             RowError: the template rejects these messages.
-            DataError: the template cannot be used at all: bad syntax, forbidden by the sandbox, too much text.
-            MemoryError: it takes more memory than it may, see `limits`.
+            DataError: the template is of no use for any row: bad syntax, an operation that the sandbox forbids, or too
+                much text.
+            MemoryError: the template needs more memory than `limits` allows.
         """
         import jinja2
         from jinja2.exceptions import SecurityError
@@ -96,11 +102,11 @@ class Template:
                 add_generation_prompt=prompt,
                 **self.special,
             )
-        except (DataError, MemoryError):  # of `limits`
+        except (DataError, MemoryError):  # raised by `limits`
             raise
         except (jinja2.TemplateSyntaxError, SecurityError, OverflowError, ImportError) as error:
             raise _unusable(f"{type(error).__name__}: {_reason(error)}") from error
-        except Exception as error:  # a template can make Python raise anything: {{ 1 / 0 }}
+        except Exception as error:  # a template can raise any error of Python: {{ 1 / 0 }}
             raise RowError(f"the chat template rejects it: {_reason(error)}") from error
         text, spans = texts[0], [(start, end) for start, end in (marked[0] if marked else []) if start < end]
         if len(text) > self._most(len(text), messages, tools):
@@ -118,16 +124,16 @@ class Template:
 
 
 def at_date(source: str, day: date) -> str:
-    """The source of a template for which today is always `day`, at midnight.
+    """Return the template's source, changed so that its clock always shows midnight of `day`.
 
-    Seconds since the epoch (%s) stay as they are written, as they depend on the node's time zone. The template gets a
-    macro `strftime_now`, which hides transformers' function of that name.
+    A macro `strftime_now` is put in front, which hides transformers' function of the same name. `%s`, the seconds since
+    the epoch, is left unformatted, because it depends on the node's time zone.
     """
     values = {letter: day.strftime(f"%{letter}") for letter in ascii_letters.replace("s", "")}
     values |= {f"-{letter}": day.strftime(f"%-{letter}") for letter in "dmyHIjMS"}
     rename = "".join(f" | replace({'%' + key!r}, {value!r})" for key, value in sorted(values.items()))
     macro = f"{{{{ format | replace('%%', '\\0'){rename} | replace('\\0', '%') }}}}"
-    # The macro is no line of its own, so that jinja2 trims the template's first line as before.
+    # The macro stays on the first line, so that jinja2 trims white space there as it did before.
     first_line = re.sub(r"\A[ \t]+(?=\{[%#](?!\+))", "", source)
     return f"{{% macro strftime_now(format) %}}{macro}{{% endmacro %}}{{{{ '' }}}}{first_line}"
 
@@ -145,12 +151,12 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def limits(seconds: float, n_bytes: int = TEMPLATE_BYTES) -> Iterator[None]:
-    """Interrupt a template that does not end, and refuse it memory beyond `n_bytes` more than the process has.
+    """Stop a template in this block after `seconds`, or when the process has grown by `n_bytes` (on Linux).
 
-    Other threads than the main one get no signals, and no limits. Memory is limited on Linux alone.
+    Only the main thread gets signals, so that nothing is limited in other threads.
 
     Raises:
-        DataError: the time is over, or memory has run out.
+        DataError: the template reached one of the limits.
     """
     try:
         if threading.current_thread() is threading.main_thread():
@@ -166,11 +172,12 @@ def limits(seconds: float, n_bytes: int = TEMPLATE_BYTES) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Turns a row into a `Text`.
+    """Turns a row into one or several `Text`s.
 
     Attributes:
-        loss_on: all = every token; assistant = the assistant's turns; completion = the last of them, or the completion.
-        ends: texts of tokens that may end a turn: white space behind them is not predicted.
+        loss_on: the text to predict: "all", the turns of the "assistant", or the "completion", which is the last of
+            these turns in a conversation.
+        ends: texts of special tokens that can end a turn. White space after such a token is not predicted.
     """
 
     columns: Columns
@@ -179,10 +186,10 @@ class RowReader:
     ends: tuple[str, ...] = ()
 
     def read(self, row: Mapping[str, Any]) -> list[Text]:
-        """The row's text: one sample, or several if the template changes earlier turns; see `_by_reply`.
+        """Return the row's samples: one, or several if the template changes earlier turns (see `_by_reply`).
 
         Raises:
-            RowError: says why the row cannot be used.
+            RowError: the row cannot be used; the message gives the reason.
             DataError: see `Template.render`.
         """
         values = self.columns.values(row)
@@ -227,11 +234,12 @@ class RowReader:
         return [Text(sample, spans, rendered=True, row_text=text) for sample, spans in samples]
 
     def _by_reply(self, messages: list[dict[str, Any]], tools: Any, text: str) -> list[tuple[str, list[Span]]]:
-        """The conversation as samples (text, ranges of the assistant's turns) in the order of their last turns.
+        """Split a conversation into samples, each a text with the ranges of the assistant's turns.
 
-        Each turn is predicted after the text that the model would have answered. `text`, the whole conversation, is the
-        only sample if the template renders each turn alike with and without later ones. Templates that drop the
-        reasoning of earlier turns do not: there the turns that `text` has changed are in samples that end with them.
+        A turn must be predicted after the same text that the model saw when it answered. If the template renders every
+        turn alike with and without later turns, the conversation's `text` is the only sample. Some templates drop the
+        reasoning of earlier turns: each turn that `text` shows in another form then goes into a sample that ends with
+        it. Samples are in the order of their last turns.
         """
         turns = self._turns(messages, tools, text)
         samples: list[tuple[str, list[Span]]] = []
@@ -245,7 +253,7 @@ class RowReader:
         return samples[::-1]
 
     def _turns(self, messages: list[dict[str, Any]], tools: Any, text: str) -> list[tuple[str, str]]:
-        """For each turn of the assistant the text that it answers, and the text through the turn's end."""
+        """Return for each turn of the assistant the text before it and the text through its end."""
         turns: list[tuple[str, str]] = []
         trailer = ""
         replies = [turn for turn, message in enumerate(messages) if message.get("role") == "assistant"]
@@ -265,7 +273,12 @@ class RowReader:
         return turns
 
     def _trailer(self, part: str, text: str) -> str:
-        """A token that the template puts behind the last turn, whichever that is; `part`: the text of some turns."""
+        """Return the token that the template writes after the last turn only, or an empty text.
+
+        Args:
+            part: the text of the first turns, rendered alone; it ends with such a token if there is one.
+            text: the text of all turns.
+        """
         if text.startswith(part):
             return ""
         stripped = part.rstrip()
@@ -276,7 +289,7 @@ class RowReader:
         return ""
 
     def _end(self, text: str) -> int:
-        """The end of a turn, without white space behind the token that ends it."""
+        """Return where a turn that ends `text` stops: before white space that follows its last special token."""
         stripped = text.rstrip()
         return len(stripped) if stripped.endswith(self.ends) else len(text)
 
@@ -289,6 +302,7 @@ class RowReader:
 
 
 def no_template() -> DataError:
+    """The error for conversations without a chat template."""
     return DataError(
         "the data are conversations, but the tokenizer has no chat template",
         "set data.chat_template to a file with one, or use the tokenizer of the model's instruction-tuned version",
@@ -305,7 +319,7 @@ def _string(values: Mapping[str, Any], use: str, columns: Columns, empty: bool =
 
 
 def _messages(value: Any, name: str) -> list[dict[str, Any]]:
-    """Messages with `role` and `content`, of either convention."""
+    """Return messages with `role` and `content`; ShareGPT's `from` and `value` are renamed."""
     if not isinstance(value, list):
         raise RowError(f"column {name} is {'missing' if value is None else f'no list but {type(value).__name__}'}")
     if not value:
@@ -335,7 +349,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-            plain(value)  # nulls in a text of JSON are there whatever the file's format, and stay
+            plain(value)  # checks the numbers; nulls stay, as a text of JSON has them in every file format
         except (ValueError, RecursionError) as error:
             raise RowError(f"column {TOOLS} is not JSON: {error}") from error
     if value in (None, []):

@@ -96,10 +96,10 @@ def best_fit_decreasing(lengths: npt.NDArray[Any], capacity: int) -> tuple[Ints,
 
 
 def nothing_left(cause: str, documents: DocumentSource, seq_len: int) -> DataError:
-    """The error for a split without a document: why there is none.
+    """Return the error for a split that has no document left.
 
     Args:
-        cause: what is said of a split that has no text.
+        cause: the first half of the message.
         seq_len: `train.seq_len`; the tokens of longer documents were cut off after it, or the documents left out.
     """
     counts = getattr(documents, "long", None)

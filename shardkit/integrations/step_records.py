@@ -11,7 +11,7 @@ import torch
 from ..telemetry.metrics import MetricsWriter
 
 
-class StepRecords:
+class LoopRecords:
     """Writes rank 0's record of each step, in order, once the GPU has computed its values."""
 
     def __init__(

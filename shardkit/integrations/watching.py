@@ -34,7 +34,7 @@ from ..telemetry.metrics import MetricsWriter
 from ..telemetry.progress import RunProgress
 from .foreign_loop import ForeignLoop, ObservedConfig
 from .ranks import LoopRanks
-from .step_records import StepRecords
+from .step_records import LoopRecords
 
 PLANNING = ".shardkit/planning"
 """The file by which the first rank that runs out of memory claims the planning of advice."""
@@ -137,7 +137,7 @@ class Watching:
         if settings.files:  # an unreadable file is an error now, not once memory has run out
             read_job(settings.files, settings.model_config, self._ranks.size)
         self._inside = ExitStack()
-        self._records: StepRecords | None = None
+        self._records: LoopRecords | None = None
         self._is_open = self._is_broken = self._is_described = False
         self._cap: MemoryCap | None = None
         self._owner: Owner | None = None
@@ -213,7 +213,7 @@ class Watching:
             if ranks.is_main:
                 (path / PLANNING).unlink(missing_ok=True)
                 shown = RunProgress(settings.total, steps_before, every=None) if settings.bars else None
-                self._records = StepRecords(
+                self._records = LoopRecords(
                     MetricsWriter(path, settings.tensorboard, steps_before), self._loop.optimizers[0],
                     None if shown is None else lambda record: shown.update(record, ranks.size, self.rows),
                 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which columns of a set of records a run reads, and a row's values in the form that every file format gives alike."""
+"""Choose the columns of a data set, and give a row's values the same form whatever its file format."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Columns:
 
     @property
     def read(self) -> list[str]:
+        """The names of the columns to read."""
         return list(self.names.values())
 
     def values(self, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Turn text into tokens, one per byte, and keep them in a cache that several processes may fill at the same time."""
+"""Tokens of bytes, and the cache of tokenised data, which several processes may fill at the same time."""
 
 from __future__ import annotations
 

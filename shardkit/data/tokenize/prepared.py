@@ -1,4 +1,4 @@
-"""The tokenised sources of a run: found, tokenised into the cache the first time, and checked against the model."""
+"""Open the sources of a run: tokenise them into the cache the first time, and check them against the model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Sources:
         return all(manifest["kind"] == "text" for manifest in self.manifests)
 
     def documents(self, split: Split, max_tokens: int | None = None) -> Documents:
-        """The documents of a split, none longer than `max_tokens`; says what became of those that were."""
+        """The documents of a split, none longer than `max_tokens`; warns of those that were longer."""
         stores, fraction = self.train, self.data.val_fraction
         chosen: Split | None = split
         if self.val:
@@ -77,7 +77,7 @@ class Sources:
         return [documents.of_source(i) for i in range(len(documents.sources))]
 
     def digests(self) -> dict[str, str]:
-        """What a resume must find again."""
+        """Digests of the tokenizer and the data, which must be the same when a run resumes."""
         together = json.dumps([[m["digest"], w] for m, w in zip(self.manifests, self.weights, strict=True)])
         tokenizers = {str(manifest["tokenizer"]) for manifest in self.manifests}
         return {
@@ -140,7 +140,7 @@ class Stream:
     contents: str
 
     def digests(self) -> dict[str, str]:
-        """What a resume must find again: the tokenizer, the recipe, the pieces' sizes, and the contents."""
+        """Digests of the tokenizer, and of recipe, sizes and contents; a resumed run must have the same."""
         about = [self.facts, self.recipe.eos, self.recipe.columns.names, self.contents]
         sizes = [[os.path.basename(p.path), p.start, p.size, n] for p, n in zip(self.pieces, self.sizes, strict=True)]
         return {"tokenizer": self.facts["tokenizer"], "data": text_digest(json.dumps([about, sizes], sort_keys=True))}

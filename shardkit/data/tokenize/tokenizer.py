@@ -1,4 +1,4 @@
-"""The tokenizer of a run: a fast one from local files, and whether it fits the model. No code in its folder ever runs.
+"""Find and load a run's fast tokenizer, and check that it fits the model. Code in its folder never runs.
 
 `tokenizers` and `transformers` are imported where they are used: a run on bytes needs neither.
 """
@@ -20,6 +20,7 @@ from ...files.bounded import in_child
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """Any of these makes a folder one with a tokenizer; tokenizer_config.json alone holds no vocabulary."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_REVISION = re.compile(r"[\w.-]+/[\w.-]+@[\w./-]+")
 _FIX = "set data.tokenizer to a tokenizer.json, or to a folder that holds one"
 
 
@@ -39,6 +40,11 @@ def tokenizer_path(config: RunConfig) -> Path | None:
             return path
         if _HUB_NAME.fullmatch(name):
             return _from_hub(name)
+        if _HUB_REVISION.fullmatch(name):
+            raise ConfigError(
+                f"data.tokenizer={name} names a revision, and only the newest one is downloaded from a hub",
+                f"download it (hf download {name.replace('@', ' --revision ')}), and set data.tokenizer to the folder",
+            )
         raise ConfigError(f"data.tokenizer={name} does not exist", _FIX)
     if config.task.factory is not None or config.task.name == "causal_lm":
         return None  # the reference transformer has no folder

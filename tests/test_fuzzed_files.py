@@ -1,0 +1,20 @@
+"""A few damaged files of each cheap format; `python -m tests.fuzzed_files` reads many of all formats."""
+
+from __future__ import annotations
+
+import pytest
+
+from .fuzzed_files import fuzz
+
+pytest.importorskip("transformers")
+pytest.importorskip("pyarrow")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_damaged_files_are_taken_or_refused_within_limits() -> None:
+    counts, broken = fuzz(
+        range(4), ["tokenizer.json", "Parquet", "Arrow", "PNG", "chat template", ".pt", "safetensors"]
+    )
+    assert not broken
+    assert sum(counts.values()) == 28 and sum(n for (_, end), n in counts.items() if end == "refused") > 7
