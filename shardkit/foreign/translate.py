@@ -279,7 +279,7 @@ class _Translation:
             self.settings["parallel.strategy"] = named
         else:
             found = "ddp" if self.gpus > 1 else "single"
-            self.set("parallel.strategy", found, "no file shards anything; " + _ranks(self.gpus))
+            self.set("parallel.strategy", found, f"no file shards anything; the number of ranks is {self.gpus}")
 
     def precision(self) -> None:
         if len(self.halves) == 2:
@@ -448,7 +448,3 @@ class _Translation:
 def _cpu(job: Together) -> bool:
     """Whether Accelerate's launcher sets ACCELERATE_USE_CPU."""
     return str(job.value("accelerate", "use_cpu")).lower() == "true"
-
-
-def _ranks(gpus: int) -> str:
-    return "there is 1 rank" if gpus == 1 else f"there are {gpus} ranks"
