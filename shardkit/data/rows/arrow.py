@@ -46,7 +46,9 @@ def _all_batches(path: str, columns: list[str] | None = None) -> Iterator[Any]:
         reader, batches = _reader(pyarrow, path, source)
         selected = existing(reader.schema.names, columns)
         for batch in batches:
-            yield batch if selected is None else batch.select(selected)
+            batch = batch if selected is None else batch.select(selected)
+            batch.validate(full=True)  # pyarrow follows damaged offsets beyond the file otherwise
+            yield batch
 
 
 def _reader(pyarrow: Any, path: str, source: Any) -> tuple[Any, Iterator[Any]]:
