@@ -176,14 +176,15 @@ def time_limit(seconds: float, error: ShardkitError) -> Iterator[None]:
 
     Python runs signal handlers between bytecodes, so one long operation in C, such as a comparison of nested lists, is
     not interrupted. A process whose parent reports its end is killed by SIGPROF two seconds of CPU time later.
+    An alarm that was set before goes on after the block.
     """
 
     def stop(*_: Any) -> None:
         raise error
 
-    previous = signal.signal(signal.SIGALRM, stop)
+    handler, began = signal.signal(signal.SIGALRM, stop), time.monotonic()
     # Repeated each second: jinja2 swallows any exception while it computes a template's constants.
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    remaining_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     if parent_reports_end:
         signal.setitimer(signal.ITIMER_PROF, seconds + 2)
     try:
@@ -192,7 +193,10 @@ def time_limit(seconds: float, error: ShardkitError) -> Iterator[None]:
         if parent_reports_end:
             signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining_s > 0:
+            elapsed_s = time.monotonic() - began
+            signal.setitimer(signal.ITIMER_REAL, max(remaining_s - elapsed_s, 0.001), interval_s)
 
 
 @contextmanager

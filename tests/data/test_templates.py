@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from shardkit.errors import DataError
 from shardkit.files import bounded
 
 from .chats import PLAIN, conversation, write_lines, write_tokenizer
-from .test_streaming import stream_of
+from .test_streaming import alarm, stream_of
 from .test_text import opened
 
 pytest.importorskip("transformers")
@@ -109,14 +108,14 @@ def test_a_stream_refuses_it_in_two_lines(workers: int, tmp_path: Path, monkeypa
     path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
     val = write_lines(tmp_path / "val.jsonl", ({"prompt": "ask", "completion": "answer"} for _ in range(9)))
     write_tokenizer(tmp_path / "hostile", HUNGRY["doubling"])
-    before = resource.getrlimit(resource.RLIMIT_DATA)
+    before = resource.getrlimit(resource.RLIMIT_DATA), alarm()
     data = stream_of(tmp_path, path, monkeypatch, val_path=str(val), tokenizer=str(tmp_path / "hostile"))
     schedule = BatchSchedule(len(data), 1, 1, 1, 0, 1, 0, False, False)
     loader = StepLoader(data, schedule, workers=workers)
     with pytest.raises(DataError, match=r"more memory than it may have, 0.25 GiB at most"):
         next(loader)
     loader.close()
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert (resource.getrlimit(resource.RLIMIT_DATA), alarm()) == before
 
 
 @pytest.mark.parametrize("case", HARMLESS_SIZE)
