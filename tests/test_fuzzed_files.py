@@ -18,3 +18,10 @@ def test_damaged_files_are_taken_or_refused_within_limits() -> None:
     )
     assert not broken
     assert sum(counts.values()) == 28 and sum(n for (_, end), n in counts.items() if end == "refused") > 7
+
+
+@pytest.mark.parametrize("seed", [71, 157, 241])
+def test_an_arrow_file_with_damaged_offsets_is_refused(seed: int) -> None:
+    """pyarrow followed the offsets, and Python ended with a SystemError."""
+    counts, broken = fuzz(range(seed, seed + 1), ["Arrow"])
+    assert not broken and counts == {("Arrow", "refused"): 1}
