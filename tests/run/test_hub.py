@@ -29,10 +29,10 @@ def reachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("evil.py", "pytorch_model.bin"):
         (remote / name).write_text("raise SystemExit")
 
-    def download(name: str, allow_patterns: list[str]) -> str:
-        if name != "some/model":
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        if name != "some/model" or revision not in (None, "v1.0"):
             raise OSError("no such\nmodel")
-        local = tmp_path / "hub" / "models--some--model" / "snapshots" / "0a1b"
+        local = tmp_path / "hub" / "models--some--model" / "snapshots" / ("0a1b" if revision is None else "2c3d")
         local.mkdir(parents=True, exist_ok=True)
         for file in remote.iterdir():
             if any(fnmatch.fnmatch(file.name, pattern) for pattern in allow_patterns):
@@ -61,6 +61,15 @@ def test_a_run_begins_with_a_hubs_model_and_its_tokenizer(reachable: Path) -> No
     convert(reachable / "run", "safetensors", reachable / "out")
     assert 'base_model: "some/model"' in (reachable / "out" / "README.md").read_text()
     assert json.loads((reachable / "out" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_revision_of_a_hubs_model_can_be_named(reachable: Path) -> None:
+    names = {"model.init_from": "some/model@v1.0", "data.tokenizer": "some/model"}
+    with start(None, keys_of(reachable, **names)) as job:
+        assert Path(str(job.config.model.init_from)).name == "2c3d" and tokenizer_path(job.config).name == "0a1b"  # type: ignore[union-attr]
+    keys = keys_of(reachable, **{"model.init_from": "some/model@nowhere"})
+    with pytest.raises(ConfigError, match="init_from=some/model@nowhere is not a folder here"), start(None, keys):
+        pass
 
 
 @pytest.mark.parametrize("key", ["model.init_from", "model.hf_config", "data.tokenizer"])

@@ -19,8 +19,8 @@ from ...files.bounded import in_child
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """Any of these makes a folder one with a tokenizer; tokenizer_config.json alone holds no vocabulary."""
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_REVISION = re.compile(r"[\w.-]+/[\w.-]+@[\w./-]+")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+"""`org/model`, or `org/model@REVISION` with a branch, a tag or a commit."""
 _FIX = "set data.tokenizer to a tokenizer.json, or to a folder that holds one"
 
 
@@ -40,11 +40,6 @@ def tokenizer_path(config: RunConfig) -> Path | None:
             return path
         if _HUB_NAME.fullmatch(name):
             return _from_hub(name)
-        if _HUB_REVISION.fullmatch(name):
-            raise ConfigError(
-                f"data.tokenizer={name} names a revision, and only the newest one is downloaded from a hub",
-                f"download it (hf download {name.replace('@', ' --revision ')}), and set data.tokenizer to the folder",
-            )
         raise ConfigError(f"data.tokenizer={name} does not exist", _FIX)
     if config.task.factory is not None or config.task.name == "causal_lm":
         return None  # the reference transformer has no folder
@@ -247,11 +242,16 @@ _TEXTS = (*FILES, "*.json", "*.jinja", "merges.txt", "LICENSE*", "LICENCE*", "NO
 
 
 def _from_hub(name: str, key: str = "data.tokenizer", patterns: Sequence[str] = _TEXTS) -> Path:
-    """A model's files on a hub, downloaded once; only where a hub can be reached."""
+    """A model's files on a hub, downloaded once; only where a hub can be reached.
+
+    Args:
+        name: `org/model` for the newest revision, or `org/model@REVISION`.
+    """
+    repository, _, revision = name.partition("@")
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(patterns)))
     except Exception as error:  # no network, no such name, no permission: each has an exception of its own
         reason = " ".join(str(error).split())
         fix = _FIX if key == "data.tokenizer" else f"set {key} to a folder of transformers, a run or a checkpoint"
