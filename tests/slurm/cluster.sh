@@ -5,7 +5,7 @@
 #   cluster.sh stop DIR           cancels its jobs, ends its daemons and nothing else
 #   cluster.sh kill-node DIR NODE the node dies: its daemon and all that runs on it (start-node: it comes back)
 #   cluster.sh hide DIR NODE PATH what runs on the node finds PATH empty (show DIR NODE: as before)
-#   cluster.sh kill-steps DIR NODE  the daemon stays; its steps' daemons and their tasks die
+#   cluster.sh kill-steps DIR NODE JOB  the daemon stays; the daemons of the job's steps and their tasks die
 # Partition `batch` is preempted (requeued) by partition `high`, `brusque` without any grace; `lab` is for an account that nobody has. Each node has 4 CPUs (SLURM_TEST_CPUS) and 2 GPUs that are not there.
 set -euo pipefail
 export PATH=/usr/sbin:/sbin:$PATH
@@ -186,12 +186,12 @@ stop() { # DIR
   for name in n1 n2 n3 n4 slurmctld munged; do stop_daemon "$name"; done
 }
 
-kill_node() { # DIR NODE node|steps: slurmd alone would leave its tasks running, re-parented
+kill_node() { # DIR NODE [JOB]: slurmd alone would leave its tasks running, re-parented; with JOB, its steps alone
   cd "$1"
-  python3 - "$PWD/spool/$2/$2_" "$(cat "pids/$2")" "$3" <<'PY'
+  python3 - "$PWD/spool/$2/$2_${3:+$3.}" "$(cat "pids/$2")" "${3:-}" <<'PY'
 import os, signal, sys
 from pathlib import Path
-prefix, daemon, with_daemon = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "node"
+prefix, daemon, with_daemon = sys.argv[1], int(sys.argv[2]), not sys.argv[3]
 # each step's slurmstepd listens on a unix socket SPOOL/NODE_JOB.STEP
 lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
 sockets = {f"socket:[{words[6]}]" for words in lines if len(words) == 8 and words[7].startswith(prefix)}
@@ -253,10 +253,10 @@ case ${1:-} in
   install) install_packages ;;
   start) start "$2" "${3:-2}" ;;
   stop) stop "$2" ;;
-  kill-node) kill_node "$2" "$3" node ;;
-  kill-steps) kill_node "$2" "$3" steps ;;
+  kill-node) kill_node "$2" "$3" ;;
+  kill-steps) kill_node "$2" "$3" "$4" ;;
   start-node) start_node "$2" "$3" ;;
   hide) hide "$2" "$3" "$4" ;;
   show) show "$2" "$3" ;;
-  *) fail "usage: cluster.sh install | start DIR [NODES] | stop DIR | kill-node DIR NODE | kill-steps DIR NODE | start-node DIR NODE | hide DIR NODE PATH | show DIR NODE" ;;
+  *) fail "usage: cluster.sh install | start DIR [NODES] | stop DIR | kill-node DIR NODE | kill-steps DIR NODE JOB | start-node DIR NODE | hide DIR NODE PATH | show DIR NODE" ;;
 esac

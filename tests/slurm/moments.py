@@ -27,7 +27,7 @@ STRATEGIES = ("ddp", "fsdp")
 STEPS = 400
 """Optimizer steps of a run that nothing disturbs."""
 CANCEL_MOMENTS = ("start-up", "training", "warned", "writing", "publishing", "published", "look")
-CYCLE = ("cancel", "cancel", "limit", "cancel", "stop", "cancel", "cancel", "processes")
+CYCLE = ("cancel", "cancel", "limit", "cancel", "stop", "rival", "cancel", "processes", "array", "nodes")
 """The faults of one draw after another."""
 BLOCK = 24
 """Draws that share Slurm's timers, which belong to the cluster."""
@@ -45,6 +45,7 @@ class Draw:
         at: how far into that phase, from 0 to 1.
         save_s: seconds that a save takes.
         kill_wait_s: seconds between Slurm's SIGTERM and its SIGKILL.
+        by_scancel: the user calls scancel, not `shardkit cancel`.
     """
 
     seed: int
@@ -56,6 +57,7 @@ class Draw:
     at: float
     save_s: float
     kill_wait_s: int
+    by_scancel: bool = False
 
     @property
     def name(self) -> str:
@@ -77,6 +79,7 @@ def draw(seed: int, number: int) -> Draw:
     return Draw(
         seed, number, template, "ddp" if template == "script" else chance.choice(STRATEGIES), fault,
         chance.choice(moments), round(chance.random(), 3), chance.choice([1.0, 3.0, 6.0]), kill_wait_s,
+        chance.random() < 0.5,
     )  # fmt: skip
 
 
@@ -186,8 +189,11 @@ def cancel(played: Played) -> str:
         played.wait_for_phase("training")
         _reach(played)
     stepped = drawn.moment != "start-up" or bool(played.phase())
-    told = played.cluster.shardkit("cancel", played.job)
-    assert told.returncode == 0, told.stderr
+    if drawn.by_scancel:
+        played.cluster.call("scancel", played.job)
+    else:
+        told = played.cluster.shardkit("cancel", played.job)
+        assert told.returncode == 0, told.stderr
     assert played.ended() == "CANCELLED", played.say()
     assert played.cluster.field(played.job, "Restarts") == "0", played.say()
     said = read(played.output)
@@ -277,7 +283,7 @@ def processes(played: Played) -> str:
     played.queue(checkpoint__every_steps=30, task__args__save_s=0.2 * drawn.save_s, task__args__pace=0.02)
     played.until(lambda: (played.run_dir / "checkpoints/latest").exists())
     time.sleep(drawn.at)
-    cluster.call("bash", str(SCRIPT), "kill-steps", str(cluster.folder), "n2")
+    cluster.call("bash", str(SCRIPT), "kill-steps", str(cluster.folder), "n2", played.job)
     assert played.ended(480) == "COMPLETED", played.say()
     assert cluster.field(played.job, "Restarts") == "1", played.say()
     assert reasons(played.run_dir) == ["processes on n2 died without a word (rank 1)", "done"], played.say()
