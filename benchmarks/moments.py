@@ -39,7 +39,9 @@ def a_cluster(folder: Path) -> Iterator[Cluster]:
     environ = {**os.environ, "SLURM_TEST_CPUS": "16"}
     subprocess.run(["bash", str(SCRIPT), "start", str(folder), "2"], check=True, stdout=subprocess.DEVNULL, env=environ)
     try:
-        yield Cluster(folder)
+        cluster = Cluster(folder)
+        assert "CPUTot=16" in cluster.call("scontrol", "show", "node", "n1"), "jobs would wait for each other"
+        yield cluster
     finally:
         subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=False)
 

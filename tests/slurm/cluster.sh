@@ -71,8 +71,8 @@ sys.exit("no free ports")
 PY
 }
 
-write_config() { # NODES: slurm.conf and gres.conf
-  local nodes=$1 first i
+write_config() { # NODES CPUS: slurm.conf and gres.conf
+  local nodes=$1 cpus=$2 first i
   first=$(free_ports $((nodes + 1)))
   for i in 0 1; do mknod "dev/gpu$i" c 1 3 2>/dev/null || ln -sf "/dev/tty$i" "dev/gpu$i"; done
   echo "NodeName=n[1-$nodes] Name=gpu File=$PWD/dev/gpu[0-1]" >gres.conf
@@ -120,7 +120,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 GresTypes=gpu
-NodeName=n[1-$nodes] NodeHostname=localhost NodeAddr=127.0.0.[11-$((10 + nodes))] Port=[$((first + 1))-$((first + nodes))] CPUs=${SLURM_TEST_CPUS:-4} RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+NodeName=n[1-$nodes] NodeHostname=localhost NodeAddr=127.0.0.[11-$((10 + nodes))] Port=[$((first + 1))-$((first + nodes))] CPUs=$cpus RealMemory=4000 Gres=gpu:2 State=UNKNOWN
 PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 State=UP
 PartitionName=brusque Nodes=ALL MaxTime=INFINITE DefaultTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP
 PartitionName=lab Nodes=ALL AllowAccounts=physics MaxTime=60 State=UP
@@ -141,14 +141,14 @@ wait_up() { # NODES
 }
 
 start() { # DIR NODES
-  local nodes=${2:-2} i
+  local nodes=${2:-2} cpus=${SLURM_TEST_CPUS:-4} i
   [ "$(id -u)" = 0 ] || fail "a Slurm cluster of emulated nodes needs root"
   [ -z "$(missing)" ] || fail "not installed: $(missing | tr '\n' ' ')"
   mkdir -p "$1" && cd "$1"
   mkdir -p state spool log pids dev
   for i in ${!SLURM_@}; do unset "$i"; done
   export SLURM_CONF=$PWD/slurm.conf
-  write_config "$nodes"
+  write_config "$nodes" "$cpus"
   (umask 077 && head -c 128 /dev/urandom >munge.key)
   spawn munged munged --foreground --force --num-threads=2 --key-file="$PWD/munge.key" --socket="$PWD/munge.sock" \
     --pid-file="$PWD/munged.pid" --log-file="$PWD/log/munged.log" --seed-file="$PWD/munged.seed"
