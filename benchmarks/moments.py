@@ -39,7 +39,9 @@ def a_cluster(folder: Path) -> Iterator[Cluster]:
     environ = {**os.environ, "SLURM_TEST_CPUS": "16"}
     subprocess.run(["bash", str(SCRIPT), "start", str(folder), "2"], check=True, stdout=subprocess.DEVNULL, env=environ)
     try:
-        yield Cluster(folder)
+        cluster = Cluster(folder)
+        assert "CPUTot=16" in cluster.call("scontrol", "show", "node", "n1"), "jobs would wait for each other"
+        yield cluster
     finally:
         subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=False)
 
@@ -69,9 +71,9 @@ class Campaign:
             moments.set_kill_wait(self.cluster, kill_wait_s)
             with ThreadPoolExecutor(jobs) as pool:
                 timed = [drawn for drawn in draws if drawn.kill_wait_s == kill_wait_s]
-                list(pool.map(self._play, [drawn for drawn in timed if drawn.fault != "processes"]))
-            for drawn in timed:  # alone: they end everything that runs on a node
-                if drawn.fault == "processes":
+                list(pool.map(self._play, [drawn for drawn in timed if drawn.fault != "nodes"]))
+            for drawn in timed:  # alone: a node's daemon starts again
+                if drawn.fault == "nodes":
                     self._play(drawn)
 
     def _play(self, drawn: moments.Draw) -> None:

@@ -38,6 +38,9 @@ def moments(result: dict[str, Any]) -> str:
             "`python -m benchmarks.moments` plays faults on a Slurm cluster of two emulated nodes, several jobs at a "
             "time. A seed draws the template (torchrun, srun, a script of the user's own), the strategy, the fault, "
             "its moment, the seconds of a save (1 to 6; 25 to 45 for time limits) and Slurm's KillWait (20 to 60 s). "
+            "The faults: a cancel (by scancel or `shardkit cancel`), the time limit in a save, a rank that stops in a "
+            "save, dead processes on a living node, a rival that overwrites the same directory, an array whose logs "
+            "are looked at, and nodes that differ. "
             "Each outcome has to be an allowed one, and each loss that of a run that nothing disturbs."
         ),
         "",

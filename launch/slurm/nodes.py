@@ -22,12 +22,12 @@ say() { printf '%s\x1f%s\x1f%s\n' "$SLURMD_NODENAME" "$1" "$(printf %s "$2" | tr
 for folder; do
   seen=
   for _ in $(seq 50); do
-    if [ "$(cat "$folder/MARK" 2>/dev/null)" = "$word" ]; then seen=1; break; fi
+    if [ -e "$folder/MARK.$word" ]; then seen=1; break; fi
     ls "$folder" >/dev/null 2>&1; sleep 0.2 # listing refreshes the cache of a network file system
   done
   if [ -z "$seen" ]; then say unseen "$folder"; break; fi # one is enough, and each takes 10 s
-  if ! (: >"$folder/MARK.$SLURMD_NODENAME") 2>/dev/null; then say unwritable "$folder"; fi
-  rm -f "$folder/MARK.$SLURMD_NODENAME" 2>/dev/null
+  if ! (: >"$folder/MARK.$word.$SLURMD_NODENAME") 2>/dev/null; then say unwritable "$folder"; fi
+  rm -f "$folder/MARK.$word.$SLURMD_NODENAME" 2>/dev/null
 done
 if [ -z "$python" ]; then say versions ""
 elif ! command -v "$python" >/dev/null; then say interpreter "$python"
@@ -108,11 +108,14 @@ def script_argv(word: str, python: str | None, packages: Sequence[str], folders:
 
 @contextmanager
 def _marked(folders: Sequence[Path]) -> Iterator[str]:
-    """Write a random word into each folder, for the other nodes to find."""
+    """Write a file with a random name into each folder, for the other nodes to find.
+
+    Another job may check the same folder at that moment: it has a file of its own.
+    """
     word = secrets.token_hex(8)
     with ExitStack() as written:
         for folder in folders:
-            mark = folder / _MARK
+            mark = folder / f"{_MARK}.{word}"
             mark.write_text(word)
             written.callback(mark.unlink, missing_ok=True)
         yield word

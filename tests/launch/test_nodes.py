@@ -18,11 +18,11 @@ def ask(tmp_path: Path, host: str = "n2", python: str = sys.executable, word: st
     """The findings of one task, where another node has written `word`."""
     folder = tmp_path / "run dir"
     folder.mkdir(exist_ok=True)
-    (folder / ".shardkit-nodes").write_text("right")
+    (folder / ".shardkit-nodes.right").touch()
     argv = nodes.script_argv(word, python, ["shardkit", "torch"], [folder])
     process = subprocess.run(argv, cwd=REPO, env=environment(SLURMD_NODENAME=host), capture_output=True, text=True)
     assert process.returncode == 0 and process.stderr == "", process
-    assert os.listdir(folder) == [".shardkit-nodes"], "a task leaves nothing"
+    assert os.listdir(folder) == [".shardkit-nodes.right"], "a task leaves nothing"
     return nodes.parse(process.stdout)
 
 
@@ -37,6 +37,16 @@ def test_a_directory_that_is_another_one_there_is_named(tmp_path: Path) -> None:
     problem = nodes.judge([unseen, versions], "python")
     assert problem is not None and problem.cause.startswith("node n2 does not see what ")
     assert problem.cause.endswith("run dir") and "run.dir" in problem.fix
+
+
+def test_two_jobs_check_one_directory_at_once(tmp_path: Path) -> None:
+    """Each took the other's mark for a file system that is not shared, and blamed its own node as well."""
+    with nodes._marked([tmp_path]) as first_word, nodes._marked([tmp_path]) as second_word:
+        for word in (first_word, second_word):
+            argv = nodes.script_argv(word, "", [], [tmp_path])
+            process = subprocess.run(argv, env=environment(SLURMD_NODENAME="n1"), capture_output=True, text=True)
+            assert [report.kind for report in nodes.parse(process.stdout)] == ["versions"], process
+    assert not os.listdir(tmp_path)
 
 
 def test_an_interpreter_that_is_missing_or_lacks_packages_is_named(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ class Cluster:
         )
         self.env.pop(MARK, None)  # what Slurm starts ends with the cluster, not with a test
 
-    def run(self, *argv: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(argv, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=120)
+    def run(self, *argv: str, cwd: Path = REPO, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(argv, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=timeout)
 
     def call(self, *argv: str) -> str:
         process = self.run(*argv)

@@ -5,7 +5,7 @@
 #   cluster.sh stop DIR           cancels its jobs, ends its daemons and nothing else
 #   cluster.sh kill-node DIR NODE the node dies: its daemon and all that runs on it (start-node: it comes back)
 #   cluster.sh hide DIR NODE PATH what runs on the node finds PATH empty (show DIR NODE: as before)
-#   cluster.sh kill-steps DIR NODE  the daemon stays; its steps' daemons and their tasks die
+#   cluster.sh kill-steps DIR NODE JOB  the daemon stays; the daemons of the job's steps and their tasks die
 # Partition `batch` is preempted (requeued) by partition `high`, `brusque` without any grace; `lab` is for an account that nobody has. Each node has 4 CPUs (SLURM_TEST_CPUS) and 2 GPUs that are not there.
 set -euo pipefail
 export PATH=/usr/sbin:/sbin:$PATH
@@ -71,8 +71,8 @@ sys.exit("no free ports")
 PY
 }
 
-write_config() { # NODES: slurm.conf and gres.conf
-  local nodes=$1 first i
+write_config() { # NODES CPUS: slurm.conf and gres.conf
+  local nodes=$1 cpus=$2 first i
   first=$(free_ports $((nodes + 1)))
   for i in 0 1; do mknod "dev/gpu$i" c 1 3 2>/dev/null || ln -sf "/dev/tty$i" "dev/gpu$i"; done
   echo "NodeName=n[1-$nodes] Name=gpu File=$PWD/dev/gpu[0-1]" >gres.conf
@@ -120,7 +120,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 GresTypes=gpu
-NodeName=n[1-$nodes] NodeHostname=localhost NodeAddr=127.0.0.[11-$((10 + nodes))] Port=[$((first + 1))-$((first + nodes))] CPUs=${SLURM_TEST_CPUS:-4} RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+NodeName=n[1-$nodes] NodeHostname=localhost NodeAddr=127.0.0.[11-$((10 + nodes))] Port=[$((first + 1))-$((first + nodes))] CPUs=$cpus RealMemory=4000 Gres=gpu:2 State=UNKNOWN
 PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 State=UP
 PartitionName=brusque Nodes=ALL MaxTime=INFINITE DefaultTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP
 PartitionName=lab Nodes=ALL AllowAccounts=physics MaxTime=60 State=UP
@@ -141,14 +141,14 @@ wait_up() { # NODES
 }
 
 start() { # DIR NODES
-  local nodes=${2:-2} i
+  local nodes=${2:-2} cpus=${SLURM_TEST_CPUS:-4} i
   [ "$(id -u)" = 0 ] || fail "a Slurm cluster of emulated nodes needs root"
   [ -z "$(missing)" ] || fail "not installed: $(missing | tr '\n' ' ')"
   mkdir -p "$1" && cd "$1"
   mkdir -p state spool log pids dev
   for i in ${!SLURM_@}; do unset "$i"; done
   export SLURM_CONF=$PWD/slurm.conf
-  write_config "$nodes"
+  write_config "$nodes" "$cpus"
   (umask 077 && head -c 128 /dev/urandom >munge.key)
   spawn munged munged --foreground --force --num-threads=2 --key-file="$PWD/munge.key" --socket="$PWD/munge.sock" \
     --pid-file="$PWD/munged.pid" --log-file="$PWD/log/munged.log" --seed-file="$PWD/munged.seed"
@@ -186,12 +186,12 @@ stop() { # DIR
   for name in n1 n2 n3 n4 slurmctld munged; do stop_daemon "$name"; done
 }
 
-kill_node() { # DIR NODE node|steps: slurmd alone would leave its tasks running, re-parented
+kill_node() { # DIR NODE [JOB]: slurmd alone would leave its tasks running, re-parented; with JOB, its steps alone
   cd "$1"
-  python3 - "$PWD/spool/$2/$2_" "$(cat "pids/$2")" "$3" <<'PY'
+  python3 - "$PWD/spool/$2/$2_${3:+$3.}" "$(cat "pids/$2")" "${3:-}" <<'PY'
 import os, signal, sys
 from pathlib import Path
-prefix, daemon, with_daemon = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "node"
+prefix, daemon, with_daemon = sys.argv[1], int(sys.argv[2]), not sys.argv[3]
 # each step's slurmstepd listens on a unix socket SPOOL/NODE_JOB.STEP
 lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
 sockets = {f"socket:[{words[6]}]" for words in lines if len(words) == 8 and words[7].startswith(prefix)}
@@ -253,10 +253,10 @@ case ${1:-} in
   install) install_packages ;;
   start) start "$2" "${3:-2}" ;;
   stop) stop "$2" ;;
-  kill-node) kill_node "$2" "$3" node ;;
-  kill-steps) kill_node "$2" "$3" steps ;;
+  kill-node) kill_node "$2" "$3" ;;
+  kill-steps) kill_node "$2" "$3" "$4" ;;
   start-node) start_node "$2" "$3" ;;
   hide) hide "$2" "$3" "$4" ;;
   show) show "$2" "$3" ;;
-  *) fail "usage: cluster.sh install | start DIR [NODES] | stop DIR | kill-node DIR NODE | kill-steps DIR NODE | start-node DIR NODE | hide DIR NODE PATH | show DIR NODE" ;;
+  *) fail "usage: cluster.sh install | start DIR [NODES] | stop DIR | kill-node DIR NODE | kill-steps DIR NODE JOB | start-node DIR NODE | hide DIR NODE PATH | show DIR NODE" ;;
 esac

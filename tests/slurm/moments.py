@@ -10,9 +10,12 @@ import json
 import os
 import random
 import re
+import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ STRATEGIES = ("ddp", "fsdp")
 STEPS = 400
 """Optimizer steps of a run that nothing disturbs."""
 CANCEL_MOMENTS = ("start-up", "training", "warned", "writing", "publishing", "published", "look")
-CYCLE = ("cancel", "cancel", "limit", "cancel", "stop", "cancel", "cancel", "processes")
+CYCLE = ("cancel", "cancel", "limit", "cancel", "stop", "rival", "cancel", "processes", "array", "nodes")
 """The faults of one draw after another."""
 BLOCK = 24
 """Draws that share Slurm's timers, which belong to the cluster."""
@@ -45,6 +48,7 @@ class Draw:
         at: how far into that phase, from 0 to 1.
         save_s: seconds that a save takes.
         kill_wait_s: seconds between Slurm's SIGTERM and its SIGKILL.
+        by_scancel: the user calls scancel, not `shardkit cancel`.
     """
 
     seed: int
@@ -56,6 +60,7 @@ class Draw:
     at: float
     save_s: float
     kill_wait_s: int
+    by_scancel: bool = False
 
     @property
     def name(self) -> str:
@@ -77,6 +82,7 @@ def draw(seed: int, number: int) -> Draw:
     return Draw(
         seed, number, template, "ddp" if template == "script" else chance.choice(STRATEGIES), fault,
         chance.choice(moments), round(chance.random(), 3), chance.choice([1.0, 3.0, 6.0]), kill_wait_s,
+        chance.random() < 0.5,
     )  # fmt: skip
 
 
@@ -85,7 +91,9 @@ class Played:
 
     def __init__(self, drawn: Draw, cluster: Cluster, folder: Path) -> None:
         self.draw, self.cluster = drawn, cluster
+        self.folder = folder
         self.run_dir, self.output = folder / "run", folder / "out"
+        self.run_dirs = [self.run_dir]
         self.job = ""
 
     def queue(self, *options: str, **extra: Any) -> None:
@@ -131,6 +139,11 @@ class Played:
             state = self.cluster.field(self.job, "JobState")
         return state
 
+    def seconds(self) -> float:
+        """Seconds from the job's start to its end."""
+        began, ended = (datetime.fromisoformat(self.cluster.field(self.job, name)) for name in ("StartTime", "EndTime"))
+        return (ended - began).total_seconds()
+
     def saved_step(self) -> int | None:
         newest = job_starts.newest_checkpoint(self.run_dir)
         return None if newest is None else newest[0]
@@ -164,10 +177,11 @@ def play(drawn: Draw, cluster: Cluster, folder: Path, whole: Callable[[str], dic
     played = Played(drawn, cluster, folder)
     try:
         outcome = FAULTS[drawn.fault][0](played)
-        if drawn.template != "script" and (played.run_dir / "metrics.jsonl").exists():
-            expected, trained = whole(drawn.strategy), losses(played.run_dir)
-            assert trained == {step: expected[step] for step in trained}, f"other losses: {played.say()}"
-            assert sorted(trained) == list(range(1, len(trained) + 1)), f"a step is missing: {played.say()}"
+        for run_dir in played.run_dirs:
+            if drawn.template != "script" and (run_dir / "metrics.jsonl").exists():
+                expected, trained = whole(drawn.strategy), losses(run_dir)
+                assert trained == {step: expected[step] for step in trained}, f"other losses: {played.say()}"
+                assert sorted(trained) == list(range(1, len(trained) + 1)), f"a step is missing: {played.say()}"
         return outcome
     finally:
         if played.job:
@@ -186,8 +200,11 @@ def cancel(played: Played) -> str:
         played.wait_for_phase("training")
         _reach(played)
     stepped = drawn.moment != "start-up" or bool(played.phase())
-    told = played.cluster.shardkit("cancel", played.job)
-    assert told.returncode == 0, told.stderr
+    if drawn.by_scancel:
+        played.cluster.call("scancel", played.job)
+    else:
+        told = played.cluster.shardkit("cancel", played.job)
+        assert told.returncode == 0, told.stderr
     assert played.ended() == "CANCELLED", played.say()
     assert played.cluster.field(played.job, "Restarts") == "0", played.say()
     said = read(played.output)
@@ -238,7 +255,7 @@ def limit(played: Played) -> str:
     ranks = [phase_of(played.run_dir, rank)[1] for rank in (0, 1)]
     played.warn()
     played.wait_for_phase("writing")
-    played.cluster.call("scontrol", "update", f"jobid={played.job}", "EndTime=now")
+    played.cluster.call("scontrol", "update", f"jobid={played.job}", "EndTime=now+5")  # no time that is past
     played.until(lambda: "its time limit" in read(played.output), 60)  # Slurm looks every 30 s
     reached = time.monotonic()
     played.until(lambda: not all(os.path.exists(f"/proc/{pid}") for pid in ranks))
@@ -277,7 +294,7 @@ def processes(played: Played) -> str:
     played.queue(checkpoint__every_steps=30, task__args__save_s=0.2 * drawn.save_s, task__args__pace=0.02)
     played.until(lambda: (played.run_dir / "checkpoints/latest").exists())
     time.sleep(drawn.at)
-    cluster.call("bash", str(SCRIPT), "kill-steps", str(cluster.folder), "n2")
+    cluster.call("bash", str(SCRIPT), "kill-steps", str(cluster.folder), "n2", played.job)
     assert played.ended(480) == "COMPLETED", played.say()
     assert cluster.field(played.job, "Restarts") == "1", played.say()
     assert reasons(played.run_dir) == ["processes on n2 died without a word (rank 1)", "done"], played.say()
@@ -285,11 +302,132 @@ def processes(played: Played) -> str:
     return "queued again, each step once"
 
 
+def rival(played: Played) -> str:
+    """A second job overwrites the same directory: one of them trains, the other ends in seconds and names it."""
+    drawn, cluster = played.draw, played.cluster
+    extra = {"run__overwrite": "true", "checkpoint__every_steps": 100, "task__args__pace": 0.15}
+    played.queue(**extra)
+    if drawn.moment == "start-up":
+        time.sleep(8 * drawn.at)
+    else:
+        played.wait_for_phase(drawn.moment)
+        time.sleep(drawn.at * drawn.save_s)
+    second = Played(drawn, cluster, played.folder / "second")
+    second.run_dir = played.run_dir
+    second.folder.mkdir()
+    second.queue(**extra)
+    pair = [played, second]
+    try:
+        until(
+            lambda: any(cluster.field(each.job, "JobState") == "FAILED" for each in pair), 300,
+            lambda: f"none was refused: {played.say()}{second.say()}",
+        )  # fmt: skip
+        states = [each.ended(400) for each in pair]
+    finally:
+        cluster.run("scancel", second.job)
+    assert sorted(states) == ["COMPLETED", "FAILED"], f"{states}: {played.say()}{second.say()}"
+    loser, winner = sorted(pair, key=lambda each: each.ended(), reverse=True)
+    assert drawn.moment == "start-up" or winner is played, f"the first was refused: {played.say()}{second.say()}"
+    assert cluster.field(loser.job, "ExitCode") == "2:0", loser.say()
+    refusal = f"error: run.dir={played.run_dir} is being written by Slurm job {winner.job} of "
+    assert refusal in read(loser.output), loser.say()
+    assert loser.seconds() < 180, loser.say()  # a start of many side by side; run.init_timeout_s is 1800 s
+    assert f"refused, as this run was writing to the directory: job {loser.job}" in read(winner.output), winner.say()
+    assert last_step(played.run_dir) == STEPS, winner.say()
+    assert not (played.run_dir / ".rendezvous").exists(), winner.say()
+    return "the later job refused, by the other's number; the other each step once"
+
+
+def array(played: Played) -> str:
+    """The logs of an array's tasks, asked for at a drawn moment: by array, by task, and by run directory."""
+    drawn, cluster, root = played.draw, played.cluster, played.run_dir
+    played.run_dirs = [root / "array_0", root / "array_1"]
+    words = [*settings(root, drawn.strategy, task__args__save_s=drawn.save_s), "--array=0-1", "--nodes=2"]
+    words += ["--gpus-per-node=0", "--ranks-per-node=1", "--cpus-per-task=2", f"--style={drawn.template}"]
+    words += ["--sbatch=--begin=now+20"] if drawn.moment == "waiting" else []
+    submitted = cluster.shardkit("submit", "-", *words)
+    assert submitted.returncode == 0 and "%a" not in submitted.stdout, submitted
+    played.job = submitted.stdout.split()[2]
+    index = int(drawn.at > 0.5)
+    output = root / f"logs/slurm-{played.job}_{index}.out"
+    if drawn.moment == "waiting":
+        for name in (played.job, f"{played.job}_{index}"):
+            told = cluster.shardkit("logs", name)
+            assert told.returncode == 2 and "waiting" in told.stderr, (told, played.say())
+    else:
+        played.until(lambda: ", start 1," in read(output))
+        if drawn.moment == "training":
+            played.until(lambda: last_step(played.run_dirs[index]) > 0)
+            time.sleep(drawn.at)
+        for name in (f"{played.job}_{index}", str(played.run_dirs[index])):
+            told = cluster.shardkit("logs", name)
+            assert told.returncode == 0 and told.stdout and read(output).startswith(told.stdout), (told, played.say())
+        told = cluster.shardkit("logs", played.job)
+        assert told.returncode == 0 and f"{index}: " in told.stdout, (told, played.say())
+        assert all(line.startswith(("0: ", "1: ")) for line in told.stdout.splitlines()), told
+    follow = [sys.executable, "-m", "shardkit.cli", "logs", "-f", played.job]
+    followed = cluster.run(*follow, timeout=500)
+    assert followed.returncode == 0, followed
+    for index, run_dir in enumerate(played.run_dirs):
+        assert cluster.field(f"{played.job}_{index}", "JobState") == "COMPLETED", (followed, played.say())
+        assert f"\n{index}: step {STEPS}/{STEPS}" in followed.stdout, followed
+        lines = [line.partition(" ")[2] for line in followed.stdout.splitlines() if line.startswith(f"{index}: ")]
+        assert lines == read(root / f"logs/slurm-{played.job}_{index}.out").splitlines(), followed
+        assert last_step(run_dir) == STEPS, followed
+    again = cluster.shardkit("submit", "-", *words)
+    assert again.returncode == 2 and f"error: {root}/array_0 already holds a run" in again.stderr, again
+    return "every line followed, with its task in front"
+
+
+def nodes(played: Played) -> str:
+    """A node lacks something: the job ends before its ranks start, and names the node and what it lacks."""
+    drawn, cluster, folder = played.draw, played.cluster, played.folder
+    node = "n1" if drawn.at < 0.5 else "n2"  # n1 runs the batch script
+    (played.run_dir / "checkpoints").mkdir(parents=True)
+    lacking = {
+        "interpreter": folder / "venv", "torch": _environment(folder / "venv"),
+        "run": played.run_dir, "checkpoints": played.run_dir / "checkpoints",
+    }[drawn.moment]  # fmt: skip
+    python = folder / "venv/bin/python"
+    cluster.call("bash", str(SCRIPT), "hide", str(cluster.folder), node, str(lacking))
+    try:
+        played.queue(f"--export=ALL,NPROC_PER_NODE=1,SHARDKIT_PYTHON={python}")
+        state = played.ended()
+    finally:
+        cluster.call("bash", str(SCRIPT), "show", str(cluster.folder), node)
+    assert state == "FAILED" and cluster.field(played.job, "ExitCode") == "2:0", played.say()
+    words = f"node n2 does not see what n1 wrote to {lacking}"
+    if drawn.moment in ("interpreter", "torch") and node == "n1":
+        words = f"shardkit and its packages are not installed for any of: {python} (on "
+    elif drawn.moment in ("interpreter", "torch"):
+        words = {"interpreter": f"node n2 has no interpreter {python}", "torch": f"node n2: {python}: no module torch"}[
+            drawn.moment
+        ]
+    assert re.search(rf"^error: {re.escape(words)}.*\n  fix: ", read(played.output), re.MULTILINE), played.say()
+    assert "Traceback" not in read(played.output) and not played.phase(), played.say()
+    assert played.seconds() < 60, played.say()
+    return "refused before its ranks start, by the node and what it lacks"
+
+
+def _environment(folder: Path) -> Path:
+    """Make an environment with this one's interpreter and packages; returns its folder of packages."""
+    packages = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    packages.mkdir(parents=True)
+    for entry in Path(sys.prefix).iterdir():
+        if not (folder / entry.name).exists():
+            (folder / entry.name).symlink_to(entry)
+    (packages / "all.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    return packages
+
+
 FAULTS: dict[str, tuple[Callable[[Played], str], tuple[str, ...]]] = {
     "cancel": (cancel, CANCEL_MOMENTS),
     "limit": (limit, ("writing",)),
     "stop": (stop, ("writing",)),
     "processes": (processes, ("training",)),
+    "rival": (rival, ("start-up", "training", "writing")),
+    "array": (array, ("waiting", "start-up", "training")),
+    "nodes": (nodes, ("interpreter", "torch", "run", "checkpoints")),
 }
 """Fault → what plays it, the moments that it is aimed at."""
 
