@@ -197,8 +197,11 @@ def split_override(item: Any) -> tuple[Any, str]:
         raise _malformed(shown(item), "name one config; what differs follows it as section.key=value")
     if not sign:
         raise _malformed(shown(item))
-    if not value.strip():
-        raise ConfigError(f"override {shown(item)} has no value", f"write one; {dotted}=null sets none")
+    if dotted and not value.strip():
+        raise ConfigError(
+            f"override {shown(item)} has no value",
+            "give it a value (a variable of the shell may be empty), or remove it",
+        )
     return dotted, value
 
 

@@ -57,7 +57,7 @@ WRONG = [
     ("plan recipe.yml", "config file recipe.yml does not exist", "recipe.yaml"),
     ("plan list.yaml", "list.yaml holds a list, not a mapping of sections", "train: {max_steps: 100}"),
     ("plan tabs.yaml", "tabs.yaml:2:1: not YAML", "no tabs"),
-    ("plan recipe.yaml data.path=", "has no value", "data.path=null sets none"),
+    ("plan recipe.yaml data.path=", "has no value", "or remove it"),
     ("launch train.py --nproc-per-node 2", "not a config: a script", "shardkit launch --nproc-per-node 2 -- train.py"),
     (
         "launch train.py --lr 3 --nproc-per-node=2",

@@ -387,7 +387,7 @@ def test_overrides_below_a_value_or_beside_one(write: Write) -> None:
         ("data.shuffle=3", "3", "true or false"),
         ("task.factory=nocolon", "'nocolon'", "text like package.module:Class, or null"),
         ("parallel.ds_config=3", "3", "a mapping"),
-        ("run.dir=", "null", "text that is not empty"),
+        ("run.dir=null", "null", "text that is not empty"),
         ("precision.mode=int8", "'int8'", "one of fp32, tf32, bf16, fp16, fp8, pure_bf16"),
     ],
 )
