@@ -1,4 +1,6 @@
-"""What works with what: one table, strategy × feature, read by the config check, docs/capability.md and the tests.
+"""Refuses settings that a strategy, a device or other settings cannot honour; prints the table of docs/capability.md.
+
+The rows of the table, and their refusals, are declared on the config's fields (`schema`).
 
 `python -m shardkit.config.capability` prints the table as markdown, `--write docs/capability.md` puts it
 between that page's markers.
@@ -9,142 +11,126 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_type_hints
 
 from ..errors import ConfigError
 from .ignored import IGNORED
 from .presets import task_of
-from .schema import ParallelConfig, RunConfig, StrategyName
+from .schema import ParallelConfig, RunConfig, Section, sections
+from .strategy import STRATEGIES, ZERO, Capability
 
-Support = Literal[True] | str
-"""True, or the reason why not."""
-
-STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
-ZERO = ("zero1", "zero2", "zero3")
 MARKERS = ("<!-- capability:begin -->", "<!-- capability:end -->")
 
-_WHOLE = "parameters are whole on every rank: there is nothing to gather or free"
-_PARAMS_STAY = "whole parameters stay on the device: use fsdp or zero3"
-_PARTITIONED = "gradients are partitioned as they are produced, so each micro-batch has to reduce"
-_ONE_RANK = "a single rank has nobody to exchange gradients with"
-_NO_ENGINE = "only ZeRO has an engine that reads it: use zero1, zero2 or zero3"
-_OPTIMIZER_WITH_PARAMS = "FSDP2 keeps the optimizer where the shards are: set parallel.offload_param=cpu too"
-_NO_CPU_STEP = "only ZeRO updates on the CPU: use zero2, which works on one GPU too"
-_NVME = "only ZeRO-3 swaps state to a disk: use zero3"
-_ENGINE_CASTS = "DeepSpeed's engine casts the model itself, and fp8 layers would be cast with it: use fsdp"
-_FLAT = "ZeRO updates flat pieces of parameters, and this optimizer needs whole matrices: use ddp or single"
-_ROWS = "FSDP2 shards rows, and this optimizer keeps one number per row and column: use ddp or single"
-_BLOCKS = "256 elements of its states share a scale; row shards would split such a group: use ddp"
-_EIGHT_BIT = "ZeRO keeps its own flat fp32 states: use ddp, or zero2 with offload"
-_ALL_AT_ONCE = "gradients are reduced over ranks before they are used: only single updates in backward"
-_ZERO3_ONLY = "only ZeRO-3 has it"
-_FSDP_ONLY = "only FSDP2 gathers block by block: use fsdp or hsdp"
-_AUTOCAST = "its forward always runs under autocast: remove the key"
-_LEFT_ALONE = "it already skips parameters without a gradient: remove the key"
-_IN_BUCKETS = "ZeRO lets ranks leave out members of lists by itself, and no other parameters: remove the key or use ddp"
-_HOOKS_INSIDE = "hooks gather weights in the middle of the model's forward, and each would break its graph"
-_HSDP_ONLY = "only hsdp has a two-dimensional mesh"
-
-
-def _row(**refused: str) -> dict[StrategyName, Support]:
-    """Everything works except on the named strategies; `zero`, `zero12`, `zero23` and `fsdps` name several."""
-    groups = {"zero": ZERO, "zero12": ("zero1", "zero2"), "zero23": ("zero2", "zero3"), "fsdps": ("fsdp", "hsdp")}
-    reasons = {name: reason for key, reason in refused.items() for name in groups.get(key, (key,))}
-    return {name: reasons.get(name, True) for name in STRATEGIES}
-
-
-CAPABILITIES: dict[str, dict[StrategyName, Support]] = {
-    "data_parallel": _row(single="it is one process: use ddp, fsdp, hsdp or a ZeRO stage"),
-    "mesh": _row(single=_HSDP_ONLY, ddp=_HSDP_ONLY, fsdp=_HSDP_ONLY, zero=_HSDP_ONLY),
-    "no_sync": _row(single=_ONE_RANK, zero23=_PARTITIONED),
-    "keep_gathered": _row(
-        single=_WHOLE,
-        ddp=_WHOLE,
-        zero12=_WHOLE,
-        zero3="set parallel.ds_config.zero_optimization.stage3_max_reuse_distance instead",
+_BEYOND_KEYS = (
+    Capability(
+        "more than one rank",
+        {"single": "it is one process: use ddp, fsdp, hsdp or a ZeRO stage"},
+        name="data_parallel",
+        fix="set parallel.strategy=ddp, or start one process",
     ),
-    "bucket_mb": _row(single=_ONE_RANK, fsdps="FSDP2 reduces one block at a time"),
-    "offload_optimizer": _row(single=_NO_CPU_STEP, ddp=_NO_CPU_STEP, fsdps=_OPTIMIZER_WITH_PARAMS),
-    "offload_param": _row(single=_PARAMS_STAY, ddp=_PARAMS_STAY, zero12=_PARAMS_STAY),
-    "nvme": _row(single=_NVME, ddp=_NVME, fsdps=_NVME, zero12=_NVME),
-    "ds_config": _row(single=_NO_ENGINE, ddp=_NO_ENGINE, fsdps=_NO_ENGINE),
-    "bf16": _row(),
-    "autocast": _row(single=_AUTOCAST, ddp=_AUTOCAST),
-    "reduce_dtype": _row(single=_ONE_RANK),
-    "find_unused": _row(single=_LEFT_ALONE, fsdps=_LEFT_ALONE, zero=_IN_BUCKETS),
-    "prefetch": _row(single=_FSDP_ONLY, ddp=_FSDP_ONLY, zero=_FSDP_ONLY),
-    "hpz": _row(single=_ZERO3_ONLY, ddp=_ZERO3_ONLY, fsdps=_ZERO3_ONLY, zero12=_ZERO3_ONLY),
-    "offload_ratio": _row(single=_ZERO3_ONLY, ddp=_ZERO3_ONLY, fsdps=_ZERO3_ONLY, zero12=_ZERO3_ONLY),
-    "adafactor": _row(fsdps=_ROWS, zero=_FLAT),
-    "muon": _row(zero=_FLAT),
-    "adamw8bit": _row(fsdps=_BLOCKS, zero=_EIGHT_BIT),
-    "in_backward": _row(ddp=_ALL_AT_ONCE, fsdps=_ALL_AT_ONCE, zero=_ALL_AT_ONCE),
-    "ema": _row(),
-    "fp16": _row(),
-    "fp8": _row(zero=_ENGINE_CASTS),
-    "pure_bf16": _row(),
-    "tf32": _row(),
-    "activation_checkpointing": _row(),
-    "activation_offload": _row(),
-    "compile": _row(),
-    "compile_model": _row(fsdps=_HOOKS_INSIDE, zero3=_HOOKS_INSIDE),
-    "tied_weights": _row(),
-    "frozen_params": _row(),
-    "adapter": _row(),
-    "resize_embeddings": _row(),
-    "unused_params": _row(
-        ddp="DDP waits for a gradient of every parameter, unless `find_unused` is set",
-        zero="it would still decay them and count them in its norm",
+    Capability(
+        "replicate × shard mesh (`dp_replicate`, `dp_shard`)",
+        {"single ddp fsdp zero1 zero2 zero3": "only hsdp has a two-dimensional mesh"},
+        name="mesh",
     ),
-    "sync_batchnorm": _row(),
-    "buffers": _row(),
-}
+    Capability("frozen parameters", name="frozen_params"),
+    Capability(
+        "parameters that the loss does not use, not frozen",
+        {
+            "ddp": "DDP waits for a gradient of every parameter, unless `find_unused` is set",
+            "zero1 zero2 zero3": "it would still decay them and count them in its norm",
+        },
+        name="unused_params",
+    ),
+    Capability("computed buffers that are not saved (rotary frequencies)", name="buffers"),
+)
+"""Rows that no key asks for by its value alone: the ranks or the model do."""
 
-DESCRIPTIONS: dict[str, str] = {
-    "data_parallel": "more than one rank",
-    "mesh": "replicate × shard mesh (`dp_replicate`, `dp_shard`)",
-    "no_sync": "reduce gradients once per step (`no_sync`)",
-    "keep_gathered": "keep parameters gathered until backward (`reshard_after_forward: false`)",
-    "bucket_mb": "gradient bucket size (`bucket_mb`)",
-    "offload_optimizer": "optimizer state on the CPU, parameters on the GPU (`offload_optimizer: cpu`)",
-    "offload_param": "parameters on the CPU too (`offload_param: cpu`)",
-    "nvme": "optimizer state or parameters on a local disk (`nvme`)",
-    "ds_config": "raw DeepSpeed keys (`ds_config`)",
-    "bf16": "bf16",
-    "fp16": "fp16 with dynamic loss scaling (CUDA only)",
-    "fp8": "fp8 linear layers (torchao, CUDA sm89 or newer)",
-    "pure_bf16": "weights, gradients and optimizer states all bf16 (`pure_bf16`)",
-    "autocast": "forward under autocast too, for models that mix types (`autocast`)",
-    "reduce_dtype": "type in which gradients travel (`reduce_dtype`)",
-    "find_unused": "any parameter may be left out of a step (`find_unused: true`)",
-    "prefetch": "gather further ahead (`prefetch`)",
-    "hpz": "second copy of the weights inside a node (`hpz`, CUDA only)",
-    "offload_ratio": "offload a share of the optimizer states (`offload_ratio`)",
-    "adafactor": "Adafactor",
-    "muon": "Muon",
-    "adamw8bit": "8-bit AdamW (torchao)",
-    "in_backward": "optimizer in backward (`in_backward`)",
-    "ema": "moving average of the weights (`ema_decay`)",
-    "tf32": "tf32 (CUDA only)",
-    "activation_checkpointing": "activation checkpointing, every policy",
-    "activation_offload": "activations in host memory (`activation.offload: cpu`)",
-    "compile": "torch.compile per block",
-    "compile_model": "torch.compile of the whole model (`compile.scope: model`)",
-    "tied_weights": "tied weights",
-    "frozen_params": "frozen parameters",
-    "adapter": "LoRA adapters over a frozen model (`adapter.type: lora`)",
-    "resize_embeddings": "embedding rows for a tokenizer's new ids (`model.resize_embeddings`)",
-    "unused_params": "parameters that the loss does not use, not frozen",
-    "sync_batchnorm": "batch-norm statistics over all ranks (`sync_batchnorm`)",
-    "buffers": "computed buffers that are not saved (rotary frequencies)",
-}
+_ORDER = [
+    "data_parallel", "mesh", "no_sync", "keep_gathered", "bucket_mb", "offload_optimizer", "offload_param", "nvme",
+    "ds_config", "bf16", "autocast", "reduce_dtype", "find_unused", "prefetch", "hpz", "offload_ratio", "adafactor",
+    "muon", "adamw8bit", "in_backward", "ema", "fp16", "fp8", "pure_bf16", "tf32", "activation_checkpointing",
+    "activation_offload", "compile", "compile_model", "tied_weights", "frozen_params", "adapter", "resize_embeddings",
+    "unused_params", "sync_batchnorm", "buffers",
+]  # fmt: skip
+"""The order of the rows. Further ones follow, as the config declares them."""
 
-CUDA_ONLY: dict[str, str] = {
-    "fp16": "fp16 needs a GPU: use bf16 or fp32",
-    "fp8": "fp8 matrix products need an NVIDIA GPU of compute capability 8.9 or newer: use bf16",
-    "tf32": "tf32 is a mode of NVIDIA's matrix units: use fp32",
-}
+_REFUSED_FIRST = (
+    "parallel.no_sync", "parallel.reshard_after_forward", "parallel.bucket_mb", "parallel.ds_config",
+    "parallel.offload_ratio", "parallel.offload_optimizer", "parallel.offload_param", "precision.mode",
+)  # fmt: skip
+"""Of several refused keys, the error names the first of these, else the first in the order of the rows."""
+
+
+def _position(name: str) -> int:
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A capability that a key's value can ask for."""
+
+    section: str
+    key: str
+    capability: Capability
+
+    @property
+    def name(self) -> str:
+        """The row's short name."""
+        return self.capability.name or self.key
+
+    @property
+    def dotted(self) -> str:
+        """The key with its section."""
+        return f"{self.section}.{self.key}"
+
+    @property
+    def example(self) -> dict[str, Any]:
+        """Settings that ask for it, the key's own first."""
+        choice = self.capability.choices[0] if self.capability.choices else self.capability.example
+        return {self.dotted: choice, **self.capability.example_needs}
+
+    def asks(self, config: RunConfig) -> bool:
+        """Whether the config asks for it."""
+        section = getattr(config, self.section)
+        setting = getattr(section, self.key)
+        choices = self.capability.choices
+        is_set = setting in choices if choices else setting != type(section).model_fields[self.key].default
+        return is_set and self.capability.beside(section)
+
+    def setting(self, config: RunConfig) -> str:
+        """The key and its value, as a message shows them."""
+        setting = _value(config, self.dotted)
+        if isinstance(setting, dict):
+            return self.dotted
+        return f"{self.dotted}={setting:g}" if isinstance(setting, float) else f"{self.dotted}={setting}"
+
+    @property
+    def fix(self) -> str:
+        """The way out for a strategy that cannot do it."""
+        fix = self.capability.fix or _without(self.dotted)
+        return fix.format(key=self.dotted, works=", ".join(self.capability.works))
+
+
+def declared(section: str, model: type[Section]) -> Iterator[Declared]:
+    """The capabilities that a section's fields declare."""
+    for key, hint in get_type_hints(model, include_extras=True).items():
+        for annotation in getattr(hint, "__metadata__", ()):
+            if isinstance(annotation, Capability):
+                yield Declared(section, key, annotation)
+
+
+DECLARED = sorted(
+    (entry for section, model in sections().items() for entry in declared(section, model)),
+    key=lambda entry: _position(entry.name),
+)
+"""The capabilities of all keys, in the order of the rows."""
+
+_ROWS = {entry.name: entry.capability for entry in DECLARED} | {row.name: row for row in _BEYOND_KEYS}
+CAPABILITIES: dict[str, Capability] = {name: _ROWS[name] for name in sorted(_ROWS, key=_position)}
+"""The rows of the table, by their short names."""
 
 
 def check(config: RunConfig, *, device: str, world_size: int, local_world_size: int) -> None:
@@ -158,25 +144,37 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
     Raises:
         ConfigError: a setting is refused; the message names it, the reason and the fix.
     """
-    strategy = config.parallel.strategy
-    for feature, setting, fix in _asked(config, world_size):
-        reason = CAPABILITIES[feature][strategy]
-        if reason is not True:
-            raise ConfigError(f"{setting} does not work with parallel.strategy={strategy}: {reason}", fix)
+    if world_size > 1:
+        ranks = CAPABILITIES["data_parallel"]
+        _refuse(config, ranks, f"a world of {world_size} ranks", ranks.fix)
+    requests = sorted((entry for entry in DECLARED if entry.asks(config)), key=_precedence)
+    for entry in requests:
+        _refuse(config, entry.capability, entry.setting(config), entry.fix)
+    for entry in requests:
+        if device != "cuda" and entry.capability.on_cpu:
+            cause = f"{entry.setting(config)}, but the run is on the CPU: {entry.capability.on_cpu}"
+            raise ConfigError(cause, _without(entry.dotted))
     _refuse_combinations(config, device)
     mesh_shape(config, world_size, local_world_size)
     _refuse_ignored(config)
     _refuse_missing_libraries(config)
 
 
+def _precedence(entry: Declared) -> int:
+    return _REFUSED_FIRST.index(entry.dotted) if entry.dotted in _REFUSED_FIRST else len(_REFUSED_FIRST)
+
+
+def _refuse(config: RunConfig, capability: Capability, setting: str, fix: str) -> None:
+    strategy = config.parallel.strategy
+    if strategy in capability.reasons:
+        reason = capability.reasons[strategy]
+        raise ConfigError(f"{setting} does not work with parallel.strategy={strategy}: {reason}", fix)
+
+
 def _refuse_combinations(config: RunConfig, device: str) -> None:
     """Refuse pairs of settings that an engine, or the CPU, cannot train together."""
     strategy = config.parallel.strategy
     mode = config.precision.mode
-    if device != "cuda" and mode in CUDA_ONLY:
-        raise ConfigError(
-            f"precision.mode={mode}, but the run is on the CPU: {CUDA_ONLY[mode]}", _without("precision.mode")
-        )
     if device != "cuda" and config.memory.cap is not None and config.compile.enabled:
         raise ConfigError(
             f"memory.cap={config.memory.cap} with compile.enabled=true on the CPU: tensors are counted operator by "
@@ -248,7 +246,7 @@ def mesh_shape(config: RunConfig, world_size: int, local_world_size: int) -> tup
             if getattr(parallel, key) not in (None, size):
                 raise ConfigError(
                     f"parallel.{key}={getattr(parallel, key)}, but {parallel.strategy} on {_ranks(world_size)} has "
-                    f"{key}={size}: {CAPABILITIES['mesh'][parallel.strategy]}",
+                    f"{key}={size}: {CAPABILITIES['mesh'].reasons[parallel.strategy]}",
                     f"remove parallel.{key}, or set parallel.strategy=hsdp",
                 )
         return shape
@@ -281,88 +279,15 @@ def _mesh_fix(world_size: int) -> str:
     return f"dp_replicate × dp_shard for {_ranks(world_size)}: {shown}"
 
 
-def _asked(config: RunConfig, world_size: int) -> Iterator[tuple[str, str, str]]:
-    """(feature, setting as the user wrote it, fix) of every feature that the config uses."""
-    parallel = config.parallel
-    if world_size > 1:
-        yield "data_parallel", f"a world of {world_size} ranks", "set parallel.strategy=ddp, or start one process"
-    if parallel.no_sync:
-        yield "no_sync", "parallel.no_sync=true", _without("parallel.no_sync")
-    if not parallel.reshard_after_forward:
-        yield "keep_gathered", "parallel.reshard_after_forward=false", _without("parallel.reshard_after_forward")
-    if parallel.bucket_mb is not None:
-        yield "bucket_mb", f"parallel.bucket_mb={parallel.bucket_mb:g}", _without("parallel.bucket_mb")
-    if parallel.ds_config:
-        yield "ds_config", "parallel.ds_config", _without("parallel.ds_config")
-    if parallel.offload_ratio != 1:
-        yield "offload_ratio", f"parallel.offload_ratio={parallel.offload_ratio:g}", _without("parallel.offload_ratio")
-    yield from _offloads(parallel)
-    if config.precision.mode != "fp32":
-        mode = config.precision.mode
-        yield mode, f"precision.mode={mode}", "set precision.mode=bf16, or another parallel.strategy"
-    if config.precision.autocast:
-        yield "autocast", "precision.autocast=true", _without("precision.autocast")
-    if config.precision.reduce_dtype != "auto":
-        setting = f"precision.reduce_dtype={config.precision.reduce_dtype}"
-        yield "reduce_dtype", setting, _without("precision.reduce_dtype")
-    if parallel.find_unused:
-        yield "find_unused", "parallel.find_unused=true", _without("parallel.find_unused")
-    if parallel.prefetch != 1:
-        yield "prefetch", f"parallel.prefetch={parallel.prefetch}", _without("parallel.prefetch")
-    if parallel.hpz is not None:
-        yield "hpz", f"parallel.hpz={parallel.hpz}", _without("parallel.hpz")
-    if config.optim.name not in ("adamw", "sgd"):
-        yield config.optim.name, f"optim.name={config.optim.name}", "set optim.name=adamw"
-    if config.optim.in_backward:
-        yield "in_backward", "optim.in_backward=true", _without("optim.in_backward")
-    if config.train.ema_decay is not None:
-        yield "ema", f"train.ema_decay={config.train.ema_decay:g}", _without("train.ema_decay")
-    if config.activation.policy != "none":
-        setting = f"activation.policy={config.activation.policy}"
-        yield "activation_checkpointing", setting, _without("activation.policy")
-    if config.activation.offload != "none":
-        setting = f"activation.offload={config.activation.offload}"
-        yield "activation_offload", setting, _without("activation.offload")
-    if config.compile.enabled:
-        yield "compile", "compile.enabled=true", _without("compile.enabled")
-        if config.compile.scope == "model":
-            yield "compile_model", "compile.scope=model", "set compile.scope=block"
-    if config.adapter.type != "none":
-        yield "adapter", f"adapter.type={config.adapter.type}", _without("adapter")
-    if config.model.resize_embeddings:
-        yield "resize_embeddings", "model.resize_embeddings=true", _without("model.resize_embeddings")
-    if config.model.sync_batchnorm:
-        yield "sync_batchnorm", "model.sync_batchnorm=true", _without("model.sync_batchnorm")
-    if config.model.tie_weights and config.task.factory is None:
-        yield "tied_weights", "model.tie_weights=true", _without("model.tie_weights")
-
-
-def _offloads(parallel: ParallelConfig) -> Iterator[tuple[str, str, str]]:
-    with_params = parallel.strategy in ("fsdp", "hsdp") and parallel.offload_param == "cpu"
-    for key in ("offload_optimizer", "offload_param"):
-        device, setting = getattr(parallel, key), f"parallel.{key}={getattr(parallel, key)}"
-        if device == "nvme":
-            yield "nvme", setting, f"set parallel.strategy=zero3, or parallel.{key}=cpu where that works"
-        elif device == "cpu" and not (key == "offload_optimizer" and with_params):
-            works = [name for name in STRATEGIES if CAPABILITIES[key][name] is True]
-            yield key, setting, f"set parallel.{key}=none, or parallel.strategy to one of {', '.join(works)}"
-
-
 def markdown_table() -> str:
     """The table of docs/capability.md: a check mark, or a dash with the number of the reason below."""
     reasons: list[str] = []
     lines = [f"| | {' | '.join(STRATEGIES)} |", "|---|" + ":-:|" * len(STRATEGIES)]
-    for feature, support in CAPABILITIES.items():
-        cells = []
-        for name in STRATEGIES:
-            reason = support[name]
-            if reason is True:
-                cells.append("✓")
-                continue
-            if reason not in reasons:
-                reasons.append(reason)
-            cells.append(f"– <sup>{reasons.index(reason) + 1}</sup>")
-        lines.append(f"| {DESCRIPTIONS[feature]} | {' | '.join(cells)} |")
+    for row in CAPABILITIES.values():
+        reasons += [reason for reason in dict.fromkeys(row.reasons.values()) if reason not in reasons]
+        numbers = {name: reasons.index(reason) + 1 for name, reason in row.reasons.items()}
+        cells = [f"– <sup>{numbers[name]}</sup>" if name in numbers else "✓" for name in STRATEGIES]
+        lines.append(f"| {row.words} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))])
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ..errors import ConfigError
-from .schema import RunConfig
+from .schema import RunConfig, sections
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]
@@ -60,11 +60,7 @@ _VALUE_SYNONYMS = {
 
 def section_fields() -> dict[str, dict[str, Any]]:
     """Section name -> its fields, in the order they are documented."""
-    return {
-        name: dict(info.annotation.model_fields)
-        for name, info in RunConfig.model_fields.items()
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-    }
+    return {name: dict(section.model_fields) for name, section in sections().items()}
 
 
 def suggest(path: Path) -> str:

@@ -1,7 +1,7 @@
 """The run's configuration: frozen pydantic models, one per section of the YAML file.
 
-Every field is described where it is defined; `load` reads files and overrides into these models and `capability`
-refuses the combinations that cannot work.
+Every field is described where it is defined, and a `Capability` beside its type says which strategies can do what it
+asks for; `load` reads files and overrides into these models and `capability` refuses the combinations that cannot work.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pydantic_core import PydanticCustomError
 
 from ..errors import parse_bytes
 from .presets import HF_PRESETS, MODEL_PRESETS
+from .strategy import Capability, StrategyName
 
-StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "cpu", "nvme"]
 TaskName = Literal["causal_lm", "hf_causal_lm", "hf_masked_lm", "image_classification", "super_resolution"]
 PresetName = Literal[
@@ -69,10 +69,19 @@ class ModelConfig(Section):
     """Keys of the transformers config; they override `hf_config`'s. Without a file, set `model_type` here."""
     init_from: str | None = Field(None, min_length=1)
     """Weights to start from: a run, a shardkit checkpoint, or anything `shardkit convert` reads (safetensors, …)."""
-    resize_embeddings: bool = False
+    resize_embeddings: Annotated[
+        bool,
+        Capability(
+            "embedding rows for a tokenizer's new ids (`model.resize_embeddings`)",
+            choices=(True,),
+            example_needs={"task.name": "hf_causal_lm"},
+        ),
+    ] = False
     """hf_causal_lm, hf_masked_lm: give the model as many embedding rows as the tokenizer has ids, if it has fewer; the
     rows that the weights of `init_from` lack become the mean of theirs. See docs/data.md."""
-    sync_batchnorm: bool = False
+    sync_batchnorm: Annotated[
+        bool, Capability("batch-norm statistics over all ranks (`sync_batchnorm`)", choices=(True,))
+    ] = False
     """Batch-norm statistics over all ranks' micro-batches instead of each rank's own."""
     vocab_size: int = Field(256, ge=2)
     """Entries of the token embedding; at least the largest token of the data plus one."""
@@ -86,7 +95,7 @@ class ModelConfig(Section):
     """Attention heads; must divide `d_model`."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout after embeddings, attention and MLP, and inside attention."""
-    tie_weights: bool = False
+    tie_weights: Annotated[bool, Capability("tied weights", name="tied_weights", choices=(True,))] = False
     """Share the token embedding with the output head."""
     loss_chunk_size: int = Field(1024, ge=0)
     """Tokens per chunk of the cross-entropy, so that [tokens, vocab] fp32 logits never exist whole; 0 = no chunking."""
@@ -124,7 +133,16 @@ class ModelConfig(Section):
 
 
 class AdapterConfig(Section):
-    type: Literal["none", "lora"] = "none"
+    type: Annotated[
+        Literal["none", "lora"],
+        Capability(
+            "LoRA adapters over a frozen model (`adapter.type: lora`)",
+            name="adapter",
+            choices=("lora",),
+            fix="remove adapter",
+            example_needs={"task.name": "hf_causal_lm"},
+        ),
+    ] = "none"
     """lora: freeze the model and train a product of two small matrices beside each target (Hu et al. 2021), by peft.
     For hf_causal_lm and hf_masked_lm. See docs/adapters.md."""
     r: int = Field(8, ge=1)
@@ -269,7 +287,9 @@ class TrainConfig(Section):
     """Tokens that a continuation may have; each is a forward, and with its prompt it must fit into `seq_len`."""
     sample_temperature: float = Field(0.0, ge=0)
     """0 = the likeliest token; above 0 tokens are drawn by (seed, step, prompt)."""
-    ema_decay: float | None = Field(None, gt=0, lt=1)
+    ema_decay: Annotated[
+        float | None, Capability("moving average of the weights (`ema_decay`)", name="ema", example=0.99)
+    ] = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay per step, sharded like them; evaluation uses
     it, and checkpoints hold it."""
 
@@ -281,8 +301,36 @@ class TrainConfig(Section):
         return data
 
 
+_ADAMW = "set optim.name=adamw"
+_FLAT = "ZeRO updates flat pieces of parameters, and this optimizer needs whole matrices: use ddp or single"
+
+
 class OptimConfig(Section):
-    name: Literal["adamw", "sgd", "adafactor", "muon", "adamw8bit"] = "adamw"
+    name: Annotated[
+        Literal["adamw", "sgd", "adafactor", "muon", "adamw8bit"],
+        Capability(
+            "Adafactor",
+            {
+                "fsdp hsdp": "FSDP2 shards rows, and this optimizer keeps one number per row and column: use ddp or "
+                "single",
+                "zero1 zero2 zero3": _FLAT,
+            },
+            name="adafactor",
+            choices=("adafactor",),
+            fix=_ADAMW,
+        ),
+        Capability("Muon", {"zero1 zero2 zero3": _FLAT}, name="muon", choices=("muon",), fix=_ADAMW),
+        Capability(
+            "8-bit AdamW (torchao)",
+            {
+                "fsdp hsdp": "256 elements of its states share a scale; row shards would split such a group: use ddp",
+                "zero1 zero2 zero3": "ZeRO keeps its own flat fp32 states: use ddp, or zero2 with offload",
+            },
+            name="adamw8bit",
+            choices=("adamw8bit",),
+            fix=_ADAMW,
+        ),
+    ] = "adamw"
     """adamw (Loshchilov & Hutter 2019); sgd with optional momentum; adafactor (Shazeer & Stern 2018: second moments by
     rows and columns); muon (Jordan et al. 2024) for matrices with adamw for the rest; adamw8bit: moments in 8 bits
     (Dettmers et al. 2022, needs torchao)."""
@@ -296,7 +344,18 @@ class OptimConfig(Section):
     """AdamW's term that keeps the division finite."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """SGD only."""
-    in_backward: bool = False
+    in_backward: Annotated[
+        bool,
+        Capability(
+            "optimizer in backward (`in_backward`)",
+            {
+                "ddp fsdp hsdp zero1 zero2 zero3": "gradients are reduced over ranks before they are used: only single "
+                "updates in backward"
+            },
+            choices=(True,),
+            example_needs={"train.max_norm": None},
+        ),
+    ] = False
     """Update each parameter as soon as its gradient is ready, and free the gradient: only one exists at a time. Needs
     one micro-batch per step and no clipping."""
     decay_norm_bias_embed: bool = False
@@ -336,6 +395,18 @@ class OptimConfig(Section):
         return self
 
 
+_ONE_RANK = "a single rank has nobody to exchange gradients with"
+_ZERO3_ONLY = {"single ddp fsdp hsdp zero1 zero2": "only ZeRO-3 has it"}
+_NVME = Capability(
+    "optimizer state or parameters on a local disk (`nvme`)",
+    {"single ddp fsdp hsdp zero1 zero2": "only ZeRO-3 swaps state to a disk: use zero3"},
+    name="nvme",
+    choices=("nvme",),
+    fix="set parallel.strategy=zero3, or {key}=cpu where that works",
+    example_needs={"parallel.nvme_path": "/scratch"},
+)
+
+
 class ParallelConfig(Section):
     strategy: StrategyName = "ddp"
     """How the model is spread over ranks; see the table in docs/capability.md."""
@@ -343,33 +414,118 @@ class ParallelConfig(Section):
     """Replica groups (hsdp); dp_replicate × dp_shard = world size."""
     dp_shard: int | None = Field(None, ge=1)
     """Ranks that share one copy of the state (hsdp); default: the ranks of one node."""
-    no_sync: bool | None = None
+    no_sync: Annotated[
+        bool | None,
+        Capability(
+            "reduce gradients once per step (`no_sync`)",
+            {
+                "single": _ONE_RANK,
+                "zero2 zero3": "gradients are partitioned as they are produced, so each micro-batch has to reduce",
+            },
+            choices=(True,),
+        ),
+    ] = None
     """Reduce gradients only on a step's last micro-batch; default on for ddp, off for fsdp/hsdp (it would keep
     unsharded gradients), refused for zero2/zero3."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: Annotated[
+        bool,
+        Capability(
+            "keep parameters gathered until backward (`reshard_after_forward: false`)",
+            {
+                "single ddp zero1 zero2": "parameters are whole on every rank: there is nothing to gather or free",
+                "zero3": "set parallel.ds_config.zero_optimization.stage3_max_reuse_distance instead",
+            },
+            name="keep_gathered",
+            choices=(False,),
+        ),
+    ] = True
     """fsdp/hsdp: free a block's gathered parameters after forward (ZeRO-3) or keep them until backward (ZeRO-2)."""
-    bucket_mb: float | None = Field(None, gt=0)
+    bucket_mb: Annotated[
+        float | None,
+        Capability(
+            "gradient bucket size (`bucket_mb`)",
+            {"single": _ONE_RANK, "fsdp hsdp": "FSDP2 reduces one block at a time"},
+            example=10,
+        ),
+    ] = Field(None, gt=0)
     """ddp and zero: size in MiB of the gradient buckets that are reduced during backward; default 25 for ddp,
     500 (or the whole model, if smaller) for zero."""
-    find_unused: bool | None = None
+    find_unused: Annotated[
+        bool | None,
+        Capability(
+            "any parameter may be left out of a step (`find_unused: true`)",
+            {
+                "single fsdp hsdp": "it already skips parameters without a gradient: remove the key",
+                "zero1 zero2 zero3": "ZeRO lets ranks leave out members of lists by itself, and no other parameters: "
+                "remove the key or use ddp",
+            },
+            choices=(True,),
+        ),
+    ] = None
     """Average the gradient of a parameter that some ranks do not use in a step (an expert without tokens), and do not
     update it if no rank uses it. Null: where the model has lists whose members the data may choose. true (ddp): for
     every parameter. false: every rank uses every parameter; ddp then saves a graph traversal per step, zero3 gathers
     the members of such lists one by one."""
-    prefetch: int = Field(1, ge=1)
+    prefetch: Annotated[
+        int,
+        Capability(
+            "gather further ahead (`prefetch`)",
+            {"single ddp zero1 zero2 zero3": "only FSDP2 gathers block by block: use fsdp or hsdp"},
+            example=2,
+        ),
+    ] = Field(1, ge=1)
     """fsdp/hsdp: number of blocks to gather ahead of the computing one; 1 = torch's own overlap."""
-    hpz: int | None = Field(None, ge=2)
+    hpz: Annotated[
+        int | None, Capability("second copy of the weights inside a node (`hpz`, CUDA only)", _ZERO3_ONLY, example=2)
+    ] = Field(None, ge=2)
     """zero3: ranks of a group that keeps a second, whole copy of the weights between forward and backward, so backward
     gathers inside the group (ZeRO++, Wang et al. 2023); usually the ranks of a node."""
-    offload_optimizer: Offload = "none"
+    offload_optimizer: Annotated[
+        Offload,
+        Capability(
+            "optimizer state on the CPU, parameters on the GPU (`offload_optimizer: cpu`)",
+            {
+                "single ddp": "only ZeRO updates on the CPU: use zero2, which works on one GPU too",
+                "fsdp hsdp": "FSDP2 keeps the optimizer where the shards are: set parallel.offload_param=cpu too",
+            },
+            choices=("cpu",),
+            beside=lambda parallel: parallel.offload_param != "cpu" or parallel.strategy not in ("fsdp", "hsdp"),
+            fix="set {key}=none, or parallel.strategy to one of {works}",
+        ),
+        _NVME,
+    ] = "none"
     """Where optimizer states live between steps."""
-    offload_ratio: float = Field(1.0, gt=0, le=1)
+    offload_ratio: Annotated[
+        float,
+        Capability(
+            "offload a share of the optimizer states (`offload_ratio`)",
+            _ZERO3_ONLY,
+            example=0.5,
+            example_needs={"parallel.offload_optimizer": "cpu"},
+        ),
+    ] = Field(1.0, gt=0, le=1)
     """zero3: share of the optimizer states that is offloaded; the rest is updated on the GPU (Twin-Flow)."""
-    offload_param: Offload = "none"
+    offload_param: Annotated[
+        Offload,
+        Capability(
+            "parameters on the CPU too (`offload_param: cpu`)",
+            {"single ddp zero1 zero2": "whole parameters stay on the device: use fsdp or zero3"},
+            choices=("cpu",),
+            fix="set {key}=none, or parallel.strategy to one of {works}",
+        ),
+        _NVME,
+    ] = "none"
     """Where parameter shards live between uses."""
     nvme_path: str | None = None
     """Directory on a local disk for nvme offload."""
-    ds_config: dict[str, Any] = {}
+    ds_config: Annotated[
+        dict[str, Any],
+        Capability(
+            "raw DeepSpeed keys (`ds_config`)",
+            {"single ddp fsdp hsdp": "only ZeRO has an engine that reads it: use zero1, zero2 or zero3"},
+            example={"wall_clock_breakdown": True},
+        ),
+    ] = {}
     """Raw DeepSpeed keys, passed through; a key that shardkit sets itself is an error."""
 
     @model_validator(mode="after")
@@ -389,14 +545,54 @@ class ParallelConfig(Section):
 
 
 class PrecisionConfig(Section):
-    mode: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "pure_bf16"] = "fp32"
+    mode: Annotated[
+        Literal["fp32", "tf32", "bf16", "fp16", "fp8", "pure_bf16"],
+        Capability("bf16", name="bf16", choices=("bf16",)),
+        Capability(
+            "fp16 with dynamic loss scaling (CUDA only)",
+            name="fp16",
+            choices=("fp16",),
+            on_cpu="fp16 needs a GPU: use bf16 or fp32",
+        ),
+        Capability(
+            "fp8 linear layers (torchao, CUDA sm89 or newer)",
+            {
+                "zero1 zero2 zero3": "DeepSpeed's engine casts the model itself, and fp8 layers would be cast with it: "
+                "use fsdp"
+            },
+            name="fp8",
+            choices=("fp8",),
+            fix="set precision.mode=bf16, or another parallel.strategy",
+            on_cpu="fp8 matrix products need an NVIDIA GPU of compute capability 8.9 or newer: use bf16",
+        ),
+        Capability(
+            "weights, gradients and optimizer states all bf16 (`pure_bf16`)", name="pure_bf16", choices=("pure_bf16",)
+        ),
+        Capability(
+            "tf32 (CUDA only)",
+            name="tf32",
+            choices=("tf32",),
+            on_cpu="tf32 is a mode of NVIDIA's matrix units: use fp32",
+        ),
+    ] = "fp32"
     """Compute type of forward and backward; master weights stay fp32, except with pure_bf16: weights, gradients and
     optimizer states are all bf16. fp8: the matrix products of linear layers, the rest in bf16 (needs torchao, sm89)."""
-    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    reduce_dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"],
+        Capability("type in which gradients travel (`reduce_dtype`)", {"single": _ONE_RANK}, example="bf16"),
+    ] = "auto"
     """Type in which gradients travel between ranks; auto = fp32 (pure_bf16: bf16; ZeRO: its compute type)."""
     output_dtype: Literal["auto", "fp32"] = "auto"
     """Type of the model's output; auto = as computed, fp32 = cast."""
-    autocast: bool = False
+    autocast: Annotated[
+        bool,
+        Capability(
+            "forward under autocast too, for models that mix types (`autocast`)",
+            {"single ddp": "its forward always runs under autocast: remove the key"},
+            choices=(True,),
+            example_needs={"precision.mode": "bf16"},
+        ),
+    ] = False
     """fsdp, hsdp and ZeRO: run forward under autocast too, as single and ddp do, for a model that mixes its own fp32
     tensors into products; the engine itself casts only weights and inputs."""
     loss_scale_init_power: int = Field(16, ge=0, le=31)
@@ -406,7 +602,10 @@ class PrecisionConfig(Section):
 
 
 class ActivationConfig(Section):
-    policy: Literal["none", "full", "every_k", "sqrt", "selective", "selective_op", "budget"] = "none"
+    policy: Annotated[
+        Literal["none", "full", "every_k", "sqrt", "selective", "selective_op", "budget"],
+        Capability("activation checkpointing, every policy", name="activation_checkpointing", example="full"),
+    ] = "none"
     """Parts that backward recomputes instead of keeping their activations: none, every block, every `every_k`-th block,
     ⌈√n⌉ segments of blocks, attention only, all but matrix products and fused attention, or enough for `budget`."""
     every_k: int = Field(2, ge=1)
@@ -415,7 +614,12 @@ class ActivationConfig(Section):
     """budget: share of the activations that torch.compile may keep; 0 = inputs only, 1 = all."""
     block_classes: list[str] = []
     """Class names of the modules that are blocks; unset = the task's, or the longest list of equal modules."""
-    offload: Literal["none", "cpu"] = "none"
+    offload: Annotated[
+        Literal["none", "cpu"],
+        Capability(
+            "activations in host memory (`activation.offload: cpu`)", name="activation_offload", choices=("cpu",)
+        ),
+    ] = "none"
     """Where blocks keep tensors for backward: on the device, or in pinned host memory."""
     offload_min_bytes: int = Field(1_048_576, ge=0)
     """cpu: smaller storages stay on the device."""
@@ -427,11 +631,25 @@ class ActivationConfig(Section):
 
 
 class CompileConfig(Section):
-    enabled: bool = False
+    enabled: Annotated[bool, Capability("torch.compile per block", name="compile", choices=(True,))] = False
     """torch.compile each block in place."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """torch.compile's mode; reduce-overhead and max-autotune keep CUDA graphs, whose buffers raise the peak."""
-    scope: Literal["block", "model"] = "block"
+    scope: Annotated[
+        Literal["block", "model"],
+        Capability(
+            "torch.compile of the whole model (`compile.scope: model`)",
+            {
+                "fsdp hsdp zero3": "hooks gather weights in the middle of the model's forward, and each would break "
+                "its graph"
+            },
+            name="compile_model",
+            choices=("model",),
+            beside=lambda compilation: compilation.enabled,
+            fix="set compile.scope=block",
+            example_needs={"compile.enabled": True},
+        ),
+    ] = "block"
     """Unit of compilation: each block (equal blocks share one compilation), or the whole model."""
 
     @property
@@ -728,3 +946,12 @@ class RunConfig(Section):
                 "optim.in_backward=true with precision.mode=fp16: whether to skip a step is known after it",
                 "set precision.mode=bf16, or remove optim.in_backward",
             )
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of the config by name, in the order of the file."""
+    return {
+        name: info.annotation
+        for name, info in RunConfig.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+    }

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from ..config.capability import ZERO
-from ..config.schema import RunConfig, StrategyName
+from ..config.schema import RunConfig
+from ..config.strategy import ZERO, StrategyName
 from ..errors import ConfigError
 from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, plain_type
 from ..parallel.world import World

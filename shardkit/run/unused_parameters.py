@@ -27,9 +27,9 @@ def refuse_unused(model: nn.Module, optimizer: torch.optim.Optimizer, config: Pa
     """
     strategy = config.strategy
     is_ddp = strategy == "ddp"  # the rules and words of this check differ by the name of the strategy, not by an engine
-    reason = CAPABILITIES["unused_params"][strategy]
+    reason = CAPABILITIES["unused_params"].reasons.get(strategy)
     may_skip = set[str]() if config.find_unused is False else {plain(name) for name in chosen}
-    if reason is True or config.find_unused or (is_ddp and may_skip):
+    if reason is None or config.find_unused or (is_ddp and may_skip):
         return
     named = ((plain(fqn), p) for fqn, p in model.named_parameters())
     trained = {fqn: p for fqn, p in named if p.requires_grad and fqn not in may_skip}

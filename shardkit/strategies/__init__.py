@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..config.schema import RunConfig, StrategyName
+from ..config.schema import RunConfig
+from ..config.strategy import StrategyName
 from ..parallel.world import World
 from .base import OptimizerFactory, Shard, Strategy
 from .ema import EMA

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from shardkit.config import capability
 from shardkit.config.capability import (
     CAPABILITIES,
-    DESCRIPTIONS,
     MARKERS,
-    STRATEGIES,
     check,
     markdown_table,
     mesh_shape,
 )
 from shardkit.config.load import load_config, resolve_batch
-from shardkit.config.schema import Offload, RunConfig, StrategyName
+from shardkit.config.schema import Offload, RunConfig
+from shardkit.config.strategy import STRATEGIES, Capability, StrategyName
 from shardkit.errors import ConfigError
 from tests.config import capability_cases
 from tests.ranks import run_ranks
@@ -29,42 +28,7 @@ from tests.ranks import run_ranks
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPO / "configs").glob("*.yaml"))
 
-# What asks for each feature of the table that a config can ask for.
-ASKS: dict[str, dict[str, Any]] = {
-    "no_sync": {"parallel.no_sync": True},
-    "keep_gathered": {"parallel.reshard_after_forward": False},
-    "bucket_mb": {"parallel.bucket_mb": 10},
-    "offload_optimizer": {"parallel.offload_optimizer": "cpu"},
-    "offload_param": {"parallel.offload_param": "cpu"},
-    "nvme": {"parallel.offload_param": "nvme", "parallel.nvme_path": "/scratch"},
-    "ds_config": {"parallel.ds_config": {"wall_clock_breakdown": True}},
-    "bf16": {"precision.mode": "bf16"},
-    "fp16": {"precision.mode": "fp16"},
-    "tf32": {"precision.mode": "tf32"},
-    "fp8": {"precision.mode": "fp8"},
-    "pure_bf16": {"precision.mode": "pure_bf16"},
-    "reduce_dtype": {"precision.reduce_dtype": "bf16"},
-    "autocast": {"precision.autocast": True, "precision.mode": "bf16"},
-    "find_unused": {"parallel.find_unused": True},
-    "prefetch": {"parallel.prefetch": 2},
-    "hpz": {"parallel.hpz": 2},
-    "offload_ratio": {"parallel.offload_ratio": 0.5, "parallel.offload_optimizer": "cpu"},
-    "adafactor": {"optim.name": "adafactor"},
-    "muon": {"optim.name": "muon"},
-    "adamw8bit": {"optim.name": "adamw8bit"},
-    "in_backward": {"optim.in_backward": True, "train.max_norm": None},
-    "ema": {"train.ema_decay": 0.99},
-    "activation_checkpointing": {"activation.policy": "full"},
-    "activation_offload": {"activation.offload": "cpu"},
-    "compile": {"compile.enabled": True},
-    "compile_model": {"compile.scope": "model", "compile.enabled": True},
-    "tied_weights": {"model.tie_weights": True},
-    "adapter": {"adapter.type": "lora", "task.name": "hf_causal_lm"},
-    "resize_embeddings": {"model.resize_embeddings": True, "task.name": "hf_causal_lm"},
-    "sync_batchnorm": {"model.sync_batchnorm": True},
-}
-# Known only once there is a model; the mesh and the ranks have tests of their own below.
-NOT_ASKED = {"data_parallel", "mesh", "frozen_params", "unused_params", "buffers"}
+BY_KEYS = [pytest.param(entry, id=f"{entry.dotted}-{entry.name}") for entry in capability.DECLARED]
 
 
 def configured(**parallel: Any) -> RunConfig:
@@ -104,12 +68,20 @@ def test_what_deepspeed_offloads_with_its_own_adamw_only(settings: dict[str, Any
 # The table
 
 
-def test_the_table_is_complete() -> None:
+def test_the_table_has_each_row_once() -> None:
     assert get_args(StrategyName) == STRATEGIES
-    assert set(CAPABILITIES) == set(DESCRIPTIONS) == set(ASKS) | NOT_ASKED
-    for support in CAPABILITIES.values():
-        assert tuple(support) == STRATEGIES
-        assert all(value is True or (value and "\n" not in value) for value in support.values())
+    beyond_keys = {"data_parallel", "mesh", "frozen_params", "unused_params", "buffers"}
+    assert {entry.name for entry in capability.DECLARED} | beyond_keys == set(CAPABILITIES)
+    assert not {entry.name for entry in capability.DECLARED} & beyond_keys
+    titles = [row.words for row in CAPABILITIES.values()]
+    assert len(set(titles)) == len(titles)
+    for row in CAPABILITIES.values():
+        assert all(reason and "\n" not in reason for reason in row.reasons.values())
+
+
+def test_a_capability_names_strategies_that_exist() -> None:
+    with pytest.raises(ValueError, match="'rows' is refused by unknown strategies: "):
+        Capability("rows", {"ddp zero4": "no"})
 
 
 @pytest.mark.parametrize(
@@ -133,23 +105,56 @@ def test_the_table_is_complete() -> None:
     ],
 )
 def test_what_engines_can_do(feature: str, works: str) -> None:
-    assert [name for name in STRATEGIES if CAPABILITIES[feature][name] is True] == works.split()
+    assert CAPABILITIES[feature].works == works.split()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_check_refuses_exactly_what_the_table_refuses(strategy: StrategyName) -> None:
-    for feature, asked in ASKS.items():
-        settings = {"parallel.strategy": strategy, **asked}
-        reason = CAPABILITIES[feature][strategy]
-        if reason is True:
+@pytest.mark.parametrize("entry", BY_KEYS)
+def test_check_refuses_exactly_what_the_table_refuses(entry: capability.Declared) -> None:
+    key, setting = next(iter(entry.example.items()))
+    assert key == entry.dotted
+    assert not entry.asks(RunConfig())
+    for strategy in STRATEGIES:
+        settings = {"parallel.strategy": strategy, **entry.example}
+        assert entry.asks(load_config(overrides=settings).config)
+        if strategy in entry.capability.works:
             run_check(settings, ranks_of(strategy))
             continue
         error = refused(settings, ranks_of(strategy))
-        key, value = next(iter(asked.items()))
-        assert key in error.cause, feature
-        assert isinstance(value, dict) or str(value).lower() in error.cause, feature
-        assert strategy in error.cause, feature
-        assert reason in error.cause, feature
+        assert key in error.cause and strategy in error.cause
+        assert isinstance(setting, dict) or str(setting).lower() in error.cause
+        assert entry.capability.reasons[strategy] in error.cause
+        assert "{" not in error.fix and ("{key}" not in entry.capability.fix or key in error.fix)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause", "fix"),
+    [
+        (
+            {"parallel.strategy": "ddp", "parallel.offload_param": "cpu"},
+            "parallel.offload_param=cpu does not work with parallel.strategy=ddp: whole parameters stay on the device",
+            "set parallel.offload_param=none, or parallel.strategy to one of fsdp, hsdp, zero3",
+        ),
+        (
+            {"parallel.strategy": "zero1", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/scratch"},
+            "parallel.offload_optimizer=nvme does not work with parallel.strategy=zero1: only ZeRO-3 swaps state",
+            "set parallel.strategy=zero3, or parallel.offload_optimizer=cpu where that works",
+        ),
+        (
+            {"parallel.strategy": "fsdp", "parallel.bucket_mb": 2.5, "parallel.ds_config": {"fp16": {}}},
+            "parallel.bucket_mb=2.5 does not work with parallel.strategy=fsdp: FSDP2 reduces one block at a time",
+            "remove parallel.bucket_mb",
+        ),
+        (
+            {"parallel.strategy": "fsdp", "parallel.offload_ratio": 0.5, "parallel.offload_optimizer": "cpu"},
+            "parallel.offload_ratio=0.5 does not work with parallel.strategy=fsdp: only ZeRO-3 has it",
+            "remove parallel.offload_ratio",
+        ),
+    ],
+)
+def test_a_refusal_names_the_setting_the_reason_and_the_way_out(settings: dict[str, Any], cause: str, fix: str) -> None:
+    error = refused(settings)
+    assert error.cause.startswith(cause)
+    assert error.fix == fix
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -311,13 +316,13 @@ def test_any_config_passes_with_a_mesh_of_all_ranks_or_is_refused(
 
 def test_the_table_shows_every_refusal_with_its_reason() -> None:
     table = markdown_table()
-    reasons = {value for support in CAPABILITIES.values() for value in support.values() if value is not True}
+    reasons = {reason for row in CAPABILITIES.values() for reason in row.reasons.values()}
     for reason in reasons:
         assert reason in table
     rows = [line for line in table.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + len(CAPABILITIES)
     assert {row.count("|") for row in rows} == {len(STRATEGIES) + 2}
-    assert table.count("✓") == sum(value is True for support in CAPABILITIES.values() for value in support.values())
+    assert table.count("✓") == sum(len(row.works) for row in CAPABILITIES.values())
 
 
 def test_the_page_has_the_current_table() -> None:
@@ -369,7 +374,7 @@ def test_shipped_configs_can_run(path: Path, device: Any) -> None:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("feature", capability_cases.FEATURES)
 def test_every_mark_trains_like_one_process(feature: str) -> None:
-    works = [name for name in STRATEGIES[1:] if CAPABILITIES[feature][name] is True]
+    works = [name for name in CAPABILITIES[feature].works if name != "single"]
     target = "tests.config.capability_cases:losses"
     want = run_ranks(1, target, strategies=["single"], feature=feature, timeout=300)[0]["single"]
     tolerance = 1e-2 if feature == "bf16" else 1e-5
@@ -385,7 +390,7 @@ def test_every_mark_trains_like_one_process(feature: str) -> None:
 @pytest.mark.parametrize("feature", ["compile", "compile_model"])
 def test_no_strategy_breaks_a_graph_or_compiles_hooks(feature: str) -> None:
     """ZeRO-3 gathers a block's weights in hooks, ZeRO's engine keeps time in the model's; they stay outside."""
-    compiled = [name for name in STRATEGIES[1:] if CAPABILITIES[feature][name] is True]
+    compiled = [name for name in CAPABILITIES[feature].works if name != "single"]
     target = "tests.config.capability_cases:broken_graphs"
     for rank in run_ranks(2, target, strategies=compiled, feature=feature, timeout=300):
         assert rank == {name: {} for name in compiled}
@@ -394,12 +399,12 @@ def test_no_strategy_breaks_a_graph_or_compiles_hooks(feature: str) -> None:
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_unused_parameters_are_named_where_the_table_refuses_them() -> None:
-    refused_by = [name for name in STRATEGIES if CAPABILITIES["unused_params"][name] is not True]
+    refused_by = [*CAPABILITIES["unused_params"].reasons]
     assert refused_by == ["ddp", "zero1", "zero2", "zero3"]
     for messages in run_ranks(
         2, "tests.config.capability_cases:refusals", strategies=refused_by, feature="unused_params"
     ):
         for name, (cause, fix) in messages.items():
             assert cause.startswith("2 of 16 parameters got no gradient in the first step (spare.weight, spare.bias)")
-            assert f"parallel.strategy={name} cannot train: {CAPABILITIES['unused_params'][name]}" in cause
+            assert f"parallel.strategy={name} cannot train: {CAPABILITIES['unused_params'].reasons[name]}" in cause
             assert "freeze them" in fix

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.config.capability import STRATEGIES
+from shardkit.config.strategy import STRATEGIES
 from tests.cuda import gpu_ranks, parity, pools
 from tests.cuda.parity import Case
 from tests.cuda.verdict import problems

@@ -9,6 +9,7 @@ import pytest
 
 from shardkit.config import capability
 from shardkit.config.load import load_config, resolve_batch
+from shardkit.config.strategy import STRATEGIES
 from shardkit.errors import ConfigError
 from shardkit.memory.rows import KINDS, StateBytes
 from shardkit.oom.advice import Advice, Used, advise
@@ -64,7 +65,7 @@ def test_the_micro_batch_shrinks_as_far_as_needed() -> None:
     assert not any("micro_batch" in change for change in advice(["train.micro_batch_size=1"], **FULL))
 
 
-@pytest.mark.parametrize("strategy", capability.STRATEGIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "more", [[], ["activation.policy=full", "precision.mode=bf16"], ["optim.name=muon"], ["train.max_norm=null"]]

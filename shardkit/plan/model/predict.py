@@ -106,7 +106,8 @@ def predict(
         local_world_size=min(target.ranks_per_node, target.world_size),
     )
     if config.precision.mode == "fp8" and target.gpu is not None and target.gpu.capability < (8, 9):
-        raise ConfigError(f"precision.mode=fp8 on {target.gpu.name}: {capability.CUDA_ONLY['fp8']}", "use a newer card")
+        reason = capability.CAPABILITIES["fp8"].on_cpu
+        raise ConfigError(f"precision.mode=fp8 on {target.gpu.name}: {reason}", "use a newer card")
     micro_batches = resolve_batch(config, target.world_size)
     config, notes = _traceable(config, min(micro_batches, 2 if rough else MICRO_BATCHES), rough)
     speeds = speeds_of(target) if timed else None

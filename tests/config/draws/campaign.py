@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardkit.config.capability import STRATEGIES
 from shardkit.config.load import load_config
+from shardkit.config.strategy import STRATEGIES
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from tests.strategies.graphs.engines import Report

@@ -1,0 +1,58 @@
+"""The strategies, and what a key of the config asks of them: declared on the key's field, as a `Capability`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
+STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+ZERO = ("zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True, eq=False)
+class Capability:
+    """A row of docs/capability.md: something that some strategies can do, and the config's values that ask for it.
+
+    It annotates the field of the key (`Annotated[bool, Capability(…)]`). The refusals of `capability.check`, the table
+    and the tests follow from it.
+
+    Attributes:
+        words: the row's title.
+        refused: names of strategies, separated by spaces → the reason why they cannot do it.
+        name: the row's short name; empty = the key's, without its section.
+        choices: the values that ask for it; empty = all but the default.
+        beside: whether the section's other keys leave the value in force.
+        fix: the error's fix; `{works}` stands for the strategies that can do it, `{key}` for the key. Empty = remove
+            the key.
+        on_cpu: the reason why it does not work without a GPU, and what to use instead; empty = it works.
+        example: a value that asks for it, where `choices` are empty.
+        example_needs: the settings that the example needs beside it.
+    """
+
+    words: str
+    refused: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    choices: tuple[Any, ...] = ()
+    beside: Callable[[Any], bool] = lambda section: True
+    fix: str = ""
+    on_cpu: str = ""
+    example: Any = None
+    example_needs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = set(" ".join(self.refused).split()) - {*STRATEGIES}
+        if unknown:
+            raise ValueError(f"{self.words!r} is refused by unknown strategies: {sorted(unknown)}")
+
+    @property
+    def reasons(self) -> dict[StrategyName, str]:
+        """The reason of each strategy that cannot do it."""
+        by_name = {name: reason for names, reason in self.refused.items() for name in names.split()}
+        return {name: by_name[name] for name in STRATEGIES if name in by_name}
+
+    @property
+    def works(self) -> list[StrategyName]:
+        """The strategies that can do it."""
+        return [name for name in STRATEGIES if name not in self.reasons]
