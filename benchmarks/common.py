@@ -17,8 +17,11 @@ from typing import Any
 
 import psutil
 
+from shardkit.files import write_whole
+
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "benchmarks" / "results"
+LONGEST_LINE = 4000
 
 
 def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
@@ -60,10 +63,34 @@ def environment() -> dict[str, Any]:
 
 def write_result(name: str, payload: Mapping[str, Any]) -> Path:
     """Write benchmarks/results/NAME.json: the payload with `environment` beside it."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **payload}, indent=2) + "\n")
+    return write_json(RESULTS / f"{name}.json", {"environment": environment(), **payload})
+
+
+def write_json(path: Path, payload: Mapping[str, Any]) -> Path:
+    """Create or replace a file of results, one case a line, and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, one_case_a_line(payload) + "\n")
     return path
+
+
+def one_case_a_line(node: Any, depth: int = 0) -> str:
+    """JSON with a line for each key of the file, for each case of a group of cases, and for each series of numbers.
+
+    A group is an object or a list that holds only objects. A case of more than `LONGEST_LINE` characters is split into
+    its own keys; a series is never split.
+    """
+    flat = json.dumps(node)
+    if not isinstance(node, (dict, list)):
+        return flat
+    children = list(node.values() if isinstance(node, dict) else node)
+    is_group = depth == 1 and len(children) > 1 and all(isinstance(child, dict) for child in children)
+    is_long = len(flat) > LONGEST_LINE and "{" in flat
+    if not (children and (depth == 0 or is_group or is_long)):
+        return flat
+    names = [f"{json.dumps(key)}: " for key in node] if isinstance(node, dict) else [""] * len(children)
+    lines = (" " * (depth + 1) + name + one_case_a_line(c, depth + 1) for name, c in zip(names, children, strict=True))
+    opening, closing = "{}" if isinstance(node, dict) else "[]"
+    return f"{opening}\n" + ",\n".join(lines) + f"\n{' ' * depth}{closing}"
 
 
 def unmeasured(engines: Sequence[str], found: Mapping[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from tests.cuda import gpu_ranks
 from tests.cuda.compiled import Case, cases, pool, refusal, write
 from tests.ranks import RankError
 
-from .common import REPO, RESULTS, environment
+from .common import REPO, RESULTS, environment, write_json
 from .report_compiled import eager
 
 LIST = REPO / "benchmarks" / "compiled_cases.txt"
@@ -182,9 +182,7 @@ def main() -> None:
         os.environ.update(CARD)  # ranks read it when Python starts
         folder = options.folder / ISOLATED if options.isolated else options.folder
         run(todo, folder, deadline, options.isolated)
-    WRITTEN.parent.mkdir(parents=True, exist_ok=True)
-    WRITTEN.write_text(json.dumps(collect(options.folder), indent=1) + "\n")
-    print(f"written: {WRITTEN}")
+    print(f"written: {write_json(WRITTEN, collect(options.folder))}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .common import REPO, RESULTS, environment
+from .common import REPO, RESULTS, environment, write_json
 
 GOALS = {"cpu": {"allocated": 0.03}, "emulated": {"allocated": 0.01, "reserved": 0.05}}
 CARD = "h100"
@@ -310,13 +310,6 @@ def predict(loop: Loop, folder: Path) -> dict[str, Any]:
 _CPU = "run.device=cpu"
 
 
-def _write(path: Path, held: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(held, indent=1) + "\n")
-    draft.replace(path)
-
-
 def place(on: str) -> Path:
     return (RESULTS if on == "cpu" else RESULTS / "emulated") / "other_loops.json"
 
@@ -349,7 +342,7 @@ def main() -> None:
                     found["predicted"] = predict(loop, Path(folder))
             if measures or predicts:
                 held["environment"] = environment()
-                _write(path, held)
+                write_json(path, held)
                 print(f"{loop.name:45s} {loop.model:11s} {loop.ranks}  {_errors(found)}", flush=True)
 
 

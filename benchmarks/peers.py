@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from . import bare, peers_arms, peers_env
-from .common import RESULTS, environment, median_ci, write_result
+from .common import RESULTS, environment, median_ci, write_json, write_result
 from .overhead import write_tokens
 from .peers_arms import ARMS, OURS, REFUSALS
 from .peers_ranks import Ranks, worker
@@ -191,8 +191,7 @@ def _cuda(engine: str, only: str, tokens: str, known: dict[str, Any], write: Cal
 def _write_cuda(path: Path, known: Mapping[str, Any]) -> None:
     about = {"environment": environment(), "emulated": True, "ranks": RANKS, "tolerance": TOLERANCE}
     packages = {package: version(package) for package in PACKAGES}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**about, "packages": packages, "engines": known}, indent=1) + "\n")
+    write_json(path, {**about, "packages": packages, "engines": known})
 
 
 def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:

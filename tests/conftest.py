@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import order, touched, zero_ops
 from tests.guard import MARK, nothing_left
@@ -20,6 +21,9 @@ os.environ[MARK] = str(os.getpid())
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 zero_ops.set_folder()
+# On a busy machine drawing examples may take long, which says nothing of what is tested.
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

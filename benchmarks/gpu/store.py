@@ -9,7 +9,7 @@ from typing import Any
 
 from shardkit.errors import ConfigError
 
-from ..common import REPO, environment
+from ..common import REPO, environment, write_json
 from .cases import Found
 
 CODE = ("shardkit", "launch", "benchmarks/gpu")
@@ -117,7 +117,4 @@ class Store:
         if self._all.get("emulated"):
             found = without_speeds(found)
         self._all["cases"].setdefault(case, {})[what] = {"complete": complete, **found, **self._stamp}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_suffix(".tmp")
-        draft.write_text(json.dumps(self._all, indent=1) + "\n")
-        draft.replace(self.path)
+        write_json(self.path, self._all)

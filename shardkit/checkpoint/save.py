@@ -162,8 +162,8 @@ class Checkpointer:
         if not self._config.is_automatic:
             return ""
         return (
-            f"a checkpoint every {self._interval_s() / 60:,.0f} minutes, or less often if saves take long: at most "
-            f"{100 * COST:g} % of the time (checkpoint.every_minutes=auto)"
+            f"a checkpoint every {self._interval_s() / 60:,.0f} minutes, or less often if saves take long: after "
+            f"the first, at most {100 * COST:g} % of the time (checkpoint.every_minutes=auto)"
         )
 
     def due(self, step: int, *, is_last: bool = False, requested: bool = False) -> bool:

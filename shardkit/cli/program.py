@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -57,7 +58,7 @@ class JobCommand(TyperCommand):
             index = index_of_script(words)
             if ctx.meta[SCRIPT_WORDS] is not None or index is None:
                 raise
-            raise LaunchError(*missing_dashes(self.name, words, index)) from error
+            raise LaunchError(*missing_dashes(ctx, index)) from error
 
 
 def index_of_script(words: Sequence[str]) -> int | None:
@@ -65,14 +66,29 @@ def index_of_script(words: Sequence[str]) -> int | None:
     return next((i for i, word in enumerate(words) if word == "-m" or re.fullmatch(r"[^=]+\.py", word)), None)
 
 
-def missing_dashes(command: str | None, words: Sequence[str], index: int) -> tuple[str, str]:
-    """Cause and fix for a script without `--` before it.
+def missing_dashes(ctx: Any, index: int) -> tuple[str, str]:
+    """Cause and fix for a script without `--` before it; the command's options behind the script stay the command's.
 
     Args:
-        index: the script's index among `words`.
+        index: the script's index among the words of the command line.
     """
-    corrected = " ".join(["shardkit", command or "", *words[:index], "--", *map(shlex.quote, words[index:])])
-    return f"{words[index]} is not a config: a script stands behind `--`", corrected
+    words = ctx.meta[OPTION_WORDS]
+    options, arguments = _split_options(ctx.command, words[index + 1 :])
+    corrected = ["shardkit", ctx.info_name, *words[:index], *options, "--", words[index], *arguments]
+    return f"{words[index]} is not a config: a script stands behind `--`", shlex.join(corrected)
+
+
+def _split_options(command: Any, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options that a command knows, with their values, and all other words."""
+    is_flag = {name: getattr(param, "is_flag", False) for param in command.params for name in param.opts}
+    options, others, rest = list[str](), list[str](), iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if not word.startswith("-") or name not in is_flag:
+            others.append(word)
+            continue
+        options += [word] if is_flag[name] or equals else [word, *islice(rest, 1)]
+    return options, others
 
 
 @dataclass(frozen=True)
@@ -156,8 +172,7 @@ def read_program(
             usage = f"shardkit {command} CONFIG, or shardkit {command} [options] -- train.py arguments"
             raise LaunchError("neither a config nor a script was given", usage)
         if index_of_script([config]) is not None:
-            options = ctx.meta[OPTION_WORDS]
-            raise LaunchError(*missing_dashes(command, options, options.index(config)))
+            raise LaunchError(*missing_dashes(ctx, ctx.meta[OPTION_WORDS].index(config)))
         refuse_options(ctx, _FOR_SCRIPTS, "applies to a script behind `--`, and this is a config", "remove it")
         scripts.check_grace(0 if ranks.grace_s is None else ranks.grace_s)
         return Program(config, tuple(overrides))

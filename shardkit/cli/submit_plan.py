@@ -67,8 +67,7 @@ def files_of_script(
     if ctx.meta[SCRIPT_WORDS] is None:
         index = index_of_script(words)
         if index is not None:
-            option_words = ctx.meta[OPTION_WORDS]
-            raise LaunchError(*missing_dashes(ctx.info_name, option_words, option_words.index(words[index])))
+            raise LaunchError(*missing_dashes(ctx, ctx.meta[OPTION_WORDS].index(words[index])))
         raise LaunchError(
             "--from describes the job of a script, and none is given",
             "name it behind `--`: shardkit submit --from FILE --model DIR --gpu h100 -- train.py arguments",

@@ -197,6 +197,8 @@ def split_override(item: Any) -> tuple[Any, str]:
         raise _malformed(shown(item), "name one config; what differs follows it as section.key=value")
     if not sign:
         raise _malformed(shown(item))
+    if not value.strip():
+        raise ConfigError(f"override {shown(item)} has no value", f"write one; {dotted}=null sets none")
     return dotted, value
 
 

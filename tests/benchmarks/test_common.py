@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks import common
-from benchmarks.common import environment, median_ci, stamp, unmeasured, write_result
+from benchmarks.common import (
+    LONGEST_LINE,
+    RESULTS,
+    environment,
+    median_ci,
+    one_case_a_line,
+    stamp,
+    unmeasured,
+    write_json,
+    write_result,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +83,31 @@ def test_environment_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupted_measurement_goes_on_with_what_this_commit_lacks() -> None:
     found = {"ddp": {"measured": stamp()}, "fsdp": {"measured": {"commit": "of another day"}}, "zero2": {}}
     assert unmeasured(["single", "ddp", "fsdp", "zero2"], found) == ["single", "fsdp", "zero2"]
+
+
+def test_a_file_of_results_has_a_line_for_each_case(tmp_path: Path) -> None:
+    payload = {
+        "environment": {"cpu": "×", "gpus": []}, "none": {}, "samples": [0.1 * n for n in range(2000)],
+        "cases": {"a": {"peak": 1, "steps": [1.5, None]}, "b": {"peak": 2, "steps": []}},
+    }  # fmt: skip
+    path = write_json(tmp_path / "folder" / "speed.json", payload)
+    assert json.loads(path.read_text()) == payload
+    lines = path.read_text().splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:-1]] == [
+        '"environment"', '"none"', '"samples"', '"cases"', '"a"', '"b"', "}"
+    ]  # fmt: skip
+    assert lines[5] == '  "a": {"peak": 1, "steps": [1.5, null]},'
+
+
+def test_a_long_case_has_a_line_for_each_of_its_keys() -> None:
+    case = {"steps": [0.5] * LONGEST_LINE, "of": {"seconds": 1}, "peak": 1}
+    lines = one_case_a_line({"cases": {"a": case, "b": {"peak": 2}}}).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[2:6]] == ['"a"', '"steps"', '"of"', '"peak"']
+
+
+def test_recorded_results_are_in_that_layout() -> None:
+    files = sorted(RESULTS.rglob("*.json"))
+    assert len(files) > 30
+    for path in files:
+        text = path.read_text()
+        assert text == one_case_a_line(json.loads(text)) + "\n", f"write {path.name} with benchmarks.common.write_json"

@@ -57,6 +57,13 @@ WRONG = [
     ("plan recipe.yml", "config file recipe.yml does not exist", "recipe.yaml"),
     ("plan list.yaml", "list.yaml holds a list, not a mapping of sections", "train: {max_steps: 100}"),
     ("plan tabs.yaml", "tabs.yaml:2:1: not YAML", "no tabs"),
+    ("plan recipe.yaml data.path=", "has no value", "data.path=null sets none"),
+    ("launch train.py --nproc-per-node 2", "not a config: a script", "shardkit launch --nproc-per-node 2 -- train.py"),
+    (
+        "launch train.py --lr 3 --nproc-per-node=2",
+        "not a config: a script",
+        "shardkit launch --nproc-per-node=2 -- train.py --lr 3",
+    ),
     ("plan recipe.yaml max_steps=10", "'max_steps=10' is not of the form section.key=value", "train.max_steps"),
     ("plan recipe.yaml train.max_step=10", "unknown key train.max_step", "did you mean train.max_steps?"),
     ("plan recipe.yaml trian.max_steps=10", "unknown key trian.max_steps", "did you mean train.max_steps?"),

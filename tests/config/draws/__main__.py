@@ -8,8 +8,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from benchmarks.common import RESULTS, environment
-from shardkit.files import write_whole
+from benchmarks.common import RESULTS, environment, write_json
 
 from .campaign import Campaign, Verdict
 
@@ -38,7 +37,7 @@ def _record(verdict: Verdict) -> None:
     if verdict.outcome not in ("equal", "refused"):
         recorded["failures"].append({"seed": verdict.seed, "outcome": verdict.outcome, "words": verdict.words[:300]})
     recorded["environment"] = environment()
-    write_whole(RECORD, json.dumps(recorded, indent=1) + "\n")
+    write_json(RECORD, recorded)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, environment
+from benchmarks.common import RESULTS, environment, write_json
 
 from .campaign import OUTCOMES, Campaign, Verdict, smaller
 from .case import FEATURES, Case, draw
@@ -105,7 +105,7 @@ def _record(campaign: Campaign, name: str, took: float) -> None:
     total["failures"] += part["failures"]
     total["seconds"] = round(total["seconds"] + took, 1)
     total["environment"] = environment()
-    RECORD.write_text(json.dumps(recorded, indent=1) + "\n")
+    write_json(RECORD, recorded)
 
 
 if __name__ == "__main__":
