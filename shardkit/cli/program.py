@@ -81,14 +81,14 @@ def missing_dashes(ctx: Any, index: int) -> tuple[str, str]:
 def _split_options(command: Any, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The options that a command knows, with their values, and all other words."""
     is_flag = {name: getattr(param, "is_flag", False) for param in command.params for name in param.opts}
-    options, others, rest = list[str](), list[str](), iter(words)
-    for word in rest:
+    options, positional, remaining = list[str](), list[str](), iter(words)
+    for word in remaining:
         name, equals, _ = word.partition("=")
         if not word.startswith("-") or name not in is_flag:
-            others.append(word)
+            positional.append(word)
             continue
-        options += [word] if is_flag[name] or equals else [word, *islice(rest, 1)]
-    return options, others
+        options += [word] if is_flag[name] or equals else [word, *islice(remaining, 1)]
+    return options, positional
 
 
 @dataclass(frozen=True)
