@@ -46,6 +46,7 @@ def moments(result: dict[str, Any]) -> str:
         "",
         f"{result['draws']} of {result['asked']} draws have been played (seed {result['seed']}), "
         f"{len(result['problems'])} of them with a problem.",
+        *([paragraph(f"{result['problems_note']}")] if result.get("problems_note") else []),
         *(
             [paragraph(f"Played a second time: {again['draws']}; {again['why']}.")]
             if (again := result.get("played_again"))
