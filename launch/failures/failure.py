@@ -258,7 +258,7 @@ def of_launcher(log_dir: Path, recorded: list[Failure] | None = None) -> list[Fa
     if recorded is None:
         recorded = [failure for folder in last_attempt for failure in in_attempt(folder)]
     try:
-        reported = in_torchrun_log((log_dir / TORCHRUN_LOG).read_text(errors="replace"))
+        reported = in_torchrun_log(read_regular(log_dir / TORCHRUN_LOG).decode(errors="replace"))
     except OSError:  # the run was deleted
         reported = []
     for folder in last_attempt:

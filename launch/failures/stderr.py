@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from ...files import open_regular
+
 _TAIL_BYTES = 1 << 18
 _LINES = 20
 _MOST_LINES = 200
@@ -24,7 +26,7 @@ _LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python3[\d.]*)/|^<")
 def tail(path: Path) -> str:
     """The end of a rank's stderr, without torch's `[rank1]:` marks; empty if there is no file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return _PREFIX.sub("", file.read().decode(errors="replace"))
     except OSError:  # it is on another machine, or was deleted

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import LaunchError
+from ...files import read_regular
 from ..failures import exit_codes, failure, job_starts
 from ..ranks.placement import integer
 from .torchrun import is_elastic
@@ -125,7 +126,7 @@ def agent(environ: Mapping[str, str]) -> str | None:
 def _settings_of(run_dir: Path) -> dict[str, Any]:
     """The env.json of a directory's last start; empty if there is none."""
     try:
-        settings = json.loads((run_dir / "env.json").read_text())
+        settings = json.loads(read_regular(run_dir / "env.json"))
     except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}

@@ -69,7 +69,8 @@ def output_of(job: str) -> tuple[str | None, Path]:
         folder, pattern = Path(job).absolute(), "slurm-*.out"
         if task := re.fullmatch(r"array_(\d+)", folder.name):  # the outputs of an array's tasks lie beside their runs
             folder, pattern = folder.parent, f"slurm-*_{task[1]}.out"
-        outputs = sorted((folder / "logs").glob(pattern), key=lambda path: path.stat().st_mtime)
+        outputs = [path for path in (folder / "logs").glob(pattern) if path.exists()]
+        outputs.sort(key=lambda path: path.stat().st_mtime)
         if not outputs:
             raise LaunchError(
                 f"{job} is neither a job id nor a run directory with a job's output", "`shardkit jobs` lists jobs"

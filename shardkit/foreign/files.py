@@ -104,6 +104,8 @@ def read_text(name: str) -> str:
             )
         if path.stat().st_size > _SIZE:
             raise ConfigError(f"{shown_name} is larger than {_SIZE >> 20} MiB", "name a config file")
+        if not path.is_file():  # a pipe would be waited for, and a device has no end
+            raise ConfigError(f"{shown_name} cannot be read: not a regular file", "name a config file")
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL byte in the name
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

@@ -148,7 +148,7 @@ def read_model(path: str) -> dict[str, Any]:
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model {file} cannot be read: {one_line(str(error))}", "write it anew") from None
     if not isinstance(config, dict) or not (config.get("model_type") or config.get("architectures")):
         raise ConfigError(
@@ -173,7 +173,7 @@ def _stored_dtype(file: Path) -> str:
                 raise ValueError("its header is too long")
             header = json.loads(stream.read(size))
             types = [_TYPES.get(one.get("dtype")) for name, one in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"--model: {file} cannot be read: {one_line(str(error))}", "copy the file again, or remove it"
         ) from None

@@ -276,9 +276,10 @@ def _file_keys(model: ModelConfig) -> dict[str, Any]:
         return {}
     named = f"model.hf_config={model.hf_config}" if model.hf_config is not None else str(file)
     try:
-        with open(file, encoding="utf-8") as stream:
-            keys = json.load(stream)
-    except (OSError, ValueError) as error:
+        if file.exists() and not file.is_file():  # a pipe would be waited for, and a device has no end
+            raise ValueError("not a regular file")
+        keys = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{named} cannot be read: {error}",
             "name a transformers config.json, or the directory that holds one; nothing is downloaded",

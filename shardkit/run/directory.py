@@ -22,7 +22,7 @@ from ..checkpoint.native import layout
 from ..config.load import LoadedConfig, load_config
 from ..config.schema import RunSection
 from ..errors import ConfigError, ShardkitError, gib
-from ..files import write_whole
+from ..files import open_regular, read_regular, write_whole
 from ..files.children import read_git
 from ..launch.failures import job_starts
 from ..launch.local import rendezvous, restart, run_dir
@@ -242,7 +242,7 @@ def _last_step(path: Path, loaded: LoadedConfig) -> int:
 
 def _env(path: Path) -> dict[str, Any]:
     try:
-        settings = json.loads((path / "env.json").read_text())
+        settings = json.loads(read_regular(path / "env.json"))
     except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}
@@ -278,15 +278,16 @@ def _rewind(path: Path, step: int) -> None:
         file = path / name
         if not file.exists():
             continue
-        lines = file.read_text().splitlines(keepends=True)
-        retained_lines = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
+        with open_regular(file) as stream:
+            lines = stream.readlines()
+        retained_lines = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
         if retained_lines != lines:
-            write_whole(file, "".join(retained_lines))
+            write_whole(file, b"".join(retained_lines))
     if step == 0:  # else TensorBoard itself is told which steps to purge
         _clear_folder(path, "tensorboard")
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import ConfigError, SupersededError
-from ..files import write_whole
+from ..files import open_regular, read_regular, write_whole
 from ..launch.failures import job_starts
 from ..launch.local import restart
 from ..launch.local.run_dir import MARK
@@ -302,7 +302,7 @@ def _newest(folder: Path) -> tuple[int, Path] | None:
 def _beat(path: Path) -> tuple[int, int] | None:
     """A value that changes with each sign of life. Opens the file each time: only then does NFS ask its server."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             stat = os.fstat(file.fileno())
     except OSError:
         return None
@@ -312,7 +312,7 @@ def _beat(path: Path) -> tuple[int, int] | None:
 def _read(path: Path) -> Record | None:
     """The record in an owner's file; None if the file is missing, damaged or still being written."""
     try:
-        stored: dict[str, Any] = json.loads(path.read_text())
+        stored: dict[str, Any] = json.loads(read_regular(path))
         names = {field.name for field in fields(Record)}  # a later version may write more
         return Record(**{key: value for key, value in stored.items() if key in names})
     except FileNotFoundError:

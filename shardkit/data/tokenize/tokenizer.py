@@ -192,7 +192,7 @@ def _settings(file: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", "copy the tokenizer's files again") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file} is not a mapping of keys", "copy the tokenizer's files again")

@@ -1,0 +1,92 @@
+"""Pipes, devices, links and bytes that are no text, where a stranger's folder should have a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from shardkit.config.schema import ModelConfig
+from shardkit.data.tokenize.tokenizer import _settings
+from shardkit.errors import ConfigError, LaunchError
+from shardkit.foreign.files import read
+from shardkit.foreign.gather import read_model
+from shardkit.launch.failures.failure import of_launcher
+from shardkit.launch.local.restart import _settings_of
+from shardkit.launch.slurm import queue
+from shardkit.models.hf import _file_keys
+from shardkit.run.directory import _env, _rewind
+from shardkit.run.owner import FOLDER, claim
+from tests.report.test_script import launched
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture(params=["pipe", "device"])
+def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    os.mkfifo(path) if request.param == "pipe" else path.symlink_to("/dev/zero")
+    return path
+
+
+def test_another_tools_file_is_a_regular_one(odd: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: not a regular file"):
+        read(str(odd))
+
+
+def test_a_models_description_is_a_regular_file(odd: Path) -> None:
+    with pytest.raises(ConfigError, match="not a regular file"):
+        _file_keys(ModelConfig(hf_config=str(odd)))
+
+
+def test_a_description_nested_too_deeply_is_two_lines(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("[" * 200_000)
+    for reader in (lambda: _file_keys(ModelConfig(hf_config=str(tmp_path))), lambda: read_model(str(tmp_path)),
+                   lambda: _settings(tmp_path / "tokenizer_config.json")):  # fmt: skip
+        with pytest.raises(ConfigError, match="cannot be read: maximum recursion depth exceeded"):
+            reader()
+
+
+def test_the_environment_of_an_earlier_start_is_a_regular_file(odd: Path) -> None:
+    odd.rename(odd.with_name("env.json"))
+    assert _env(odd.parent) == _settings_of(odd.parent) == {}
+
+
+def test_the_logs_of_ranks_are_regular_files(odd: Path, tmp_path: Path) -> None:
+    folder = launched(tmp_path / "run", "110000", failed=True)
+    for log in folder.rglob("*.log"):
+        if log.name == "stderr.log":
+            log.unlink()
+            log.symlink_to(odd)
+    assert [failure.rank for failure in of_launcher(folder)] == [1]
+    (folder / "torchrun.log").unlink()
+    (folder / "torchrun.log").symlink_to(odd)
+    assert of_launcher(folder) == []
+
+
+def test_links_to_nothing_are_no_outputs_of_a_job(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "slurm-1.out").symlink_to(logs / "none")
+    (logs / "slurm-2.out").symlink_to(logs / "slurm-2.out")
+    with pytest.raises(LaunchError, match="neither a job id nor a run directory"):
+        queue.output_of(str(tmp_path))
+    (logs / "slurm-3.out").write_text("line\n")
+    assert queue.output_of(str(tmp_path)) == (None, logs / "slurm-3.out")
+
+
+def test_records_that_are_no_text_are_dropped_when_a_run_resumes(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step}).encode() + b"\n" for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_bytes(lines[0] + b'{"step": 1, "x": "\xff"}\n' + lines[1] + lines[2])
+    _rewind(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines[0] + lines[1]
+
+
+def test_the_record_of_a_directorys_owner_is_a_regular_file(odd: Path, tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    odd.rename(tmp_path / FOLDER / "owner.1.json")
+    with pytest.raises(OSError, match="not a regular file"):
+        claim(tmp_path)
