@@ -20,9 +20,9 @@ from ..files import locked
 from ..hardware.calibration import cache_dir
 from .environment import Torch
 
-HERE = Path(__file__).parent
-SOURCES = HERE / "native"
-INJECT = HERE / "inject"
+PACKAGE = Path(__file__).parent
+SOURCES = PACKAGE / "native"
+INJECT = PACKAGE / "inject"
 CORE = [
     "counters", "lost", "memory", "streams", "runtime_errors", "runtime_devices", "runtime_memory", "runtime_copies",
     "runtime_streams", "runtime_graphs", "runtime_kernels", "driver", "driver_memory",
@@ -66,7 +66,7 @@ def digest(torch: Torch) -> str:
     """What a build depends on beside the names in its folder's: sources, what is injected, and the exact CUDA."""
     summary = hashlib.sha256(f"{torch.version} {torch.cuda}".encode())
     for path in sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"), *INJECT.rglob("*.py"), Path(__file__)]):
-        summary.update(path.relative_to(HERE).as_posix().encode() + b"\0" + path.read_bytes())
+        summary.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     return summary.hexdigest()[:12]
 
 

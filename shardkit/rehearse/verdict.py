@@ -129,11 +129,11 @@ class Finish:
     """How a rehearsal ended.
 
     Attributes:
-        why: `steps` (each rank had done its steps), `program` (it ended by itself), or a reason to end it, in words.
+        cause: `steps` (each rank had done its steps), `program` (it ended by itself), or a reason to end it, in words.
         exit_code: of the program, if it ended by itself.
     """
 
-    why: str
+    cause: str
     exit_code: int = 0
 
 
@@ -184,20 +184,20 @@ def judge(records: Sequence[dict[str, Any]], card: Gpu, steps: int, finish: Fini
     """
     ranks = ranks_of(records)
     error = first_error(records)
-    if error is not None and (finish.why != "steps"):
+    if error is not None and (finish.cause != "steps"):
         return _of_error(error, ranks, card, finish)
-    if finish.why == "program" and finish.exit_code:
+    if finish.cause == "program" and finish.exit_code:
         reason = f"the program ended with exit code {finish.exit_code} and no exception of Python; its output is above"
         return Verdict(FAILED, reason, card, ranks)
     if not ranks:
-        return None if finish.why == "program" else Verdict(NOT_KNOWN, f"{finish.why}, before a GPU was used", card)
+        return None if finish.cause == "program" else Verdict(NOT_KNOWN, f"{finish.cause}, before a GPU was used", card)
     missing = sorted(set(range(ranks[0].world_size)) - {rank.rank for rank in ranks})
     if missing:
         names = ", ".join(map(str, missing[:8]))
         return Verdict(NOT_KNOWN, f"of {ranks[0].world_size} ranks these used no GPU: {names}", card, ranks)
-    if finish.why not in ("steps", "program"):
+    if finish.cause not in ("steps", "program"):
         slowest = min(ranks, key=lambda rank: rank.steps)
-        reason = f"{finish.why}; rank {slowest.rank} had done {slowest.steps} of {steps} steps"
+        reason = f"{finish.cause}; rank {slowest.rank} had done {slowest.steps} of {steps} steps"
         return Verdict(NOT_KNOWN, reason, card, ranks, _needed(ranks, card), at_least=True)
     return _of_memory(ranks, card, _notes(ranks, steps))
 

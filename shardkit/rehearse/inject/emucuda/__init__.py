@@ -78,7 +78,7 @@ def counting() -> Iterator[dict[str, int]]:
     try:
         yield made
     finally:
-        made.update({name: value - before[name] for name, value in counts().items()})
+        made.update({name: total - before[name] for name, total in counts().items()})
 
 
 def peak_memory(device: int = 0) -> int:
