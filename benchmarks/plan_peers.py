@@ -77,8 +77,8 @@ def _tracked(config: Any, world_size: int) -> int:
     import torch
 
     from shardkit.plan.simulate.fake_weights import FakeWeights
+    from shardkit.plan.simulate.fake_world import fake_world
     from shardkit.plan.simulate.step import on_fake, sample_batch, take_step, wrapped
-    from shardkit.plan.simulate.world import fake_world
     from shardkit.tasks.load import load_task
 
     device = torch.device("cpu")

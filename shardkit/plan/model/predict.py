@@ -31,7 +31,7 @@ from ..simulate.engines import SHARDKIT, LoopTraits
 from ..simulate.fake_weights import FakeWeights
 from ..simulate.fakes import Fakes
 from ..simulate.step import count_model, on_fake, sample_batch, take_evaluation, take_step, wrapped
-from ..simulate.world import fake_world
+from ..simulate.fake_world import fake_world
 from ..target import Target
 from .allocator import ROUND, Arena, replay, required, whole_pages
 from .cost import Segment, Speeds, TimeEstimate, speeds_of, step_time
