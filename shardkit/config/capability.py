@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..errors import ConfigError
+from ..files import replace_between
 from .ignored import IGNORED
 from .presets import task_of
 from .schema import ParallelConfig, RunConfig, Section, sections
@@ -48,25 +49,6 @@ _BEYOND_KEYS = (
 )
 """Rows that no key asks for by its value alone: the ranks or the model do."""
 
-_ORDER = [
-    "data_parallel", "mesh", "no_sync", "keep_gathered", "bucket_mb", "offload_optimizer", "offload_param", "nvme",
-    "ds_config", "bf16", "autocast", "reduce_dtype", "find_unused", "prefetch", "hpz", "offload_ratio", "adafactor",
-    "muon", "adamw8bit", "in_backward", "ema", "fp16", "fp8", "pure_bf16", "tf32", "activation_checkpointing",
-    "activation_offload", "compile", "compile_model", "tied_weights", "frozen_params", "adapter", "resize_embeddings",
-    "unused_params", "sync_batchnorm", "buffers",
-]  # fmt: skip
-"""The order of the rows. Further ones follow, as the config declares them."""
-
-_REFUSED_FIRST = (
-    "parallel.no_sync", "parallel.reshard_after_forward", "parallel.bucket_mb", "parallel.ds_config",
-    "parallel.offload_ratio", "parallel.offload_optimizer", "parallel.offload_param", "precision.mode",
-)  # fmt: skip
-"""Of several refused keys, the error names the first of these, else the first in the order of the rows."""
-
-
-def _position(name: str) -> int:
-    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
-
 
 @dataclass(frozen=True)
 class Declared:
@@ -85,12 +67,6 @@ class Declared:
     def dotted(self) -> str:
         """The key with its section."""
         return f"{self.section}.{self.key}"
-
-    @property
-    def example(self) -> dict[str, Any]:
-        """Settings that ask for it, the key's own first."""
-        choice = self.capability.choices[0] if self.capability.choices else self.capability.example
-        return {self.dotted: choice, **self.capability.example_needs}
 
     def asks(self, config: RunConfig) -> bool:
         """Whether the config asks for it."""
@@ -122,14 +98,11 @@ def declared(section: str, model: type[Section]) -> Iterator[Declared]:
                 yield Declared(section, key, annotation)
 
 
-DECLARED = sorted(
-    (entry for section, model in sections().items() for entry in declared(section, model)),
-    key=lambda entry: _position(entry.name),
-)
-"""The capabilities of all keys, in the order of the rows."""
-
-_ROWS = {entry.name: entry.capability for entry in DECLARED} | {row.name: row for row in _BEYOND_KEYS}
-CAPABILITIES: dict[str, Capability] = {name: _ROWS[name] for name in sorted(_ROWS, key=_position)}
+DECLARED = [entry for section, model in sections().items() for entry in declared(section, model)]
+"""The capabilities of all keys, in the order of the config."""
+CAPABILITIES: dict[str, Capability] = {row.name: row for row in _BEYOND_KEYS} | {
+    entry.name: entry.capability for entry in DECLARED
+}
 """The rows of the table, by their short names."""
 
 
@@ -147,7 +120,7 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
     if world_size > 1:
         ranks = CAPABILITIES["data_parallel"]
         _refuse(config, ranks, f"a world of {world_size} ranks", ranks.fix)
-    requests = sorted((entry for entry in DECLARED if entry.asks(config)), key=_precedence)
+    requests = [entry for entry in DECLARED if entry.asks(config)]
     for entry in requests:
         _refuse(config, entry.capability, entry.setting(config), entry.fix)
     for entry in requests:
@@ -158,10 +131,6 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
     mesh_shape(config, world_size, local_world_size)
     _refuse_ignored(config)
     _refuse_missing_libraries(config)
-
-
-def _precedence(entry: Declared) -> int:
-    return _REFUSED_FIRST.index(entry.dotted) if entry.dotted in _REFUSED_FIRST else len(_REFUSED_FIRST)
 
 
 def _refuse(config: RunConfig, capability: Capability, setting: str, fix: str) -> None:
@@ -291,24 +260,6 @@ def markdown_table() -> str:
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))])
 
 
-def write_table(path: Path) -> None:
-    """Replace the text between the markers of a markdown file.
-
-    Raises:
-        ConfigError: the file cannot be read or written, or has no markers.
-    """
-    begin, end = MARKERS
-    try:
-        text = path.read_text(encoding="utf-8")
-        before, found_begin, rest = text.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not (found_begin and found_end):
-            raise ConfigError(f"{path} has no {begin} … {end}", "put both markers where the table belongs")
-        path.write_text(f"{before}{begin}\n{markdown_table()}\n{end}{after}", encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be updated: {error}", "name a markdown file that can be written") from None
-
-
 def _value(config: RunConfig, key: str) -> Any:
     section, _, name = key.partition(".")
     value = getattr(getattr(config, section), name)
@@ -329,7 +280,7 @@ def _main(arguments: list[str]) -> int:
         return 0
     if len(arguments) == 2 and arguments[0] == "--write":
         try:
-            write_table(Path(arguments[1]))
+            replace_between(Path(arguments[1]), MARKERS, markdown_table())
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
