@@ -23,7 +23,8 @@ def measured_again(test: Callable[..., None]) -> Callable[..., None]:
             folder = tmp_path / str(attempt)
             folder.mkdir()
             try:
-                return test(*args, tmp_path=folder, **kwargs)
+                test(*args, tmp_path=folder, **kwargs)
+                break
             except AssertionError as error:
                 if attempt == ATTEMPTS - 1:
                     raise
