@@ -21,7 +21,8 @@ def listed(lines: Iterable[str]) -> list[str]:
 def section(title: str, *parts: str, environment: dict[str, Any] | None = None) -> str:
     """A section of the page: its parts with blank lines between them, and the machine that the figures are of.
 
-    A part of one line is filled as a paragraph, but for headings, titles in bold and lists; tables are parts of several lines.
+    A part of one line is filled as a paragraph, but for headings, titles in bold and lists. Tables are parts of several
+    lines.
     """
     filled = (part if "\n" in part or part.startswith(("#", "- ", "**")) else paragraph(part) for part in parts)
     measured = [machine(environment)] if environment else []
