@@ -260,7 +260,8 @@ def _traced(config: RunConfig, scenario: Scenario, ends: tuple[int, int] | None 
             allocated_by_phase=real.allocated_by_phase,
             required=required(log, str(device), target.expandable, on_a_large_card=real),
         )
-    return _Trace(**vars(memory), **counts, device=on_device, host=on_host, segments=segments, targets=targets)
+    figures: dict[str, Any] = {**vars(memory), **counts}
+    return _Trace(**figures, device=on_device, host=on_host, segments=segments, targets=targets)
 
 
 def _overhead(target: Target) -> int:
