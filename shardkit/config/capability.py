@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..errors import ConfigError
-from ..files import replace_between
 from .ignored import IGNORED
 from .presets import task_of
 from .schema import ParallelConfig, RunConfig, Section, sections
@@ -260,6 +259,24 @@ def markdown_table() -> str:
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))])
 
 
+def write_table(path: Path) -> None:
+    """Replace the text between the markers of a markdown file.
+
+    Raises:
+        ConfigError: the file cannot be read or written, or has no markers.
+    """
+    begin, end = MARKERS
+    try:
+        text = path.read_text(encoding="utf-8")
+        before, found_begin, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end):
+            raise ConfigError(f"{path} has no {begin} … {end}", "put both markers where the table belongs")
+        path.write_text(f"{before}{begin}\n{markdown_table()}\n{end}{after}", encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be updated: {error}", "name a markdown file that can be written") from None
+
+
 def _value(config: RunConfig, key: str) -> Any:
     section, _, name = key.partition(".")
     value = getattr(getattr(config, section), name)
@@ -280,7 +297,7 @@ def _main(arguments: list[str]) -> int:
         return 0
     if len(arguments) == 2 and arguments[0] == "--write":
         try:
-            replace_between(Path(arguments[1]), MARKERS, markdown_table())
+            write_table(Path(arguments[1]))
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code

@@ -91,23 +91,6 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
         raise
 
 
-def replace_between(path: Path, markers: tuple[str, str], table: str) -> None:
-    """Replace the text between two markers of a markdown file by a generated table.
-
-    Raises:
-        ConfigError: the file cannot be read or written, or has no markers.
-    """
-    begin, end = markers
-    try:
-        before, has_begin, rest = path.read_text(encoding="utf-8").partition(begin)
-        _, has_end, after = rest.partition(end)
-        if not (has_begin and has_end):
-            raise ConfigError(f"{path} has no {begin} … {end}", "put both markers where the table belongs")
-        path.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be updated: {error}", "name a markdown file that can be written") from None
-
-
 @contextmanager
 def locked(path: Path, wait_s: float | None = None, optional: bool = False) -> Iterator[IO[str] | None]:
     """Hold an exclusive lock on a file, which is created and kept; it is released when the process ends.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..files import replace_between
+from ..errors import ConfigError
 
 MARKERS = ("<!-- metrics:begin -->", "<!-- metrics:end -->")
 
@@ -119,5 +119,19 @@ def markdown_table() -> str:
     return "\n".join(lines)
 
 
+def write_table(path: Path) -> None:
+    """Replace the text between the markers of a markdown file.
+
+    Raises:
+        ConfigError: the file has no markers.
+    """
+    begin, end = MARKERS
+    text = path.read_text(encoding="utf-8")
+    if begin not in text or end not in text:
+        raise ConfigError(f"{path} has no {begin} … {end}", "put both markers around the table of metrics")
+    before, _, tail = text.partition(begin)
+    path.write_text(f"{before}{begin}\n{markdown_table()}\n{end}{tail.partition(end)[2]}", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    replace_between(Path(sys.argv[1]), MARKERS, markdown_table())
+    write_table(Path(sys.argv[1]))

@@ -23,7 +23,6 @@ from shardkit.config.load import load_config, resolve_batch
 from shardkit.config.schema import Offload, RunConfig
 from shardkit.config.strategy import STRATEGIES, Capability, StrategyName
 from shardkit.errors import ConfigError
-from shardkit.files import replace_between
 from tests.config import capability_cases
 from tests.ranks import run_ranks
 
@@ -370,10 +369,10 @@ def test_write_without_markers_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text("no markers")
     with pytest.raises(ConfigError):
-        replace_between(path, MARKERS, "table")
+        capability.write_table(path)
     assert path.read_text() == "no markers"
     with pytest.raises(ConfigError):
-        replace_between(tmp_path / "missing.md", MARKERS, "table")
+        capability.write_table(tmp_path / "missing.md")
 
 
 # The configs that ship
