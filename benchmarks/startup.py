@@ -93,11 +93,6 @@ def import_ms(rounds: int, timing: Callable[[str, dict[str, str]], float] = seco
     return value, low, high
 
 
-def help_ratio(rounds: int, timing: Callable[[str, dict[str, str]], float] = seconds) -> dict[str, Any]:
-    """`shardkit --help` against a bare typer app with the same style of help."""
-    return ratio(*interleaved([SHARDKIT_HELP, PLAIN_APP], rounds, timing))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=40, help="timings of each, at least 20")
