@@ -9,6 +9,7 @@ between that page's markers.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -293,7 +294,10 @@ def _ranks(count: int) -> str:
 
 def _main(arguments: list[str]) -> int:
     if arguments == []:
-        print(markdown_table())
+        try:
+            print(markdown_table(), flush=True)
+        except BrokenPipeError:  # `| head` has read enough; the flush at exit must not fail too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if len(arguments) == 2 and arguments[0] == "--write":
         try:

@@ -770,6 +770,11 @@ class RunSection(Section):
     def _resume_or_overwrite(self) -> RunSection:
         if self.resume == "":
             raise conflict("run.resume is empty", "set run.resume=true, or to the path of a checkpoint or a run")
+        if self.resume in ("latest", "last", "newest", "best"):
+            raise conflict(
+                f"run.resume={self.resume} is no way to resume",
+                f"set run.resume=true for the newest checkpoint of run.dir, or ./{self.resume} for one of that name",
+            )
         if self.continues and self.overwrite:
             word = "true" if self.resume is True else "auto"
             raise conflict(
