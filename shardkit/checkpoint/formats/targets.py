@@ -7,10 +7,10 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -228,8 +228,32 @@ def _transformers() -> str:
     return str(sys.modules["transformers"].__version__)
 
 
-def write_safetensors(weights: Export, folder: Path, max_shard: int) -> None:
-    """Write Hugging Face's layout: shards of at most `max_shard` bytes (one tensor may be larger), and their index."""
+def write_numbers(out: BinaryIO, weights: Export, names: Sequence[str]) -> None:
+    """Write the elements of the named tensors, one tensor after the other."""
+    for name in names:
+        for piece in weights.pieces(name):
+            out.write(byte_view(piece))
+
+
+def leave_hole(out: BinaryIO, weights: Export, names: Sequence[str]) -> None:
+    """Make room for the named tensors without writing: a hole of the file system, which reads as zeros."""
+    out.truncate(out.tell() + sum(size_of(weights.tensors[name]) for name in names))
+
+
+def write_safetensors(
+    weights: Export,
+    folder: Path,
+    max_shard: int,
+    fill: Callable[[BinaryIO, Export, Sequence[str]], None] = write_numbers,
+) -> int:
+    """Write Hugging Face's layout: shards of at most `max_shard` bytes (one tensor may be larger), and their index.
+
+    Args:
+        fill: writes the elements of a shard behind its header.
+
+    Returns:
+        The number of shards.
+    """
     shards = _shards(weights, max_shard)
     count, placed = len(shards), dict[str, str]()
     for index, names in enumerate(shards, 1):
@@ -237,13 +261,12 @@ def write_safetensors(weights: Export, folder: Path, max_shard: int) -> None:
         placed |= dict.fromkeys(names, file)
         with (folder / file).open("xb") as out:
             out.write(header_of((name, weights.tensors[name]) for name in names))
-            for name in names:
-                for piece in weights.pieces(name):
-                    out.write(byte_view(piece))
+            fill(out, weights, names)
     if count > 1:
         total = {"total_size": weights.n_bytes, "total_parameters": _parameters(weights)}
         text = json.dumps({"metadata": total, "weight_map": dict(sorted(placed.items()))}, indent=2)
         (folder / INDEX).write_text(text + "\n")
+    return count
 
 
 def write_rest(weights: Export, facts: ModelFacts, folder: Path) -> list[str]:
