@@ -10,7 +10,7 @@ import typer
 from .launch import launch
 from .option_groups import with_option_groups
 from .program import JobCommand, load
-from .rehearse import rehearse
+from .rehearse import pretend_weights, rehearse
 from .submit import submit
 
 
@@ -81,5 +81,5 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this module to the `shardkit` command."""
     for command in (launch, submit, rehearse):
         app.command(cls=JobCommand)(with_option_groups(command))
-    for command_without_script in (jobs, logs, cancel, doctor):
+    for command_without_script in (pretend_weights, jobs, logs, cancel, doctor):
         app.command()(command_without_script)

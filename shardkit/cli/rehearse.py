@@ -34,6 +34,24 @@ class RehearsalOptions:
     ] = None
 
 
+def pretend_weights(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A config.json of transformers, or its folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The model folder to write.")],
+    dtype: Annotated[Text, typer.Option(metavar="TYPE", help="fp32, bf16 or fp16, if not the config's.")] = None,
+) -> None:
+    """Write a model folder whose weights are all zero and take no space, for programs to load in a rehearsal."""
+    from ..checkpoint.formats.targets import DTYPES
+    from ..errors import ConfigError, gib
+    from ..rehearse.weights import write_pretended_weights
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype} is no type of weights", f"choose one of {', '.join(DTYPES)}")
+    written = write_pretended_weights(config, folder, dtype)
+    typer.echo(f"{folder}: {written.class_name}, {written.n_parameters:,} numbers, {gib(written.n_bytes)} by name")
+    for note in written.notes:
+        typer.echo(note)
+
+
 def rehearse(
     ctx: typer.Context,
     *,

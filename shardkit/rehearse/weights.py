@@ -49,13 +49,13 @@ class PretendedWeights:
     notes: list[str]
 
 
-def write_pretended_weights(described_by: Path, folder: Path, dtype: str = "") -> PretendedWeights:
+def write_pretended_weights(described_by: Path, folder: Path, dtype: str | None = None) -> PretendedWeights:
     """Write a model folder for transformers from a config alone.
 
     Args:
         described_by: a `config.json`, or a folder that holds one; its tokenizer is copied, if it has one.
         folder: the folder to write, new or empty.
-        dtype: fp32, bf16 or fp16; empty for the type that the config names, and bf16 where it names none.
+        dtype: fp32, bf16 or fp16; None for the type that the config names, and bf16 where it names none.
 
     Raises:
         ConfigError: the folder has files in it, or transformers cannot build the config's model without code that
@@ -65,7 +65,7 @@ def write_pretended_weights(described_by: Path, folder: Path, dtype: str = "") -
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already", "name a folder that does not exist")
     config = RunConfig.model_validate({"model": {"hf_config": str(described_by)}})
-    transformers = import_transformers("pretended weights")
+    transformers = import_transformers("shardkit pretend-weights")
     model_config = read_config(transformers, config.model, {})
     written_dtype = DTYPES[dtype] if dtype else _named_dtype(model_config)
     model_class = _class_of(transformers, model_config, described_by)

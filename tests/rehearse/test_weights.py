@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError
 from shardkit.rehearse.weights import write_pretended_weights
 from tests.data.chats import write_tokenizer
@@ -84,3 +86,20 @@ def test_a_folder_with_files_in_it_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists already"):
         write_pretended_weights(source, source)
     assert [file.name for file in source.iterdir()] == ["config.json"]
+
+
+def exit_code(*words: object) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, words)])
+    return ended.value.code
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = described(tmp_path / "source", model_type="llama")
+    assert exit_code("pretend-weights", source, tmp_path / "model", "--dtype", "fp16") == 0
+    assert re.fullmatch(
+        rf"{tmp_path}/model: LlamaForCausalLM, [\d,]+ numbers, 0\.3 MiB by name\n", capsys.readouterr().out
+    )
+    assert exit_code("pretend-weights", source, tmp_path / "other", "--dtype", "int4") == 2
+    assert capsys.readouterr().err.startswith("error: --dtype int4 is no type of weights\n  fix: choose one of fp32")
+    assert not (tmp_path / "other").exists()
