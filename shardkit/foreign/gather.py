@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config.errors import one_line
 from ..errors import ConfigError
+from ..files import open_regular
 from .files import File, family, flatten, parse, read, read_object, read_text
 from .tables import DEEPSPEED, Problem
 from .tools import base
@@ -167,7 +168,7 @@ def _stored_dtype(file: Path) -> str:
         ConfigError: the file has no header that can be read.
     """
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > _HEADER:
                 raise ValueError("its header is too long")
