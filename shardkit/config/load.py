@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError
-from ..files import read_regular
 from .errors import json_schema, one_line, section_fields
 from .layers import Layers, split_override
 from .schema import RunConfig
@@ -169,11 +168,13 @@ def resolve_batch(config: RunConfig, world_size: int) -> int:
 def _read(path: FilePath) -> Document:
     name = one_line(str(path))
     try:
-        if path.is_dir():
-            raise ConfigError(f"config file {name} is a directory", "name a YAML file inside it")
-        text = read_regular(path).decode("utf-8-sig")
+        if path.is_fifo() or path.is_char_device():  # a pipe would be waited for, and a device has no end
+            raise ConfigError(f"config file {name} cannot be read: not a regular file", "name a YAML file")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"config file {name} does not exist", _nearby(path)) from None
+    except IsADirectoryError:
+        raise ConfigError(f"config file {name} is a directory", "name a YAML file inside it") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"config file {name} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a YAML file at all?"
