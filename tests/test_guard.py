@@ -15,6 +15,7 @@ import pytest
 
 from tests import guard
 from tests.order import LONG
+from tests.timing import ATTEMPTS, measured_again
 
 ENDED = threading.Event()
 ORPHAN = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
@@ -110,3 +111,18 @@ def test_it_watches_every_test_and_costs_little(request: pytest.FixtureRequest) 
         with guard.nothing_left():
             pass
     assert (time.process_time() - began) / 20 < 0.003
+
+
+def test_a_comparison_with_the_clock_fails_if_it_fails_each_time(tmp_path: Path) -> None:
+    attempts: list[Path] = []
+
+    @measured_again
+    def passes_at_last(tmp_path: Path) -> None:
+        attempts.append(tmp_path)
+        assert len(attempts) == ATTEMPTS
+
+    passes_at_last(tmp_path=tmp_path)
+    (folder := tmp_path / "never").mkdir()
+    with pytest.raises(AssertionError):
+        passes_at_last(tmp_path=folder)
+    assert len(set(attempts)) == 2 * ATTEMPTS

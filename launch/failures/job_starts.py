@@ -169,7 +169,8 @@ def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 def summary(run_dir: Path) -> str | None:
     """`started 3 times; ended before: 2 x saved after USR2`; None for a run that was never restarted.
 
-    Jobs that were refused while this run wrote to the directory are no starts of it; they are named after the others.
+    Jobs that were refused while this run wrote to the directory are no starts of it; they are named after the others,
+    and so are jobs that are still starting in it.
     """
     earlier, rivals = history(run_dir)
     reasons = [start.ended for start in earlier] + [reason for _, reason in restarts(run_dir)]
@@ -177,9 +178,12 @@ def summary(run_dir: Path) -> str | None:
     if reasons:
         counts = ", ".join(f"{count} x {reason}" for reason, count in Counter(reasons).most_common())
         lines.append(f"started {len(reasons) + 1} times; ended before: {counts}")
-    if rivals:
-        jobs = ", ".join(dict.fromkeys(start.job for start in rivals))
-        lines.append(f"refused, as this run was writing to the directory: job {jobs}")
+    for words, is_refused in (
+        ("refused, as this run was writing to the directory", True),
+        ("starting in the same directory now", False),
+    ):
+        if jobs := dict.fromkeys(start.job for start in rivals if start.refused is is_refused):
+            lines.append(f"{words}: job {', '.join(jobs)}")
     return "; ".join(lines) or None
 
 

@@ -14,6 +14,7 @@ from shardkit.memory.rows import RankRow
 from shardkit.memory.spread import summary
 from tests.cuda import durations
 from tests.emulated_cuda import call, needs_emulation, start
+from tests.timing import measured_again
 
 pytestmark = [pytest.mark.gpu, needs_emulation]
 
@@ -49,6 +50,7 @@ def phases_of(found: dict[str, Any], accum: int = 1) -> list[dict[str, tuple[flo
     return steps
 
 
+@measured_again
 def test_the_device_decides_while_the_host_leads(tmp_path: Any) -> None:
     accum = 2
     found = trained(tmp_path, 1000, accum=accum)
@@ -69,6 +71,7 @@ def test_the_device_decides_while_the_host_leads(tmp_path: Any) -> None:
         assert row["step_time_s"] == pytest.approx(settled(found)[-1][1], rel=EXACT)
 
 
+@measured_again
 def test_the_host_decides_where_the_device_is_faster(tmp_path: Any) -> None:
     host_s = 0.3
     found = trained(tmp_path, 1, host_s=host_s)
@@ -84,6 +87,7 @@ def test_the_host_decides_where_the_device_is_faster(tmp_path: Any) -> None:
         assert host_s <= row["busy_s"] < row["step_time_s"]
 
 
+@measured_again
 def test_only_the_time_that_data_cost_the_device_is_waiting_for_data(tmp_path: Any) -> None:
     fetch_s = 2.0
     found = trained(tmp_path, 1000, fetch_s=fetch_s)
@@ -100,6 +104,7 @@ def test_only_the_time_that_data_cost_the_device_is_waiting_for_data(tmp_path: A
 
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@measured_again
 def test_a_card_that_is_slower_is_named(strategy: str, tmp_path: Any) -> None:
     kernel_us = [1000, 2000]
     ranks = [
@@ -137,6 +142,7 @@ def test_calibration_finds_the_durations() -> None:
         ("Task", {"extra": durations.EXTRA}, {"EMUCUDA_KERNEL_US": "1000"}),
     ],
 )
+@measured_again
 def test_a_calibrated_plan_knows_how_long_a_step_takes(
     task: str, args: dict[str, int], durations_us: dict[str, str], tmp_path: Any
 ) -> None:

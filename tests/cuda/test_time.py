@@ -10,6 +10,7 @@ import pytest
 from tests.emulated_cuda import call, needs_emulation
 from tests.ranks import run_ranks
 from tests.run.test_steps import tiles, timed, two_starts
+from tests.timing import measured_again
 
 pytestmark = [pytest.mark.gpu, needs_emulation]
 
@@ -28,11 +29,13 @@ def judge(records: list[dict[str, float]], took: float) -> None:
     assert min(times) > 0.8 * median(times), "a step is not done when its kernels are launched"
 
 
+@measured_again
 def test_steps_last_as_long_as_the_device_works_on_them(tmp_path: Any) -> None:
     judge(*call(on_card, str(tmp_path / "run"), **SLOW))
 
 
 @pytest.mark.dist
+@measured_again
 def test_ranks_agree_on_it(tmp_path: Any) -> None:
     extra = {"parallel.strategy": "fsdp", "run.device": "cuda"}
     ranks = run_ranks(2, "tests.run.test_steps:timed", gpu=True, env=SLOW, folder=str(tmp_path / "run"), **extra)
@@ -45,6 +48,7 @@ def back_to_back(folder: str) -> Any:
     return timed(folder, own_s=0.0, **{"run.device": "cuda", **plain})
 
 
+@measured_again
 def test_the_device_never_waits_for_the_host(tmp_path: Any) -> None:
     """If the host waited for a step's norm before it launches the next step, the device would be idle meanwhile."""
     records, _ = call(back_to_back, str(tmp_path / "run"), **SLOW)
@@ -56,6 +60,7 @@ def started_twice(folder: str) -> Any:
     return two_starts(folder, **{"run.device": "cuda"})
 
 
+@measured_again
 def test_a_resumed_run_and_the_save_at_its_end_leave_no_gap(tmp_path: Any) -> None:
     for recorded, took in call(started_twice, str(tmp_path / "run"), **SLOW):
         assert recorded == pytest.approx(took, rel=0.02)

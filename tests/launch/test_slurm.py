@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import startup
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError, LaunchError
 from shardkit.launch.batch import read_batch, step_argv
@@ -359,15 +358,6 @@ def test_jobs_without_a_cluster(tmp_path: Path) -> None:
     process = shardkit("jobs", PATH=silent_cluster(tmp_path / "bin", "no configuration"))
     assert process.returncode == 2
     assert process.stderr.startswith("error: no Slurm cluster answers")
-
-
-@pytest.mark.slow
-def test_submit_help_starts_about_as_fast_as_a_bare_typer_subcommands() -> None:
-    ours = startup.SHARDKIT_HELP.replace("'--help'", "'submit', '--help'")
-    bare = startup.PLAIN_APP.replace('"--help"', '"one", "--help"')
-    assert ours != startup.SHARDKIT_HELP and bare != startup.PLAIN_APP
-    found = startup.ratio(*startup.interleaved([ours, bare], rounds=9))
-    assert found["interval_95"][0] < 1.5, found
 
 
 @pytest.mark.parametrize(

@@ -575,10 +575,9 @@ def test_overwriting_leaves_a_rival_that_is_starting_and_names_it(
     assert {"logs/slurm-9.0/torchrun.log", "logs/slurm-9.out", "logs/20260101-000000-node0-2/torchrun.log"} <= left
     assert not {"logs/slurm-6.out", "logs/slurm-6.0/torchrun.log", "logs/20260101-000000-node0-1/torchrun.log"} & left
     assert ".rendezvous/9.0.0" in left and ".rendezvous/6.0.0" not in left, "the rival's ranks still meet there"
-    told = "refused, as this run was writing to the directory: job 9"
-    assert job_starts.summary(run_dir) == told, "not yet, but it is about to be"
+    assert job_starts.summary(run_dir) == "starting in the same directory now: job 9", "not refused yet"
     job_starts.note_end(run_dir, "9", 0, f"failed: run.dir={'x' * 300} is being written by Slurm job 8")
     for rival in rivals:
         rival.close()
-    assert job_starts.summary(run_dir) == told
+    assert job_starts.summary(run_dir) == "refused, as this run was writing to the directory: job 9"
     assert [start.job for start in job_starts.history(run_dir, {})[0]] == [], "the report on file says the same"

@@ -18,6 +18,7 @@ from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.run import gradients
+from tests.timing import measured_again
 
 OWN_S = 0.03
 """What whoever takes a step's record does with it."""
@@ -68,6 +69,7 @@ def tiles(records: list[dict[str, float]]) -> float:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("world", "strategy"), [(1, "single"), (2, "ddp")])
+@measured_again
 def test_steps_evaluations_and_saves_are_the_whole_of_a_runs_time(world: int, strategy: str, tmp_path: Any) -> None:
     extra = {"parallel.strategy": strategy}
     records, took = run_ranks(world, "tests.run.test_steps:timed", folder=str(tmp_path / "run"), **extra)[0]
@@ -96,6 +98,7 @@ class SlowTask(Task):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("steps", [1, 3])
+@measured_again
 def test_reading_data_is_no_part_of_backward(steps: int, tmp_path: Any) -> None:
     """The next step's are read between backward and update, the first's before forward, none in the last."""
     extra = {"task.factory": "tests.run.test_steps:SlowTask", "train.max_steps": steps, "train.eval_every": None}
@@ -143,6 +146,7 @@ def two_starts(folder: str, **extra: Any) -> list[tuple[float, float]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("in_background", [False, True])
+@measured_again
 def test_the_time_of_each_start_of_a_run_is_recorded_whole(in_background: bool, tmp_path: Path) -> None:
     """With the save after the last step, and the wait for one that still runs in the background."""
     extra = {"checkpoint.async_save": in_background}

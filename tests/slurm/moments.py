@@ -305,7 +305,11 @@ def processes(played: Played) -> str:
 def rival(played: Played) -> str:
     """A second job overwrites the same directory: one of them trains, the other ends in seconds and names it."""
     drawn, cluster = played.draw, played.cluster
-    extra = {"run__overwrite": "true", "checkpoint__every_steps": 100, "task__args__pace": 0.15}
+    go_file = played.folder / "go"
+    extra = {
+        "run__overwrite": "true", "checkpoint__every_steps": 100, "task__args__pace": 0.02,
+        "task__args__go_file": go_file,
+    }  # fmt: skip
     played.queue(**extra)
     if drawn.moment == "start-up":
         time.sleep(8 * drawn.at)
@@ -322,8 +326,10 @@ def rival(played: Played) -> str:
             lambda: any(cluster.field(each.job, "JobState") == "FAILED" for each in pair), 300,
             lambda: f"none was refused: {played.say()}{second.say()}",
         )  # fmt: skip
+        go_file.touch()
         states = [each.ended(400) for each in pair]
     finally:
+        go_file.touch()
         cluster.run("scancel", second.job)
     assert sorted(states) == ["COMPLETED", "FAILED"], f"{states}: {played.say()}{second.say()}"
     loser, winner = sorted(pair, key=lambda each: each.ended(), reverse=True)

@@ -56,15 +56,21 @@ class Faulty(Paced):
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
+_HELD_AT = 250
+
+
 class SlowSaves:
     """A small linear model whose saves take `save_s` seconds: most of it in each rank's file, then in the manifest.
 
     Every rank keeps the phase that it is in, and its process id, in RUN_DIR/phase.RANK (see `phase_of`). On rank
-    `stuck_rank` a save for which the file RUN_DIR/.stuck exists never ends.
+    `stuck_rank` a save for which the file RUN_DIR/.stuck exists never ends. With `go_file` a run takes no step after
+    `_HELD_AT` until that file exists.
     """
 
-    def __init__(self, config: Any, save_s: float = 6.0, pace: float = 0.05, stuck_rank: int = -1) -> None:
-        self.pace = pace
+    def __init__(
+        self, config: Any, save_s: float = 6.0, pace: float = 0.05, stuck_rank: int = -1, go_file: str = ""
+    ) -> None:
+        self.pace, self._go_file, self._n_losses = pace, go_file, 0
         self._rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self._run_dir = Path(config.run.dir)
         self._is_stuck = self._rank == stuck_rank
@@ -113,6 +119,9 @@ class SlowSaves:
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         self._note("training")
         time.sleep(self.pace)
+        self._n_losses += 1
+        while self._go_file and self._n_losses > _HELD_AT and not Path(self._go_file).exists():
+            time.sleep(0.1)
         return model(batch).square().sum()  # type: ignore[no-any-return]
 
 

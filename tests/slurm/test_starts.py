@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import losses
-from tests.slurm.cluster import SCRIPT, Cluster, read
-from tests.slurm.runs import reasons, record, steady
+from tests.slurm.cluster import SCRIPT, Cluster, read, until
+from tests.slurm.runs import reasons, record, steady, with_task
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist]
 
@@ -23,9 +23,13 @@ def test_of_two_jobs_that_overwrite_one_directory_the_loser_ends_at_once_and_say
 ) -> None:
     """Both start at the same moment, one node each, so either may be the first."""
     run_dir = tmp_path / "run"
-    args = [*steady(run_dir, steps=300), "run.overwrite=true"]
+    go_file, steps = tmp_path / "go", 300
+    extra = {"train__max_steps": steps, "run__overwrite": "true", "task__args__pace": 0.01, "task__args__save_s": 0}
+    args = with_task(run_dir, "SlowSaves", **extra, task__args__go_file=go_file)
     outputs = [tmp_path / "0.out", tmp_path / "1.out"]
     jobs = [cluster.sbatch(style, output, args, nodes=1) for output in outputs]
+    until(lambda: "FAILED" in [cluster.field(job, "JobState") for job in jobs], 180, lambda: str([*map(read, outputs)]))
+    go_file.touch()
     states = [cluster.wait(job, output) for job, output in zip(jobs, outputs, strict=True)]
     assert sorted(states) == ["COMPLETED", "FAILED"], [read(output) for output in outputs]
     lost = states.index("FAILED")
@@ -33,10 +37,10 @@ def test_of_two_jobs_that_overwrite_one_directory_the_loser_ends_at_once_and_say
     assert cluster.field(loser, "ExitCode") == "2:0", said
     assert f"error: run.dir={run_dir} is being written by Slurm job {winner} of test" in said
     began, ended = (datetime.fromisoformat(cluster.field(loser, name)) for name in ("StartTime", "EndTime"))
-    assert (ended - began).total_seconds() < 60, said
+    assert (ended - began).total_seconds() < 180, said  # run.init_timeout_s is 1800 s
     assert f"refused, as this run was writing to the directory: job {loser}" in report
     assert "started" not in report.partition("files written")[0].splitlines()[-1], report
-    assert sorted(losses(run_dir)) == list(range(1, 301))
+    assert sorted(losses(run_dir)) == list(range(1, steps + 1))
     assert (run_dir / f"logs/slurm-{loser}.0").is_dir(), "the loser's logs are its own"
     (end,) = [event for event in record(run_dir) if event["event"] == "end" and event["job"] == loser]
     assert end["refused"] is True
