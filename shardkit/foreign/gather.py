@@ -10,7 +10,6 @@ from typing import Any
 
 from ..config.errors import one_line
 from ..errors import ConfigError
-from ..files import open_regular
 from .files import File, family, flatten, parse, read, read_object, read_text
 from .tables import DEEPSPEED, Problem
 from .tools import base
@@ -168,7 +167,9 @@ def _stored_dtype(file: Path) -> str:
         ConfigError: the file has no header that can be read.
     """
     try:
-        with open_regular(file) as stream:
+        if not file.is_file():  # a pipe would be waited for, and a device has no end
+            raise OSError("not a regular file")
+        with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > _HEADER:
                 raise ValueError("its header is too long")
