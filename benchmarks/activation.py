@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardkit.config.schema import ActivationConfig, ModelConfig
 from shardkit.memory import TensorTracker
 from shardkit.models.transformer import Head, Transformer, init_parameter
 
-from .common import median_ci, write_result
+from .common import in_turns, paired_ratio, write_result
 
 BATCH, SEQ = 1, 1024
 MODEL = ModelConfig(vocab_size=256, max_seq_len=SEQ, d_model=256, n_layers=6, n_heads=4, loss_chunk_size=1024)
@@ -115,20 +116,11 @@ def count_flops(model: nn.Module, backward: bool = True) -> int:
 
 def time_rounds(models: dict[str, nn.Module], rounds: int, base: str) -> dict[str, dict[str, Any]]:
     """Seconds per step, interleaved, and the ratio to `base` round by round; the first one rotates."""
-    names = list(models)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        step(models[name])
-    for index in range(rounds):
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            times[name].append(step(models[name]))
+    arms = {name: partial(step, model) for name, model in models.items()}
+    warm = {name: steps[1:] for name, steps in in_turns(arms, 1 + rounds).items()}
     return {
-        name: {
-            "ratio": median_ci([a / b for a, b in zip(times[name], times[base], strict=True)]),
-            "median_s": median(times[name]),
-            "samples": times[name],
-        }
-        for name in names
+        name: {"ratio": paired_ratio(steps, warm[base]), "median_s": median(steps), "samples": steps}
+        for name, steps in warm.items()
     }
 
 

@@ -31,8 +31,8 @@ from shardkit.plan.search.search import Search, Setting
 from shardkit.plan.search.trial import TRACED, run_trial
 from shardkit.plan.target import Target
 
-from .common import median_ci, write_result
-from .turns import RANKS, Ranks, rotated, serve, timed
+from .common import in_turns, paired_ratio, write_result
+from .turns import RANKS, Ranks, serve, timed
 
 SAMPLES = 2
 BASE = (
@@ -89,7 +89,6 @@ def take_turns(cells: Sequence[Cell], work: Path, steps: int) -> dict[str, Any]:
     Returns:
         {"peaks": …, "seconds": …}, both in the order of `cells`.
     """
-    seconds: list[list[float]] = [[] for _ in cells]
     with ExitStack() as running:
         alive = [
             running.enter_context(Ranks(f"{cell}", ["benchmarks.auto", "--worker", *BASE, *settings_of(*cell)], work))
@@ -97,13 +96,9 @@ def take_turns(cells: Sequence[Cell], work: Path, steps: int) -> dict[str, Any]:
         ]
         for ranks in alive:
             ranks.first_step()
-        for turn in range(WARMUP + steps):
-            for index in rotated(range(len(cells)), turn):
-                took, _ = alive[index].step()
-                if turn >= WARMUP:
-                    seconds[index].append(took)
+        taken = in_turns({index: ranks.step for index, ranks in enumerate(alive)}, WARMUP + steps)
         peaks = [peak(ranks.scratch / "run") for ranks in alive]
-    return {"peaks": peaks, "seconds": seconds}
+    return {"peaks": peaks, "seconds": [[took for took, _ in timed[WARMUP:]] for timed in taken.values()]}
 
 
 def peak(run_dir: Path) -> int:
@@ -223,7 +218,7 @@ def main() -> None:
             "cap_mib": mib, "chosen": chosen, "best": best, "rivals": rivals[mib],
             "uncertainty": choice["uncertainty"],
             "feasible": sum(fits(run, mib) for run in grid.values()), "of": len(GRID),
-            "ratio": ratio(seconds[best], seconds[chosen]),
+            "ratio": paired_ratio(seconds[best], seconds[chosen]),
             "chosen_peak": grid[chosen]["peak"],
             "under_cap": kept.get(f"capped {mib} {chosen}", partial(run_capped, chosen, mib, work)),
         })  # fmt: skip
@@ -241,11 +236,6 @@ def measure_grid(kept: Kept, work: Path, steps: int) -> dict[Cell, dict[str, Any
             speed = median(a / b for a, b in zip(reference, taken, strict=True))
             grid[cell] = {"peak": n_bytes, "speed": speed, "seconds": taken, "reference_seconds": reference}
     return grid
-
-
-def ratio(best: Sequence[float], chosen: Sequence[float]) -> Sequence[float]:
-    """The choice's speed over the best one's, turn by turn: (median, low, high)."""
-    return median_ci([theirs / mine for mine, theirs in zip(chosen, best, strict=True)])
 
 
 def fits(run: dict[str, Any], mib: int) -> bool:

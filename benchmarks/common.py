@@ -7,13 +7,13 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from math import comb
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -22,6 +22,8 @@ from shardkit.files import write_whole
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "benchmarks" / "results"
 LONGEST_LINE = 4000
+Arm = TypeVar("Arm", bound=Hashable)
+Sample = TypeVar("Sample")
 
 
 def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
@@ -42,6 +44,26 @@ def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float
     if k == 0:
         raise ValueError(f"{n} samples are too few for a {confidence:.0%} interval of the median")
     return median(ordered), ordered[k - 1], ordered[n - k]
+
+
+def paired_ratio(ours: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    """(median, low, high) of ours / theirs over samples that were neighbours in time."""
+    return median_ci([a / b for a, b in zip(ours, others, strict=True)])
+
+
+def rotated(arms: Sequence[Arm], index: int) -> list[Arm]:
+    """The arms in rotated order: each goes first in turn."""
+    start = index % len(arms)
+    return [*arms[start:], *arms[:start]]
+
+
+def in_turns(arms: Mapping[Arm, Callable[[], Sample]], rounds: int) -> dict[Arm, list[Sample]]:
+    """Call every arm once a round, so that neighbours in time can be compared; another arm goes first in each round."""
+    taken: dict[Arm, list[Sample]] = {arm: [] for arm in arms}
+    for index in range(rounds):
+        for arm in rotated(list(arms), index):
+            taken[arm].append(arms[arm]())
+    return taken
 
 
 def environment() -> dict[str, Any]:
@@ -91,6 +113,13 @@ def one_case_a_line(node: Any, depth: int = 0) -> str:
     lines = (" " * (depth + 1) + name + one_case_a_line(c, depth + 1) for name, c in zip(names, children, strict=True))
     opening, closing = "{}" if isinstance(node, dict) else "[]"
     return f"{opening}\n" + ",\n".join(lines) + f"\n{' ' * depth}{closing}"
+
+
+def earlier(name: str) -> dict[str, Any]:
+    """The file of results that NAME wrote before, since parts can be measured one at a time; empty without one."""
+    path = RESULTS / f"{name}.json"
+    held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return held
 
 
 def unmeasured(engines: Sequence[str], found: Mapping[str, Any]) -> list[str]:

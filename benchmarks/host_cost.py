@@ -18,12 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from . import bare
-from .common import RESULTS, median_ci, stamp, unmeasured, write_result
+from .common import earlier, in_turns, median_ci, stamp, unmeasured, write_result
 from .overhead import write_tokens
 
 ENGINES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2}
@@ -182,17 +183,17 @@ def _in_turns(arms: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, di
     import emucuda
     import torch
 
-    by_arm: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
-    for turn in range(WARM + turns):
-        for name in sorted(arms, reverse=turn % 2 == 0):
-            torch.cuda.synchronize()
-            with emucuda.counting() as calls:
-                began = time.perf_counter(), time.process_time(), time.thread_time()
-                arms[name]()
-                ended = time.perf_counter(), time.process_time(), time.thread_time()
-            seconds = dict(zip(SECONDS, (b - a for a, b in zip(began, ended, strict=True)), strict=True))
-            emulating = {f"emulating_{k}": sum(calls[name] for name in of) / 1e9 for k, of in SECONDS.items()}
-            by_arm[name].append({**seconds, **emulating, "calls": {k: calls[k] for k in (*WAITS, *CALLS)}})
+    def counted_step(step: Callable[[], Any]) -> dict[str, Any]:
+        torch.cuda.synchronize()
+        with emucuda.counting() as calls:
+            began = time.perf_counter(), time.process_time(), time.thread_time()
+            step()
+            ended = time.perf_counter(), time.process_time(), time.thread_time()
+        seconds = dict(zip(SECONDS, (b - a for a, b in zip(began, ended, strict=True)), strict=True))
+        emulating = {f"emulating_{k}": sum(calls[name] for name in of) / 1e9 for k, of in SECONDS.items()}
+        return {**seconds, **emulating, "calls": {k: calls[k] for k in (*WAITS, *CALLS)}}
+
+    by_arm = in_turns({name: partial(counted_step, step) for name, step in arms.items()}, WARM + turns)
     return {name: _typical(steps[WARM:]) for name, steps in by_arm.items()}
 
 
@@ -296,8 +297,7 @@ def main() -> None:
 
     if "computing_ns" not in emucuda.counts():
         parser.error("the emulation is older than its sources: python -m tests.emulated_cuda.build")
-    path = RESULTS / "host_cost.json"
-    engines: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
+    engines: dict[str, Any] = earlier("host_cost").get("engines", {})
     held = {engine: found.get("clock", {}) for engine, found in engines.items()} if args.clock else engines
     for engine in unmeasured(args.engines, held) if args.resume else args.engines:
         found = {"clock": on_the_clock(engine, args.turns)} if args.clock else counted(engine, args.turns)

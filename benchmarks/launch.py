@@ -19,11 +19,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from .common import REPO, RESULTS, median_ci, write_result
+from .common import REPO, earlier, in_turns, median_ci, paired_ratio, write_result
 from .overhead import Ours, launch, overrides, write_tokens
 
 GOALS = {"first_step": 1.10, "watching": 0.005}
@@ -64,18 +65,17 @@ def step_times(run_dir: Path) -> list[tuple[int, float]]:
 
 def first_steps(rounds: int, tokens: str, folder: Path) -> dict[str, list[float]]:
     """Seconds from each command to the end of its first step; the first launcher rotates."""
-    times: dict[str, list[float]] = {}
-    for index in range(rounds):
+
+    def start(name: str) -> float:
         with socket.create_server(("", 0)) as free:  # the deepspeed launcher wants a number
             port = free.getsockname()[1]
-        names = list(commands([], port))
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            run_dir = folder / f"{index}-{name.replace(' ', '-')}"
-            argv = commands(overrides(ENGINE, tokens, str(run_dir), 1), port)[name]
-            began = time.time()
-            execute(argv)
-            times.setdefault(name, []).append(step_times(run_dir)[0][1] - began)
-    return times
+        run_dir = tempfile.mkdtemp(dir=folder) + "/run"
+        argv = commands(overrides(ENGINE, tokens, run_dir, 1), port)[name]
+        began = time.time()
+        execute(argv)
+        return step_times(Path(run_dir))[0][1] - began
+
+    return in_turns({name: partial(start, name) for name in commands([], 0)}, rounds)
 
 
 class Dying:
@@ -189,7 +189,7 @@ def compared(times: dict[str, list[float]]) -> dict[str, Any]:
     return {
         name: {
             "median_s": median(values),
-            "ratio": median_ci([a / b for a, b in zip(values, times["torchrun"], strict=True)]),
+            "ratio": paired_ratio(values, times["torchrun"]),
             "samples": values,
         }
         for name, values in times.items()
@@ -207,7 +207,8 @@ def main() -> None:
     if args.worker:
         worker(args.worker[0], args.worker[1], args.steps)
         return
-    result = earlier()
+    result = {**earlier("launch"), "goals": GOALS}
+    result.pop("environment", None)
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         tokens = write_tokens(folder)
@@ -228,14 +229,6 @@ def main() -> None:
             result["watching"] = json.loads(out.strip().splitlines()[-1])
             print(f"shares of the step time: {result['watching']}")
     print(f"written: {write_result('launch', result)}")
-
-
-def earlier() -> dict[str, Any]:
-    """Earlier measurements: parts can be measured one at a time."""
-    path = RESULTS / "launch.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    found.pop("environment", None)
-    return {**found, "goals": GOALS}
 
 
 if __name__ == "__main__":

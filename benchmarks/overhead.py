@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from . import bare
-from .common import REPO, RESULTS, environment, median_ci, stamp, unmeasured, write_result
+from .common import REPO, earlier, environment, in_turns, paired_ratio, stamp, unmeasured, write_result
 
 ENGINES = ("ddp", "fsdp", "zero2")
 GOALS = {"step_time": 1.02, "peak_tensor_memory": 1.01, "first_step": 1.10}
@@ -86,23 +87,19 @@ def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str
     warmup = 3
     ours = Ours(overrides(engine, tokens, f"{folder}/run", pairs + warmup))
     theirs, data = bare.ENGINES[engine](), bare.batches(tokens, rank, world)
-    times: dict[str, list[float]] = {"shardkit": [], "bare": []}
-    spent: dict[str, list[float]] = {"shardkit": [], "bare": []}
-    losses: dict[str, list[float]] = {"shardkit": [], "bare": []}
-    arms = {"shardkit": lambda: ours.step(), "bare": lambda: theirs(next(data))}
-    for pair in range(pairs + warmup):
-        for name in sorted(arms, reverse=pair % 2 == 0):  # the first arm alternates
-            dist.barrier()
-            began, cpu = time.perf_counter(), time.process_time()
-            loss = arms[name]()
-            took, cpu = time.perf_counter() - began, time.process_time() - cpu
-            losses[name].append(loss)
-            if pair >= warmup:
-                times[name].append(took)
-                spent[name].append(cpu)
-    local = losses["bare"]
+
+    def timed(step: Callable[[], float]) -> tuple[float, float, float]:
+        dist.barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        loss = step()
+        return loss, time.perf_counter() - began, time.process_time() - cpu
+
+    arms = {"shardkit": partial(timed, ours.step), "bare": partial(timed, lambda: theirs(next(data)))}
+    taken = in_turns(arms, pairs + warmup)
+    losses, times, spent = ({arm: [step[i] for step in steps] for arm, steps in taken.items()} for i in range(3))
+    times, spent = ({arm: steps[warmup:] for arm, steps in figures.items()} for figures in (times, spent))
     every: list[Any] = [None] * world
-    dist.all_gather_object(every, local)
+    dist.all_gather_object(every, losses["bare"])
     mean = [sum(values) / world for values in zip(*every, strict=True)]
     worst = max(abs(a - b) for a, b in zip(losses["shardkit"], mean, strict=True))
     ledger = ours.trainer.job.ledger
@@ -183,7 +180,7 @@ def main() -> None:
     if args.worker:
         worker(*args.worker, count=args.pairs)
         return
-    results = earlier()
+    results = earlier("overhead").get("engines", {})
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         tokens = write_tokens(folder)
@@ -192,13 +189,6 @@ def main() -> None:
             show(engine, results[engine])
             path = write_result("overhead", {"goals": GOALS, "settings": vars(bare)["SIZES"], "engines": results})
             print(f"written: {path}  ({environment()['cpu']})", flush=True)
-
-
-def earlier() -> dict[str, Any]:
-    """Earlier results: engines can be measured one at a time."""
-    path = RESULTS / "overhead.json"
-    found: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
-    return found
 
 
 def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> dict[str, Any]:
@@ -210,16 +200,12 @@ def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> 
 
     paired = work("pairs")
     times = paired["times"]
-    ratios, spent = (
-        median_ci([a / b for a, b in zip(found["shardkit"], found["bare"], strict=True)])
-        for found in (times, paired["spent"])
-    )
+    ratios, spent = (paired_ratio(found["shardkit"], found["bare"]) for found in (times, paired["spent"]))
     peaks = {arm: work(arm)["peak"] for arm in ("shardkit", "bare")}
-    begins: dict[str, list[float]] = {"shardkit": [], "bare": []}
-    for index in range(starts):
-        for arm in sorted(begins, reverse=index % 2 == 0):
-            begins[arm].append(first_step_seconds(arm, engine, tokens, folder))
-    start_ratios = [a / b for a, b in zip(begins["shardkit"], begins["bare"], strict=True)]
+    begins = in_turns(
+        {arm: partial(first_step_seconds, arm, engine, tokens, folder) for arm in ("shardkit", "bare")}, starts
+    )
+    start_ratio = paired_ratio(begins["shardkit"], begins["bare"])
     return {
         "measured": stamp(),
         "step_time": {"ratio": ratios, "median_s": median(times["bare"]), "samples": times},
@@ -227,7 +213,7 @@ def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> 
         "loss_difference": paired["loss_difference"],
         "ledger_share_of_step_time": paired["ledger_share"],
         "peak_tensor_memory": {"ratio": peaks["shardkit"] / peaks["bare"], **peaks},
-        "first_step": {"ratio": median_ci(start_ratios), "median_s": median(begins["bare"]), "samples": begins},
+        "first_step": {"ratio": start_ratio, "median_s": median(begins["bare"]), "samples": begins},
     }
 
 

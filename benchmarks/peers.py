@@ -10,11 +10,11 @@ ratio is written unless all losses equal those of the hand-written loop.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +22,11 @@ from statistics import median
 from typing import Any
 
 from . import bare, peers_arms, peers_env
-from .common import RESULTS, environment, median_ci, write_json, write_result
+from .common import RESULTS, earlier, environment, in_turns, paired_ratio, write_json, write_result
 from .overhead import write_tokens
 from .peers_arms import ARMS, OURS, REFUSALS
 from .peers_ranks import Ranks, worker
-from .turns import RANKS, rotated
+from .turns import RANKS
 
 TOLERANCE = 1e-5  # largest difference of a loss from the hand-written loop's
 WARMUP = 2  # untimed steps after the first
@@ -44,33 +44,26 @@ class DifferentLosses(RuntimeError):
 
 def starts(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: int) -> dict[str, list[float]]:
     """Each arm's seconds from the command to the end of the first step; nothing else runs meanwhile."""
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
-    for index in range(rounds):
-        for arm in rotated(arms, index):
-            with Ranks(engine, arm, tokens, folder, 1) as ranks:
-                found[arm].append(ranks.first_step()[0])
-    return found
+
+    def start(arm: str) -> float:
+        with Ranks(engine, arm, tokens, folder, 1) as ranks:
+            return ranks.first_step()[0]
+
+    return in_turns({arm: partial(start, arm) for arm in arms}, rounds)
 
 
 def turns(
     engine: str, arms: Sequence[str], tokens: str, folder: Path, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Each arm's seconds per step, and the losses of all its steps, warm-up included."""
-    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
-    losses: dict[str, list[float]] = {arm: [] for arm in arms}
     with ExitStack() as running:
         alive = {
             arm: running.enter_context(Ranks(engine, arm, tokens, folder, 1 + WARMUP + steps)) for arm in arms
         }  # fmt: skip
-        for arm in arms:
-            losses[arm].append(alive[arm].first_step()[1])
-        for index in range(WARMUP + steps):
-            for arm in rotated(arms, index):
-                took, loss = alive[arm].step()
-                losses[arm].append(loss)
-                if index >= WARMUP:
-                    seconds[arm].append(took)
-    return seconds, losses
+        losses = {arm: [ranks.first_step()[1]] for arm, ranks in alive.items()}
+        taken = in_turns({arm: ranks.step for arm, ranks in alive.items()}, WARMUP + steps)
+    seconds = {arm: [took for took, _ in timed[WARMUP:]] for arm, timed in taken.items()}
+    return seconds, {arm: [*losses[arm], *(loss for _, loss in timed)] for arm, timed in taken.items()}
 
 
 def loss_differences(losses: Samples) -> dict[str, float]:
@@ -95,7 +88,7 @@ def loss_differences(losses: Samples) -> dict[str, float]:
 
 def ratio(samples: Samples, arm: str) -> tuple[float, float, float]:
     """(median, low, high) of shardkit's times over the arm's neighbouring ones."""
-    return median_ci([ours / theirs for ours, theirs in zip(samples[OURS], samples[arm], strict=True)])
+    return paired_ratio(samples[OURS], samples[arm])
 
 
 def times(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
@@ -168,7 +161,7 @@ def cuda(engines: Sequence[str], only: str) -> None:
         DifferentLosses: an arm that computes does not train like the hand-written loop.
     """
     path = RESULTS / "emulated" / "peers.json"
-    known: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
+    known: dict[str, Any] = earlier("emulated/peers").get("engines", {})
     with tempfile.TemporaryDirectory() as folder:
         tokens = write_tokens(Path(folder))  # imports torch, before the ranks' settings emulate a card
         for engine in engines:
@@ -200,13 +193,6 @@ def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:
     for arm in REFUSALS.get(engine, {}):
         with Ranks(engine, arm, tokens, folder, 1, "refusal") as ranks:
             found[arm] = ranks.refusal()
-    return found
-
-
-def earlier() -> dict[str, Any]:
-    """Earlier results: engines and parts can be measured one at a time."""
-    path = RESULTS / "peers.json"
-    found: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
     return found
 
 
@@ -271,7 +257,7 @@ def main() -> None:
             if "time" in args.parts and "beside" not in found:
                 print("not written: too few samples for an interval")
                 continue
-            known = earlier()
+            known = earlier("peers").get("engines", {})
             print("written:", write({**known, engine: {**known.get(engine, {}), **found}}), flush=True)
 
 

@@ -6,6 +6,7 @@ start-up of Python and torch.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def once(world_size: int, overrides: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rows: dict[str, Any] = {}
     for name, (world_size, overrides) in CASES.items():
         samples = [once(world_size, overrides) for _ in range(ROUNDS)]

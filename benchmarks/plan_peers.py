@@ -12,6 +12,7 @@ compares with the measurements there. Nothing is trained here.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -77,8 +78,8 @@ def _tracked(config: Any, world_size: int) -> int:
     import torch
 
     from shardkit.plan.simulate.fake_weights import FakeWeights
+    from shardkit.plan.simulate.fake_world import fake_world
     from shardkit.plan.simulate.step import on_fake, sample_batch, take_step, wrapped
-    from shardkit.plan.simulate.world import fake_world
     from shardkit.tasks.load import load_task
 
     device = torch.device("cpu")
@@ -189,12 +190,14 @@ def _in_world(world_size: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("world_size", nargs="?", type=int, help=argparse.SUPPRESS)
+    world_size = parser.parse_args().world_size
     said: dict[str, Any] = {}
-    if len(sys.argv) > 1:
+    if world_size is not None:
         from shardkit.plan.model.predict import prepare
         from shardkit.plan.target import Target
 
-        world_size = int(sys.argv[1])
         prepare(Target(world_size, None, 8), "cpu")
         for name, case in cases().items():
             if case[0] == world_size:
@@ -202,8 +205,8 @@ def main() -> None:
                 print(f"{name:52s} {said[name]}", file=sys.stderr, flush=True)
         print(json.dumps(said))
         return
-    for world_size in sorted({world for world, _ in cases().values()}):
-        said |= _in_world(world_size)
+    for size in sorted({world for world, _ in cases().values()}):
+        said |= _in_world(size)
     accuracy = json.loads((RESULTS / "plan_accuracy.json").read_text())
     found = errors(accuracy["cases"], said)
     for tool, one in found.items():

@@ -4,45 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
-from .markdown import interval, machine, mib, paragraph
+from .markdown import interval, mib, section, table
 
 
 def auto(result: dict[str, Any]) -> str:
     rows = [
-        f"| {row['cap_mib']} | {row['feasible']} of {row['of']} | {_cell(row['chosen'])} "
-        f"| {_cell(row['best'])}{_in_margin(result, row)} "
-        f"| {interval(row['ratio'], 3)} | {mib(row['chosen_peak'])} | {row['under_cap']} |"
+        [str(row["cap_mib"]), f"{row['feasible']} of {row['of']}", _cell(row["chosen"]),
+         f"{_cell(row['best'])}{_in_margin(result, row)}", interval(row["ratio"], 3), mib(row["chosen_peak"]),
+         str(row["under_cap"])]
         for row in result["caps"]
-    ]
+    ]  # fmt: skip
     both = [
         (cell["speed"], cell["predicted_tokens_per_s"]) for cell in result["grid"] if cell["predicted_tokens_per_s"]
     ]
     steps = len(result["final"][0]["seconds"])
     uncertainty = max(row["uncertainty"] for row in result["caps"])
-    return "\n".join([
-        "## The automatic plan",
-        "",
-        paragraph(
-            f"`python -m benchmarks.auto`: {len(result['grid'])} settings (strategy × checkpointing × micro-batch, the "
-            f"samples of a step fixed) of a small transformer are all trained on {result['ranks']} CPU ranks; several "
-            f"at once take turns of one step with {_cell(result['reference'])}, and their speed is measured against "
-            "its neighbouring steps. `shardkit plan --auto` chooses under memory caps, evenly spaced between the least "
-            "and the most that a setting needs, from this machine's calibration and without running any; the best is "
-            "the fastest setting whose measured peak is under the cap. Choices and best settings took turns again "
-            f"({steps} steps each; ratio of tokens/s, 1 = the best was chosen), and each choice ran alone with "
-            f"`memory.cap`. The search leaves its estimate's uncertainty free ({uncertainty:.0%}); * marks a best "
-            "setting that needs some of this margin and could not be chosen. Goal: ratio ≥ 0.95, never out of memory. "
-            f"Rank correlation of predicted and measured speed over the {len(both)} settings that the search "
-            f"reported: {_rank_correlation(both):.2f}."
-        ),
-        "",
-        "| cap MiB | fit | chosen | best | tokens/s, chosen / best | peak of the choice MiB | under the real cap |",
-        "|---|---|---|---|---|---|---|",
-        *rows,
-        "",
-        machine(result["environment"]),
-        "",
-    ])  # fmt: skip
+    head = ["cap MiB", "fit", "chosen", "best", "tokens/s, chosen / best", "peak of the choice MiB",
+            "under the real cap"]  # fmt: skip
+    return section(
+        "The automatic plan",
+        f"`python -m benchmarks.auto`: {len(result['grid'])} settings (strategy × checkpointing × micro-batch, the "
+        f"samples of a step fixed) of a small transformer are all trained on {result['ranks']} CPU ranks; several "
+        f"at once take turns of one step with {_cell(result['reference'])}, and their speed is measured against "
+        "its neighbouring steps. `shardkit plan --auto` chooses under memory caps, evenly spaced between the least "
+        "and the most that a setting needs, from this machine's calibration and without running any; the best is "
+        "the fastest setting whose measured peak is under the cap. Choices and best settings took turns again "
+        f"({steps} steps each; ratio of tokens/s, 1 = the best was chosen), and each choice ran alone with "
+        f"`memory.cap`. The search leaves its estimate's uncertainty free ({uncertainty:.0%}); * marks a best "
+        "setting that needs some of this margin and could not be chosen. Goal: ratio ≥ 0.95, never out of memory. "
+        f"Rank correlation of predicted and measured speed over the {len(both)} settings that the search "
+        f"reported: {_rank_correlation(both):.2f}.",
+        table(head, rows),
+        environment=result["environment"],
+    )
 
 
 def _cell(cell: list[Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
-from .markdown import machine, mib, paragraph, table
+from .markdown import listed, mib, section, table
 
 KINDS = ("first", "step", "ragged", "evaluation", "resumed")
 
@@ -17,42 +17,28 @@ def compiled(result: dict[str, Any]) -> str:
     ran = {name: found for name, found in cases.items() if "spans" in found}
     whole = {name: found for name, found in ran.items() if " eager " not in name}
     broken = {name: n for name, found in whole.items() if (n := sum(span["breaks"] for span in found["spans"]))}
-    parts = [
-        "## Compiled training on an emulated card",
-        "",
-        paragraph(
-            "`python -m benchmarks compiled`, on **emulated** cards that compute nothing: torch.compile, Triton and "
-            "CUDA graphs are the real ones, and nothing here is a speed. Two blocks, bf16, two micro-batches a step; "
-            "the epoch's last batch is smaller, and so are the batches of evaluations; a resumed run compiles anew, as "
-            "a new process does. Products are ATen's: autotuning them says nothing here."
-        ),
-        "",
-        paragraph(
-            f"{len(cases)} of the {len(cases) + len(result['not_run'])} cases in benchmarks/compiled_cases.txt were "
-            f"run: {len(whole)} compiled ones work ({len(broken)} with graph breaks), "
-            f"{_number(cases, 'refused')} are refused, {_number(cases, 'error')} fail, {_number(cases, 'unfinished')} "
-            "were not finished in the time given. Nothing is computed, so a number that is saved may not be finite: "
-            "such a run cannot be saved, or has no optimizer state to resume from."
-        ),
-        "",
-        paragraph(_isolated(result["isolated"], cases)),
-        "",
-        *_reasons(cases),
-        *_breaks(broken, cases),
-        "Columns: graphs of the first step; graphs that were compiled later, in steps / in the smaller batch / in",
-        "evaluations / in the resumed run's steps; graph breaks; CUDA graphs replayed in a step (their own pools count",
+    return section(
+        "Compiled training on an emulated card",
+        "`python -m benchmarks compiled`, on **emulated** cards that compute nothing: torch.compile, Triton and "
+        "CUDA graphs are the real ones, and nothing here is a speed. Two blocks, bf16, two micro-batches a step; "
+        "the epoch's last batch is smaller, and so are the batches of evaluations; a resumed run compiles anew, as "
+        "a new process does. Products are ATen's: autotuning them says nothing here.",
+        f"{len(cases)} of the {len(cases) + len(result['not_run'])} cases in benchmarks/compiled_cases.txt were "
+        f"run: {len(whole)} compiled ones work ({len(broken)} with graph breaks), "
+        f"{_number(cases, 'refused')} are refused, {_number(cases, 'error')} fail, {_number(cases, 'unfinished')} "
+        "were not finished in the time given. Nothing is computed, so a number that is saved may not be finite: "
+        "such a run cannot be saved, or has no optimizer state to resume from.",
+        _isolated(result["isolated"], cases),
+        *listed(_reasons(cases)),
+        *listed(_breaks(broken, cases)),
+        "Columns: graphs of the first step; graphs that were compiled later, in steps / in the smaller batch / in "
+        "evaluations / in the resumed run's steps; graph breaks; CUDA graphs replayed in a step (their own pools count "
         "as reserved, not as allocated); peaks of steady steps, MiB: planned for eager steps, eager, compiled.",
-        "",
         _table(whole, cases, result["planned"]),
-        "",
         "Peaks of compiled steps by group; cases with other settings are in the last groups alone.",
-        "",
         _memory(whole, cases, result["planned"]),
-        "",
-        machine(result["environment"]),
-        "",
-    ]
-    return "\n".join(parts)
+        environment=result["environment"],
+    )
 
 
 def _isolated(alone: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) -> str:
@@ -84,19 +70,15 @@ def _number(cases: dict[str, dict[str, Any]], kind: str) -> int:
 def _reasons(cases: dict[str, dict[str, Any]]) -> Iterator[str]:
     refused = Counter(found["refused"].splitlines()[0] for found in cases.values() if "refused" in found)
     for reason, number in refused.most_common():
-        yield f"- refused ({number}): {reason}"
+        yield f"refused ({number}): {reason}"
     for name, found in cases.items():
         if "error" in found:
-            yield f"- fails: {name}: {last_line(found['error'])}"
-    if refused or _number(cases, "error"):
-        yield ""
+            yield f"fails: {name}: {last_line(found['error'])}"
 
 
 def _breaks(broken: dict[str, int], cases: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, number in broken.items():
-        yield f"- graph breaks: {name}: {number} ({', '.join(cases[name]['break_reasons'])})"
-    if broken:
-        yield ""
+        yield f"graph breaks: {name}: {number} ({', '.join(cases[name]['break_reasons'])})"
 
 
 def last_line(error: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .host_cost import ENGINES
-from .markdown import interval, machine, paragraph, table
+from .markdown import interval, listed, section, table
 
 MODES = ("fp32", "bf16", "fp16", "pure_bf16", "fp8")
 ADDED = {
@@ -22,32 +22,29 @@ TITLES = {
 def cuda_parity(result: dict[str, Any]) -> str:
     exact, exact_weights = result["limits"]["fp32"]
     times = ", ".join(f"{mode} {n}" for mode, n in result["limits"].items() if mode != "fp32")
-    parts = [
-        "## Trainings on CUDA against the CPU's single process",
-        "",
-        paragraph(
-            "`python -m benchmarks.cuda_parity`, on **emulated** cards: the CUDA build of torch with its allocator, "
-            "streams and ProcessGroupNCCL, over the CPU's arithmetic (tests/emulated_cuda/README.md explains what that "
-            "shows and what needs a GPU). Cells give the number of cases in brackets, the largest difference of a loss "
-            f"in {result['steps']} steps, and the largest ‖weights − wanted‖ / ‖wanted‖ after them. The limits in fp32 "
-            f"are {exact:.0e} and {exact_weights:.0e}; below fp32, this many times the distance of the CPU's bf16 "
-            f"from its fp32: {times}. pure_bf16 is compared with the CPU's pure_bf16, the others with its fp32. In "
-            "fp16, one rank's gradient overflows once in every case of the full product."
-        ),
-    ]
+    about = (
+        "`python -m benchmarks.cuda_parity`, on **emulated** cards: the CUDA build of torch with its allocator, "
+        "streams and ProcessGroupNCCL, over the CPU's arithmetic (tests/emulated_cuda/README.md explains what that "
+        "shows and what needs a GPU). Cells give the number of cases in brackets, the largest difference of a loss "
+        f"in {result['steps']} steps, and the largest ‖weights − wanted‖ / ‖wanted‖ after them. The limits in fp32 "
+        f"are {exact:.0e} and {exact_weights:.0e}; below fp32, this many times the distance of the CPU's bf16 "
+        f"from its fp32: {times}. pure_bf16 is compared with the CPU's pure_bf16, the others with its fp32. In "
+        "fp16, one rank's gradient overflows once in every case of the full product."
+    )
+    parts = []
     for name, found in result["sets"].items():
         rows = found["rows"]
         run = sum(row["cases"] for row in rows.values())
         wrong = [f"{case}: {'; '.join(w)}" for row in rows.values() for case, w in row["wrong"].items()]
         said = f"{run} of {found['asked']} cases run at {found['commit'][:10]}, {len(wrong)} do not agree."
-        parts += ["", f"**{TITLES[name]}**: {said}", ""]
-        parts += [_table(rows), *(f"\n- {text[:300]}" for text in wrong)]
-    return "\n".join([*parts, "", machine(result["environment"]), ""])
+        parts += [f"**{TITLES[name]}**: {said}", _table(rows), *listed(text[:300] for text in wrong)]
+    title = "Trainings on CUDA against the CPU's single process"
+    return section(title, about, *parts, environment=result["environment"])
 
 
 def host_cost(result: dict[str, Any]) -> str:
     goals = result["goals"]
-    text = paragraph(
+    text = (
         "`python -m benchmarks.host_cost`, on an **emulated** card that computes nothing: the same 355M model in bf16, "
         "shardkit's whole trainer and the shortest hand-written loop in turns in one process. Cells give the calls of "
         "CUDA's runtime in one step, shardkit / hand-written, without steps that gather memory. The hand-written "
@@ -78,9 +75,7 @@ def host_cost(result: dict[str, Any]) -> str:
         made = [found["arms"][arm].get("python_calls") for arm in ("shardkit", "hand-written")]
         counts.append("–" if None in made else " / ".join(f"{n:.0f}" for n in made))
         rows.append([f"{engine}@{found['ranks']}", *counts, *added])
-    parts = ["## The host's cost of a step on CUDA", "", text, ""]
-    head = ["engine@ranks", *named, "Python calls", *ADDED.values()]
-    parts += [table(head, rows), ""]
+    parts = [text, table(["engine@ranks", *named, "Python calls", *ADDED.values()], rows)]
     clocks = {engine: found["clock"] for engine, found in result["engines"].items() if "clock" in found}
     if clocks:
         said = ", ".join(
@@ -90,11 +85,11 @@ def host_cost(result: dict[str, Any]) -> str:
         )
         durations = next(iter(clocks.values()))["durations_us"]
         kernel, product = durations["EMUCUDA_KERNEL_US"], durations["EMUCUDA_GEMM_US"]
-        parts += [paragraph(
+        parts.append(
             f"With kernels of {kernel} µs and products of {product} µs, time of a step over the hand-written loop's by "
             f"the card's clock (goal ≤ {goals['ratio']}): {said}."
-        ), ""]  # fmt: skip
-    return "\n".join([*parts, machine(result["environment"]), ""])
+        )
+    return section("The host's cost of a step on CUDA", *parts, environment=result["environment"])
 
 
 def empty(clock: dict[str, Any]) -> float:

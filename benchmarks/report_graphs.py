@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .markdown import machine, paragraph
+from .markdown import machine, section, table
 
 OUTCOMES = {
     "equal": "equal", "refused": "refused by name", "wrong": "wrong", "traceback": "traceback", "hang": "hang",
@@ -14,22 +14,19 @@ OUTCOMES = {
 
 def graphs(result: dict[str, Any]) -> str:
     """Counts by engine and outcome of each recorded campaign, `before` and `after`."""
-    lines = [
-        "## Random module graphs",
-        "",
-        paragraph(
-            "`python -m tests.strategies.graphs --engines all`: random models that mix two to five features (shared "
-            "and tied parts, parts reached from outside, experts, recursion, gradients inside forward, changes in "
-            "place, parametrizations, hooks, …) train 6 steps on 2 ranks (hsdp: 4), a quarter of them saved and "
-            "resumed under another engine in between. Equal: losses within 1e-5 and gradient norms within 1e-4 of one "
-            "process in plain torch. Refused by name: before the first update that would be wrong, for a reason of the "
-            "closed list in tests/strategies/graphs/refusals.py."
-        ),
-        "",
-    ]
+    parts: list[str] = []
     for name, campaign in result.items():
-        lines += [f"{TITLES.get(name, name)}:", "", *_table(campaign), "", machine(campaign["environment"]), ""]
-    return "\n".join(lines)
+        parts += [f"{TITLES.get(name, name)}:", _table(campaign), machine(campaign["environment"])]
+    return section(
+        "Random module graphs",
+        "`python -m tests.strategies.graphs --engines all`: random models that mix two to five features (shared "
+        "and tied parts, parts reached from outside, experts, recursion, gradients inside forward, changes in "
+        "place, parametrizations, hooks, …) train 6 steps on 2 ranks (hsdp: 4), a quarter of them saved and "
+        "resumed under another engine in between. Equal: losses within 1e-5 and gradient norms within 1e-4 of one "
+        "process in plain torch. Refused by name: before the first update that would be wrong, for a reason of the "
+        "closed list in tests/strategies/graphs/refusals.py.",
+        *parts,
+    )
 
 
 TITLES = {
@@ -39,31 +36,23 @@ TITLES = {
 }
 
 
-def _table(campaign: dict[str, Any]) -> list[str]:
+def _table(campaign: dict[str, Any]) -> str:
     rows = [
-        f"| {engine} | " + " | ".join(str(counts.get(outcome, 0)) for outcome in OUTCOMES) + " |"
+        [engine, *(str(counts.get(outcome, 0)) for outcome in OUTCOMES)]
         for engine, counts in campaign["counts"].items()
     ]
-    return ["| engine | " + " | ".join(OUTCOMES.values()) + " |", "|---" * (len(OUTCOMES) + 1) + "|", *rows]
+    return table(["engine", *OUTCOMES.values()], rows)
 
 
 def draws(result: dict[str, Any]) -> str:
     """Counts by outcome of configs drawn at random."""
     counts = result["counts"]
     names = {**OUTCOMES, "no reference": "no single process to compare with"}
-    return "\n".join([
-        "## Random configs",
-        "",
-        paragraph(
-            "`python -m tests.config.draws`: a task, a strategy and two to five keys of the schema with values drawn "
-            f"at random, {sum(counts.values())} times; 3 steps on 2 ranks against one process. Losses agree within "
-            "2e-5 and norms within 5e-4 in fp32, within 3e-2 and 0.3 where another type computes or travels."
-        ),
-        "",
-        "| " + " | ".join(names.values()) + " |",
-        "|---" * len(names) + "|",
-        "| " + " | ".join(str(counts.get(name, 0)) for name in names) + " |",
-        "",
-        machine(result["environment"]),
-        "",
-    ])  # fmt: skip
+    return section(
+        "Random configs",
+        "`python -m tests.config.draws`: a task, a strategy and two to five keys of the schema with values drawn "
+        f"at random, {sum(counts.values())} times; 3 steps on 2 ranks against one process. Losses agree within "
+        "2e-5 and norms within 5e-4 in fp32, within 3e-2 and 0.3 where another type computes or travels.",
+        table(list(names.values()), [[str(counts.get(name, 0)) for name in names]]),
+        environment=result["environment"],
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .markdown import machine, paragraph, table
+from .markdown import listed, section, table
 
 
 def mutants(result: dict[str, Any]) -> str:
@@ -15,18 +15,16 @@ def mutants(result: dict[str, Any]) -> str:
     rows.append(["**all**", *_cells([_total(run) for run in runs])])
     names = [name for name, run in (("before", before), ("after", after)) if run]
     head = ["module", "mutants", "equivalent", *(f"killed {name}" for name in names), *(f"of {name}" for name in names)]
-    return "\n".join([
-        "## Mutants that the tests kill",
-        "",
-        paragraph(_intro(result, before)),
-        "",
+    survivors = listed(_survivors(dict(zip(names, runs, strict=True))))
+    equivalent = listed(_equivalent(runs[-1]))
+    return section(
+        "Mutants that the tests kill",
+        _intro(result, before),
         table(head, rows),
-        "",
-        *_listed("Mutants that no chosen test kills:", _survivors(dict(zip(names, runs, strict=True)))),
-        *_listed("Equivalent mutants:", _equivalent(runs[-1])),
-        machine(result["environment"]),
-        "",
-    ])  # fmt: skip
+        *(["Mutants that no chosen test kills:", *survivors] if survivors else []),
+        *(["Equivalent mutants:", *equivalent] if equivalent else []),
+        environment=result["environment"],
+    )
 
 
 def _intro(result: dict[str, Any], before: dict[str, Any] | None) -> str:
@@ -73,8 +71,3 @@ def _equivalent(run: dict[str, Any]) -> Iterator[str]:
 
 def _change(change: dict[str, str]) -> str:
     return f"`` {change['was']} `` → " + (f"`` {change['becomes']} ``" if change["becomes"] else "nothing")
-
-
-def _listed(title: str, items: Iterator[str]) -> list[str]:
-    found = [f"- {item}" for item in items]
-    return [title, "", *found, ""] if found else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .markdown import machine, mib, paragraph, table
+from .markdown import mib, section, table
 from .other_loops import GOALS, LOOPS
 
 
@@ -35,6 +35,6 @@ def other_loops(result: dict[str, Any], emulated: bool = False) -> str:
         f"that takes the most. The list was committed before anything was measured. {len(listed)} cases, {compared} "
         f"compared, {within} of them within {goals}."
     )
-    title = "## Plans for other tools' loops" + (", on emulated cards" if emulated else "")
+    title = "Plans for other tools' loops" + (", on emulated cards" if emulated else "")
     head = ["job", "model", "ranks", "measured, MiB", *keys]
-    return "\n".join([title, "", paragraph(text), "", table(head, rows), "", machine(result["environment"]), ""])
+    return section(title, text, table(head, rows), environment=result["environment"])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from .markdown import interval, machine, mib, paragraph, table
+from .markdown import interval, mib, section, table
 
 OURS, NOT_YET = "shardkit", "not yet measured"
 
@@ -15,7 +15,7 @@ def peers(result: dict[str, Any]) -> str:
     engines = {name: found for name, found in result["engines"].items() if "beside" in found}
     settings, packages = result["settings"], result["packages"]
     sizes, tokens = settings["SIZES"], f"{settings['MICRO']} × {settings['SEQ']} tokens"
-    text = paragraph(
+    text = (
         f"`python -m benchmarks.peers`: {result['ranks']} CPU ranks over gloo under torchrun, one thread each; the "
         f"reference transformer, d_model {sizes['d_model']}, {sizes['n_layers']} layers, {settings['ACCUM']} "
         f"micro-batches of {tokens} per rank and step, fp32, AdamW, clipping; every library gets the same model, "
@@ -25,8 +25,8 @@ def peers(result: dict[str, Any]) -> str:
         f"{result['tolerance']:g} of the hand-written loop's."
     )
     ratios = ["engine", "library", "step time", "command to first step", "peak tensor memory", "steps", "starts"]
-    return "\n\n".join([
-        "## Beside other libraries",
+    return section(
+        "Beside other libraries",
         text,
         "shardkit over each:",
         table(ratios, _ratios(engines)),
@@ -34,10 +34,9 @@ def peers(result: dict[str, Any]) -> str:
         table(["engine", "library", "step, ms", "first step, s", "peak, MiB", "loss difference"], _medians(engines)),
         "Libraries that did not train on a CPU, and their errors:",
         table(["engine", "library", "error"], _refused(engines)),
-        paragraph(", ".join(f"{name} {version}" for name, version in packages.items()) + "."),
-        machine(result["environment"]),
-        "",
-    ])  # fmt: skip
+        ", ".join(f"{name} {version}" for name, version in packages.items()) + ".",
+        environment=result["environment"],
+    )
 
 
 WAITS = {
@@ -48,7 +47,7 @@ WAITS = {
 
 
 def peers_on_cards(result: dict[str, Any]) -> str:
-    text = paragraph(
+    text = (
         f"`python -m benchmarks.peers --cuda`: {result['ranks']} ranks on **emulated** cards. Losses: the model of the "
         "table above, computed on the cards, fp32. The rest: the 355m model on cards that compute nothing, fp32, two "
         "micro-batches of 4 × 1024 tokens, median of the last eight of 76 steps; allocated and reserved are peaks of "
@@ -61,8 +60,8 @@ def peers_on_cards(result: dict[str, Any]) -> str:
     head = ["engine", "library", "loss difference", "allocated", "reserved", "host, ms", *WAITS]
     rows = [row for engine, found in result["engines"].items() for row in _on_cards(engine, found)]
     packages = ", ".join(f"{name} {version}" for name, version in result["packages"].items())
-    parts = ["## Beside other libraries, on emulated cards", text, table(head, rows), paragraph(packages + ".")]
-    return "\n\n".join([*parts, machine(result["environment"]), ""])
+    title = "Beside other libraries, on emulated cards"
+    return section(title, text, table(head, rows), packages + ".", environment=result["environment"])
 
 
 def _on_cards(engine: str, found: dict[str, Any]) -> Iterator[list[str]]:

@@ -6,14 +6,14 @@ from statistics import median
 from typing import Any
 
 from .common import median_ci
-from .markdown import interval, machine, mib, paragraph, table
+from .markdown import interval, mib, section, table
 
 OURS = "shardkit"
 
 
 def sft(result: dict[str, Any]) -> str:
     settings = result["settings"]
-    text = paragraph(
+    text = (
         "`python -m benchmarks.sft`: 2 CPU ranks over gloo under DDP, one thread each, fp32, AdamW, clipping; the same "
         "small Llama, conversations about Python's standard library, order and settings; loss on the assistant's "
         "turns; LoRA on the attention's projections, by peft everywhere. Losses of padded rows agree in every step "
@@ -22,18 +22,17 @@ def sft(result: dict[str, Any]) -> str:
         "command and includes tokenisation."
     )
     ratios = ["setting", "library", "tokens/s (more is better)", "command to first step", "peak tensor memory"]
-    return "\n\n".join([
-        "## Fine-tuning beside other libraries",
+    return section(
+        "Fine-tuning beside other libraries",
         text,
         "shardkit over each:",
         table(ratios, _ratios(settings)),
         "Medians:",
         table(["setting", "library", "tokens/s", "first step, s", "peak, MiB", "loss difference"], _medians(settings)),
         *_data(result),
-        paragraph(", ".join(f"{name} {version}" for name, version in result["packages"].items()) + "."),
-        machine(result["environment"]),
-        "",
-    ])  # fmt: skip
+        ", ".join(f"{name} {version}" for name, version in result["packages"].items()) + ".",
+        environment=result["environment"],
+    )
 
 
 def _data(result: dict[str, Any]) -> list[str]:
@@ -44,12 +43,10 @@ def _data(result: dict[str, Any]) -> list[str]:
     times = interval(median_ci(ratios), 2) if len(ratios) >= 6 else f"{median(ratios):.2f}"
     pairs = f"{len(ratios)} pairs in turns" if len(ratios) > 1 else "one pair"
     return [
-        paragraph(
-            f"Tokenisation with two processes, {pairs}: `shardkit tokenize` takes {median(ours):.1f} s, `datasets.map` "
-            f"{median(theirs):.1f} s: {times} times the throughput{_when(result.get('data_measured'))}. "
-            "Best-fit decreasing packs a million lengths of a long-tailed mix "
-            f"in {packing['seconds']:.2f} s and fills {packing['fill']:.4f} of the positions."
-        )
+        f"Tokenisation with two processes, {pairs}: `shardkit tokenize` takes {median(ours):.1f} s, `datasets.map` "
+        f"{median(theirs):.1f} s: {times} times the throughput{_when(result.get('data_measured'))}. "
+        "Best-fit decreasing packs a million lengths of a long-tailed mix "
+        f"in {packing['seconds']:.2f} s and fills {packing['fill']:.4f} of the positions."
     ]
 
 
@@ -69,14 +66,14 @@ def data_wait(result: dict[str, Any]) -> str:
         for workers, f in by_workers.items()
     ]  # fmt: skip
     head = ["data", "workers a rank", "waits, % of a step", "of all steps, %", "step, s", "tokens/s a rank"]
-    text = paragraph(
+    text = (
         f"`python -m benchmarks.data_wait`, {result['steps']} steps on 2 CPU ranks under DDP: the share of rank 0's "
         "time that it waits for its next batch. The model is small, so that a rank takes many tokens a second: compare "
         "the last column with 8,200, an H100's rate through 8 billion parameters at 40 % of 989 TFLOP/s. Workers have "
         "no core of their own. Streamed rows are tokenised while they are read. Other processes at "
         f"the start: {result['load']:.1f} CPUs' worth. Goal with workers: ≤ 1 %."
     )
-    return "\n\n".join(["## Waiting for data", text, table(head, rows), machine(result["environment"]), ""])
+    return section("Waiting for data", text, table(head, rows), environment=result["environment"])
 
 
 def _ratios(settings: dict[str, Any]) -> list[list[str]]:

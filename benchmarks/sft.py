@@ -18,20 +18,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
 from . import peers_env, sft_arms, sft_data, turns
-from .common import RESULTS, environment, median_ci, write_result
+from .common import earlier, environment, in_turns, paired_ratio, write_result
 from .peers import DifferentLosses
 from .peers_ranks import peak_of
 from .sft_arms import AT_ONCE, PEERS, Setting, Taken
-from .turns import rotated
 
 NAME = "sft"
 OURS = "shardkit"
@@ -107,29 +107,24 @@ def agree(setting: Setting, folder: Path) -> dict[str, float]:
 
 def starts(setting: Setting, folder: Path, rounds: int) -> dict[str, list[float]]:
     """Each arm's seconds from the command to the end of the first step, tokenisation included: caches are emptied."""
-    found: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    for index in range(rounds):
-        for arm in rotated(ARMS, index):
-            shutil.rmtree(Path(setting.data).parent / "datasets", ignore_errors=True)  # there is none before the first
-            with Ranks(setting, arm, folder, 1) as ranks:
-                found[arm].append(ranks.first_step()[0])
-    return found
+
+    def start(arm: str) -> float:
+        shutil.rmtree(Path(setting.data).parent / "datasets", ignore_errors=True)  # there is none before the first
+        with Ranks(setting, arm, folder, 1) as ranks:
+            return ranks.first_step()[0]
+
+    return in_turns({arm: partial(start, arm) for arm in ARMS}, rounds)
 
 
 def steps_in_turn(setting: Setting, folder: Path, steps: int) -> dict[str, list[tuple[float, float]]]:
     """(seconds, targets) of each arm's steps."""
-    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     with ExitStack() as running:
         count = 1 + WARMUP + steps
         alive = {arm: running.enter_context(Ranks(setting, arm, folder, count)) for arm in ARMS}
         for ranks in alive.values():
             ranks.first_step()
-        for index in range(WARMUP + steps):
-            for arm in rotated(ARMS, index):
-                took, _, tokens = alive[arm].taken()
-                if index >= WARMUP:
-                    found[arm].append((took, tokens))
-    return found
+        taken = in_turns({arm: ranks.taken for arm, ranks in alive.items()}, WARMUP + steps)
+    return {arm: [(took, tokens) for took, _, tokens in steps[WARMUP:]] for arm, steps in taken.items()}
 
 
 def peaks(setting: Setting, folder: Path) -> dict[str, int]:
@@ -146,21 +141,22 @@ def tokenisation(setting: Setting, folder: Path, rounds: int) -> dict[str, list[
     many = folder / "many.jsonl"
     many.write_text(Path(setting.data).read_text() * COPIES)
     n = str(sft_arms.TOKENISERS)
-    commands: dict[str, Callable[[int], list[str]]] = {
-        "datasets.map": lambda i: ["-m", "benchmarks.sft_arms", str(many), setting.model, str(folder / f"map{i}")],
-        OURS: lambda i: [
-            "-m", "shardkit.cli", "tokenize", str(many), str(folder / f"ours{i}"), "--tokenizer", setting.model,
+    commands: dict[str, Callable[[str], list[str]]] = {
+        "datasets.map": lambda out: ["-m", "benchmarks.sft_arms", str(many), setting.model, f"{out}/map"],
+        OURS: lambda out: [
+            "-m", "shardkit.cli", "tokenize", str(many), f"{out}/ours", "--tokenizer", setting.model,
             "data.loss_on=assistant", f"data.tokenize_workers={n}",
         ],
     }  # fmt: skip
-    found: dict[str, list[float]] = {name: [] for name in commands}
-    for index in range(rounds):
-        for name in rotated(list(commands), index):
-            shutil.rmtree(folder / "datasets", ignore_errors=True)  # what `datasets` keeps of an earlier round
-            began = time.perf_counter()
-            subprocess.run([sys.executable, *commands[name](index)], check=True, capture_output=True)
-            found[name].append(time.perf_counter() - began)
-    return found
+
+    def tokenise(command: Callable[[str], list[str]]) -> float:
+        shutil.rmtree(folder / "datasets", ignore_errors=True)  # what `datasets` keeps of an earlier round
+        out = tempfile.mkdtemp(dir=folder)
+        began = time.perf_counter()
+        subprocess.run([sys.executable, *command(out)], check=True, capture_output=True)
+        return time.perf_counter() - began
+
+    return in_turns({name: partial(tokenise, command) for name, command in commands.items()}, rounds)
 
 
 def packing() -> dict[str, float]:
@@ -177,17 +173,13 @@ def packing() -> dict[str, float]:
     return {"seconds": seconds, "fill": float(lengths.sum() / ((len(bounds) - 1) * CONTEXT))}
 
 
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    return median_ci([a / b for a, b in zip(ours, theirs, strict=True)])
-
-
 def beside(found: Mapping[str, Any]) -> dict[str, Any]:
     """shardkit's ratios to each peer, with intervals: more tokens a second is better, less time to a first step."""
     speed = {arm: [tokens / seconds for seconds, tokens in taken] for arm, taken in found["steps"].items()}
     return {
         arm: {
-            "tokens_per_s": ratios(speed[OURS], speed[arm]),
-            "first_step": ratios(found["first_step_s"][OURS], found["first_step_s"][arm]),
+            "tokens_per_s": paired_ratio(speed[OURS], speed[arm]),
+            "first_step": paired_ratio(found["first_step_s"][OURS], found["first_step_s"][arm]),
             "peak": found["peak_bytes"][OURS] / found["peak_bytes"][arm],
         }
         for arm in PEERS
@@ -209,8 +201,7 @@ def main() -> None:
         parser.error(f"--rounds and --steps must be {INTERVAL} or more, for an interval of the median")
     peers_env.enter(NAME)
     load = os.getloadavg()[0]
-    path = RESULTS / f"{NAME}.json"
-    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"settings": {}}
+    result = earlier(NAME) or {"settings": {}}
     result["packages"] = {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")}
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)

@@ -13,9 +13,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from .common import REPO, median_ci, write_result
+from .common import REPO, in_turns, median_ci, paired_ratio, write_result
 
 SHARDKIT_HELP = (
     "import sys; from shardkit.cli.__main__ import main as m; sys.argv = ['shardkit', '--help']; sys.exit(m())"
@@ -59,25 +60,19 @@ def cpu_seconds(code: str, environ: dict[str, str]) -> float:
 def interleaved(
     codes: list[str], rounds: int, timing: Callable[[str, dict[str, str]], float] = seconds
 ) -> list[list[float]]:
-    """`rounds` timings of each code, in turn and in alternating order, after one round to fill caches."""
+    """`rounds` timings of each code, in turns, after one round to fill caches."""
     with tempfile.TemporaryDirectory() as caches:
         # Byte code is cached as for an installed package, whatever this checkout's environment says.
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environ |= {"PYTHONPATH": str(REPO), "PYTHONPYCACHEPREFIX": caches}
-        times: list[list[float]] = [[] for _ in codes]
-        order = list(range(len(codes)))
         for code in codes:
             seconds(code, environ)
-        for _ in range(rounds):
-            for index in order:
-                times[index].append(timing(codes[index], environ))
-            order.reverse()
-    return times
+        return list(in_turns({code: partial(timing, code, environ) for code in codes}, rounds).values())
 
 
 def ratio(ours: list[float], baseline: list[float]) -> dict[str, Any]:
     """Median over pairs of ours/baseline with its 95 % interval, and both medians in ms."""
-    value, low, high = median_ci([a / b for a, b in zip(ours, baseline, strict=True)])
+    value, low, high = paired_ratio(ours, baseline)
     return {
         "ratio": round(value, 3),
         "interval_95": [round(low, 3), round(high, 3)],

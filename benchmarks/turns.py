@@ -110,12 +110,6 @@ def mean_loss(answers: Sequence[dict[str, Any]]) -> float:
     return float(sum(answer["loss"] for answer in answers) / len(answers))
 
 
-def rotated(arms: Sequence[Any], index: int) -> list[Any]:
-    """The arms in rotated order: each goes first in turn."""
-    first = index % len(arms)
-    return [*arms[first:], *arms[:first]]
-
-
 def serve(
     scratch: str, answers: Callable[[TextIO], Iterator[dict[str, Any]]], end: Callable[[], None] | None = None
 ) -> None:

@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from .common import RESULTS, median_ci, stamp, write_result
-from .markdown import interval, machine, paragraph, table
+from .common import earlier, in_turns, median_ci, stamp, write_result
+from .markdown import interval, section, table
 
 NAME = "watch_cost"
 GOAL = 1.01
@@ -266,18 +267,19 @@ def work(loop: str, folder: str, scratch: str) -> None:
 
 def measure(loop: str, pairs: int, folder: Path) -> dict[str, Any]:
     """Times of steps in turn: the slower rank's, and rank 0's processor time."""
-    from .turns import Ranks, rotated
+    from .turns import Ranks
 
-    taken: dict[str, list[tuple[float, float, float]]] = {arm: [] for arm in ARMS}
+    def step(ranks: Ranks, arm: str) -> tuple[float, float, float]:
+        answers = ranks.answers(arm)
+        return (
+            max(answer["seconds"] for answer in answers), answers[0]["spent"],
+            max(answer["inside"] for answer in answers),
+        )  # fmt: skip
+
     with Ranks(loop, [f"benchmarks.{NAME}", "--worker", loop, str(folder / f"run {loop}")], folder) as ranks:
         ranks.first_step()
-        for pair in range(WARMUP + pairs):
-            for arm in rotated(ARMS, pair):
-                found = ranks.answers(arm)
-                if pair >= WARMUP:
-                    inside = max(one["inside"] for one in found)
-                    taken[arm].append((max(one["seconds"] for one in found), found[0]["spent"], inside))
-    return figures(taken)
+        taken = in_turns({arm: partial(step, ranks, arm) for arm in ARMS}, WARMUP + pairs)
+    return figures({arm: steps[WARMUP:] for arm, steps in taken.items()})
 
 
 def figures(taken: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
@@ -314,26 +316,16 @@ def watch_cost(result: dict[str, Any]) -> str:
         ]
         for loop, f in result["loops"].items()
     ]  # fmt: skip
-    text = paragraph(
+    text = (
         "`python -m benchmarks.watch_cost`: a loop on 2 CPU ranks over gloo, one thread each, in the one line of "
         "shardkit with its defaults. Every other step runs without shardkit's hooks. Ratios and differences are "
         "medians over neighbours; a step has two micro-batches. Processor time is rank 0's, which writes the records. "
         "The time in shardkit's calls is a mean on the thread of the slower rank, every tenth step's gather included. "
         f"Goal: step time ≤ {result['goal']}. The load is the machine's at the end: 2 is this benchmark alone."
     )
-    head = [
-        "loop",
-        "step, ms",
-        "step time",
-        "processor time",
-        "added to it, ms",
-        "in shardkit's calls, ms",
-        "of a step",
-        "load",
-    ]
-    return "\n\n".join(
-        ["## One line in other tools' loops", text, table(head, rows), machine(result["environment"]), ""]
-    )
+    head = ["loop", "step, ms", "step time", "processor time", "added to it, ms", "in shardkit's calls, ms",
+            "of a step", "load"]  # fmt: skip
+    return section("One line in other tools' loops", text, table(head, rows), environment=result["environment"])
 
 
 def main() -> None:
@@ -345,8 +337,7 @@ def main() -> None:
     if args.worker:
         work(*args.worker)
         return
-    path = RESULTS / f"{NAME}.json"
-    loops: dict[str, Any] = json.loads(path.read_text())["loops"] if path.exists() else {}
+    loops: dict[str, Any] = earlier(NAME).get("loops", {})
     with tempfile.TemporaryDirectory() as temp:
         for loop in args.loops or installed():
             loops[loop] = found = measure(loop, args.pairs * (3 if "short" in loop else 1), Path(temp))
@@ -358,8 +349,7 @@ def main() -> None:
                 f"time {added:+.2f} [{least:+.2f}, {most:+.2f}] ms, inside {inside:.2f} ms, load {load:.1f}",
                 flush=True,
             )
-            write_result(NAME, {"goal": GOAL, "loops": loops})
-    print("written:", path)
+            print("written:", write_result(NAME, {"goal": GOAL, "loops": loops}))
 
 
 if __name__ == "__main__":

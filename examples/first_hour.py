@@ -10,10 +10,15 @@ tokenizers, and nothing from the network.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import sys
 from pathlib import Path
 
+for library in ("torchao", "torch.utils._pytree"):  # their warnings while transformers loads concern no user of it
+    logging.getLogger(library).setLevel(logging.ERROR)
+
+# ruff: noqa: E402
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -37,6 +37,10 @@ shardkit convert runs/first_hour --merge --to safetensors --out served
 
 say "7. load it as anybody does"
 python - <<'PYTHON'
+import logging
+
+for library in ("torchao", "torch.utils._pytree"):  # their warnings while transformers loads concern no user of it
+    logging.getLogger(library).setLevel(logging.ERROR)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("served")

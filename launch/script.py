@@ -110,11 +110,8 @@ def check(script: Script, cwd: Path | None) -> None:
             f"`-- {program}` is not a Python script",
             "name the .py file or -m MODULE that it starts; a config of shardkit stands without `--`",
         )
-    elif cwd is not None and not _is_program(cwd / program):
-        raise LaunchError(
-            f"{program} does not exist" if not (cwd / program).exists() else f"{program} is not a Python script",
-            f"name a file that exists from {cwd}, or a module with -m",
-        )
+    elif cwd is not None and (problem := _problem(cwd / program)):
+        raise LaunchError(f"{program} {problem}", f"name a file that exists from {cwd}, or a module with -m")
     if script.on_preempt not in ON_PREEMPT:
         raise LaunchError(f"--on-preempt {script.on_preempt!r} is not known", f"pass one of {', '.join(ON_PREEMPT)}")
     if not 1 <= script.heartbeat_timeout_s < 1e9:
@@ -132,8 +129,11 @@ def check_grace(seconds: float) -> None:
         raise LaunchError(f"--grace-s {seconds:g} is out of range", "pass seconds from 0")
 
 
-def _is_program(path: Path) -> bool:
-    return path.is_file() or (path / "__main__.py").is_file()
+def _problem(path: Path) -> str:
+    """Why Python cannot run the file or directory; empty if it can."""
+    if path.is_dir():
+        return "" if (path / "__main__.py").is_file() else "is a directory without a __main__.py"
+    return "" if path.is_file() else "is not a regular file" if path.exists() else "does not exist"
 
 
 def _check_module(argv: Sequence[str], cwd: Path | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from statistics import median
 
+from ..common import rotated
 from .cases import Case, Cases, Found, Where
 from .target import train, went_traced
 
@@ -32,7 +33,7 @@ def measure(where: Where) -> Found:
         rounds, steps = DRY_ROUNDS, DRY_STEPS
     found: Found = {"arms": {arm: where.earlier.get("arms", {}).get(arm, []) for arm in ARMS}}
     for index in range(rounds):
-        for arm in sorted(ARMS, reverse=index % 2 == 1):
+        for arm in rotated(list(ARMS), index):
             trials = found["arms"][arm]
             if len(trials) > index:
                 continue

@@ -25,7 +25,7 @@ from shardkit.run.trainer import Trainer
 from shardkit.strategies.clocks import HostValue
 from shardkit.tasks.load import load_task
 
-from .. import bare
+from .. import bare, common
 from ..overhead import write_tokens
 from .cases import Found, Where
 from .mfu import Model, overrides
@@ -84,15 +84,14 @@ def nothing_computed() -> Iterator[None]:
 
 
 def _timed(arms: dict[str, Steps], model: Model) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
-    losses: dict[str, list[float]] = {arm: [] for arm in arms}
-    for turn in range(model.turns + _WARMUP):
-        for arm in sorted(arms, reverse=turn % 2 == 0):
-            began = time.perf_counter()
-            losses[arm] += arms[arm](model.steps)
-            if turn >= _WARMUP:
-                times[arm].append((time.perf_counter() - began) / model.steps)
-    return times, losses
+    def timed(steps: Steps) -> tuple[float, list[float]]:
+        began = time.perf_counter()
+        losses = steps(model.steps)
+        return (time.perf_counter() - began) / model.steps, losses
+
+    taken = common.in_turns({arm: partial(timed, steps) for arm, steps in arms.items()}, model.turns + _WARMUP)
+    times = {arm: [took for took, _ in turns[_WARMUP:]] for arm, turns in taken.items()}
+    return times, {arm: [loss for _, losses in turns for loss in losses] for arm, turns in taken.items()}
 
 
 def _recorded(records: Iterator[dict[str, float]], device: torch.device, count: int) -> list[float]:

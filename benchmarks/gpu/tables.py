@@ -41,7 +41,7 @@ Known = dict[str, dict[str, Found]]
 """Case → its complete results, under "predicted" and "measured"."""
 
 
-def section(results: Path) -> str:
+def on_a_gpu(results: Path) -> str:
     """The section for the files in `results`; missing files leave rows without figures."""
     known = {part: read(results / f"gpu_{part}.json", part) for part in PARTS}
     parts = [

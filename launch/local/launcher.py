@@ -304,7 +304,9 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
     if any(rank_failure.exit_code == exit_codes.PREEMPTED for rank_failure in recorded) and (
         ended.code == 0 or ended.signum
     ):
-        text = f"{recorded[0].message}; {how_to_continue(sys.argv, _overwrites(run_dir))}"
+        text = how_to_continue(sys.argv, _overwrites(run_dir))
+        if all(rank_failure.rank != 0 for rank_failure in recorded):  # rank 0 itself says why it stopped, on its node
+            text = f"{recorded[0].message}; {text}"
         print(printable_lines(text), flush=True)
         return exit_codes.PREEMPTED
     if ended.code == 0:

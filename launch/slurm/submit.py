@@ -182,15 +182,10 @@ def prepare(
         nodes=(nodes, nodes),
         gpus_per_node=gpus_per_node,
         max_restarts=max_restarts,
-        python=sys.executable,
-        cwd=os.getcwd(),
         name=name or f"shardkit-{run_dir.name}",
-        slurm=replace(options, signal_s=signal_s(options.signal_s, run_dir, loaded.config.run.source)),
+        slurm=options,
     )
-    _SLURM.render(spec)  # refuses values that no script can carry
-    limit, lead, checkpoint = limit_s(options.time or ""), spec.slurm.signal_s, loaded.config.checkpoint
-    reasons = [] if limit is None or lead is None else doubts(limit, lead, run_dir, checkpoint.is_periodic)
-    return Submission(spec, loaded.render(), tuple(reasons))
+    return _ready(spec, loaded.render(), loaded.config.run.source, loaded.config.checkpoint.is_periodic)
 
 
 def prepare_script(
@@ -221,21 +216,37 @@ def prepare_script(
         nodes=(nodes, nodes),
         gpus_per_node=gpus_per_node,
         max_restarts=max_restarts,
-        python=sys.executable,
-        cwd=os.getcwd(),
         name=name or f"shardkit-{path.name}",
-        slurm=replace(options, signal_s=signal_s(options.signal_s, path, None)),
+        slurm=options,
         script=script,
     )
-    _SLURM.render(spec)  # refuses values that no script can carry
-    limit, lead = limit_s(options.time or ""), spec.slurm.signal_s
-    reasons = [] if limit is None or lead is None else doubts(limit, lead, path, periodic=True)
-    if script.checkpoints is None:
-        reasons.append(
-            "without --checkpoints DIR the script's progress cannot be seen: the job is started "
-            f"{MAX_IDLE_STARTS} times at most; starts that Slurm ends for another job do not count"
-        )
-    return Submission(spec, script.as_json(), tuple(reasons))
+    job = _ready(spec, script.as_json(), None, is_periodic=True)
+    if script.checkpoints is not None:
+        return job
+    unseen = (
+        "without --checkpoints DIR the script's progress cannot be seen: the job is started "
+        f"{MAX_IDLE_STARTS} times at most; starts that Slurm ends for another job do not count"
+    )
+    return replace(job, doubts=(*job.doubts, unseen))
+
+
+def _ready(spec: JobSpec, text: str, source: str | None, is_periodic: bool) -> Submission:
+    """The job with this interpreter, this directory and the time of Slurm's warning.
+
+    Args:
+        text: the resolved config, or the script's description.
+        source: the run that this one continues.
+        is_periodic: whether checkpoints are saved at intervals.
+
+    Raises:
+        LaunchError: values that no script can carry.
+    """
+    run_dir = Path(spec.run_dir)
+    lead = signal_s(spec.slurm.signal_s, run_dir, source)
+    spec = replace(spec, python=sys.executable, cwd=os.getcwd(), slurm=replace(spec.slurm, signal_s=lead))
+    _SLURM.render(spec)
+    limit = limit_s(spec.slurm.time or "")
+    return Submission(spec, text, () if limit is None else tuple(doubts(limit, lead, run_dir, is_periodic)))
 
 
 def submit(job: Submission, launch: str = commands.LAUNCH) -> tuple[str, Path]:

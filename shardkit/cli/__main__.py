@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -34,10 +35,25 @@ class _Commands(TyperGroup):
     """The commands; a mistake in the words of any of them takes two lines."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _refuse_empty_words(args)
         return list(_in_two_lines(ctx, lambda: super(_Commands, self).parse_args(ctx, args)))
 
     def invoke(self, ctx: Any) -> Any:
         return _in_two_lines(ctx, lambda: super(_Commands, self).invoke(ctx))
+
+
+def _refuse_empty_words(words: Sequence[str]) -> None:
+    """Refuse an empty word before `--`: as a path it would mean the current directory.
+
+    Raises:
+        ShardkitError: there is one; the cause shows the command.
+    """
+    words = words[: words.index("--")] if "--" in words else words
+    if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in words):
+        raise ShardkitError(
+            f"{shlex.join(['shardkit', *words])}: an empty value names nothing",
+            "give it a value, or remove it; a variable of the shell that is not set leaves an empty one",
+        )
 
 
 def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
@@ -55,7 +71,7 @@ def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
         path = ctx.command_path
         if ctx is root and root.invoked_subcommand:
             path += f" {root.invoked_subcommand}"
-        text = error.format_message().partition("\n")[0]
+        text = _of_value(error) or error.format_message().partition("\n")[0]
         cause, _, near = re.sub(r" \(Possible options: | Did you mean ", "\0", text).partition("\0")
         options = re.findall(r"[\w-]+", near)
         fix = f"{path} --help lists its arguments and options"
@@ -69,6 +85,21 @@ def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
         elif (needed_option := getattr(error, "param", None)) is not None and "Missing option" in cause:
             fix = f"add {needed_option.opts[0]} {needed_option.metavar or needed_option.name.upper()}; " + fix
         raise ShardkitError(cause.rstrip(". "), fix) from error
+
+
+def _of_value(error: Any) -> str:
+    """The cause of an option whose value is no number, or out of range; empty for any other error.
+
+    Typer's versions say it in click's words or in pydantic's.
+    """
+    words, parameter = getattr(error, "message", None) or "", getattr(error, "param", None)
+    if parameter is None or not re.search(r"valid (integer|float|number)|(greater|less) than|in the range", words):
+        return ""
+    if hasattr(error.__cause__, "errors"):
+        words = words.replace("Input", repr(str(error.__cause__.errors()[0]["input"])))
+    words = re.sub(r"a valid integer( range)?(, .*)?", "a whole number", words)
+    words = re.sub(r"a valid (float|number)( range)?(, .*)?", "a number", words)
+    return f"{parameter.opts[0]} {words}"
 
 
 def _in_usage(parameter: Any) -> str:

@@ -186,13 +186,14 @@ def subject_of_config(
         path: a YAML file; None for the defaults.
     """
     from ..plan.advise import changes_that_fit
-    from .plan_job import PlanJob
+    from .plan_job import PlanJob, note_refused_start
     from .program import load
 
     def loaded(changes: Sequence[str] = ()) -> RunConfig:
         return load(path or "-", [*overrides, *changes]).config
 
     config = loaded()
+    note_refused_start(config.run)
     target = cards.target(config)
     if search.auto:
         search.run(path, overrides, target, cards.memory_cap, as_json)

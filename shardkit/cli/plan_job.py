@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from ..config.schema import RunConfig
+from ..config.schema import RunConfig, RunSection
+from ..errors import ConfigError, printable
+from ..launch.local import run_dir
 from ..plan.advise import Change
 from ..plan.client import Planner
 from ..plan.model.estimate import MemoryEstimate
@@ -61,6 +64,20 @@ class PlanJob:
     details: Callable[[MemoryEstimate], Details] = no_details
     loop: Mapping[str, Any] | None = None
     not_planned: Sequence[str] = ()
+
+
+def note_refused_start(run: RunSection) -> None:
+    """Note on stderr why training would not start in this directory; a plan reads neither runs nor checkpoints."""
+    path, cause = Path(run.dir), ""
+    try:
+        if run.source is not None and not Path(run.source).exists():
+            cause = f"run.resume={run.source} does not exist"
+        elif not run_dir.has_run(path):
+            run_dir.refuse_without_run(path, run.resume)
+    except (ConfigError, OSError) as error:
+        cause = error.cause if isinstance(error, ConfigError) else str(error)
+    if cause:
+        say(f"note: training would be refused here, which a plan does not depend on: {printable(cause)}")
 
 
 def print_plan(subject: PlanJob, as_json: bool, advice: bool) -> int:

@@ -9,6 +9,7 @@ between that page's markers.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,25 +49,6 @@ _BEYOND_KEYS = (
 )
 """Rows that no key asks for by its value alone: the ranks or the model do."""
 
-_ORDER = [
-    "data_parallel", "mesh", "no_sync", "keep_gathered", "bucket_mb", "offload_optimizer", "offload_param", "nvme",
-    "ds_config", "bf16", "autocast", "reduce_dtype", "find_unused", "prefetch", "hpz", "offload_ratio", "adafactor",
-    "muon", "adamw8bit", "in_backward", "ema", "fp16", "fp8", "pure_bf16", "tf32", "activation_checkpointing",
-    "activation_offload", "compile", "compile_model", "tied_weights", "frozen_params", "adapter", "resize_embeddings",
-    "unused_params", "sync_batchnorm", "buffers",
-]  # fmt: skip
-"""The order of the rows. Further ones follow, as the config declares them."""
-
-_REFUSED_FIRST = (
-    "parallel.no_sync", "parallel.reshard_after_forward", "parallel.bucket_mb", "parallel.ds_config",
-    "parallel.offload_ratio", "parallel.offload_optimizer", "parallel.offload_param", "precision.mode",
-)  # fmt: skip
-"""Of several refused keys, the error names the first of these, else the first in the order of the rows."""
-
-
-def _position(name: str) -> int:
-    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
-
 
 @dataclass(frozen=True)
 class Declared:
@@ -85,12 +67,6 @@ class Declared:
     def dotted(self) -> str:
         """The key with its section."""
         return f"{self.section}.{self.key}"
-
-    @property
-    def example(self) -> dict[str, Any]:
-        """Settings that ask for it, the key's own first."""
-        choice = self.capability.choices[0] if self.capability.choices else self.capability.example
-        return {self.dotted: choice, **self.capability.example_needs}
 
     def asks(self, config: RunConfig) -> bool:
         """Whether the config asks for it."""
@@ -122,14 +98,11 @@ def declared(section: str, model: type[Section]) -> Iterator[Declared]:
                 yield Declared(section, key, annotation)
 
 
-DECLARED = sorted(
-    (entry for section, model in sections().items() for entry in declared(section, model)),
-    key=lambda entry: _position(entry.name),
-)
-"""The capabilities of all keys, in the order of the rows."""
-
-_ROWS = {entry.name: entry.capability for entry in DECLARED} | {row.name: row for row in _BEYOND_KEYS}
-CAPABILITIES: dict[str, Capability] = {name: _ROWS[name] for name in sorted(_ROWS, key=_position)}
+DECLARED = [entry for section, model in sections().items() for entry in declared(section, model)]
+"""The capabilities of all keys, in the order of the config."""
+CAPABILITIES: dict[str, Capability] = {row.name: row for row in _BEYOND_KEYS} | {
+    entry.name: entry.capability for entry in DECLARED
+}
 """The rows of the table, by their short names."""
 
 
@@ -147,7 +120,7 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
     if world_size > 1:
         ranks = CAPABILITIES["data_parallel"]
         _refuse(config, ranks, f"a world of {world_size} ranks", ranks.fix)
-    requests = sorted((entry for entry in DECLARED if entry.asks(config)), key=_precedence)
+    requests = [entry for entry in DECLARED if entry.asks(config)]
     for entry in requests:
         _refuse(config, entry.capability, entry.setting(config), entry.fix)
     for entry in requests:
@@ -158,10 +131,6 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
     mesh_shape(config, world_size, local_world_size)
     _refuse_ignored(config)
     _refuse_missing_libraries(config)
-
-
-def _precedence(entry: Declared) -> int:
-    return _REFUSED_FIRST.index(entry.dotted) if entry.dotted in _REFUSED_FIRST else len(_REFUSED_FIRST)
 
 
 def _refuse(config: RunConfig, capability: Capability, setting: str, fix: str) -> None:
@@ -325,7 +294,10 @@ def _ranks(count: int) -> str:
 
 def _main(arguments: list[str]) -> int:
     if arguments == []:
-        print(markdown_table())
+        try:
+            print(markdown_table(), flush=True)
+        except BrokenPipeError:  # `| head` has read enough; the flush at exit must not fail too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if len(arguments) == 2 and arguments[0] == "--write":
         try:

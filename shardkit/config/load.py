@@ -112,6 +112,10 @@ def load_config(
             value.
     """
     layers = Layers()
+    if path == "":  # as a path it would be the current directory
+        raise ConfigError(
+            "the name of the config file is empty", "name a YAML file; is a variable of the shell not set?"
+        )
     if path is not None:
         document = _read(FilePath(path))
         if recognise is not None and _has_few_sections(document.value):

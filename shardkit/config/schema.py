@@ -74,7 +74,6 @@ class ModelConfig(Section):
         Capability(
             "embedding rows for a tokenizer's new ids (`model.resize_embeddings`)",
             choices=(True,),
-            example_needs={"task.name": "hf_causal_lm"},
         ),
     ] = False
     """hf_causal_lm, hf_masked_lm: give the model as many embedding rows as the tokenizer has ids, if it has fewer; the
@@ -140,7 +139,6 @@ class AdapterConfig(Section):
             name="adapter",
             choices=("lora",),
             fix="remove adapter",
-            example_needs={"task.name": "hf_causal_lm"},
         ),
     ] = "none"
     """lora: freeze the model and train a product of two small matrices beside each target (Hu et al. 2021), by peft.
@@ -287,9 +285,9 @@ class TrainConfig(Section):
     """Tokens that a continuation may have; each is a forward, and with its prompt it must fit into `seq_len`."""
     sample_temperature: float = Field(0.0, ge=0)
     """0 = the likeliest token; above 0 tokens are drawn by (seed, step, prompt)."""
-    ema_decay: Annotated[
-        float | None, Capability("moving average of the weights (`ema_decay`)", name="ema", example=0.99)
-    ] = Field(None, gt=0, lt=1)
+    ema_decay: Annotated[float | None, Capability("moving average of the weights (`ema_decay`)", name="ema")] = Field(
+        None, gt=0, lt=1
+    )
     """Keep an exponential moving average of the weights with this decay per step, sharded like them; evaluation uses
     it, and checkpoints hold it."""
 
@@ -353,7 +351,6 @@ class OptimConfig(Section):
                 "updates in backward"
             },
             choices=(True,),
-            example_needs={"train.max_norm": None},
         ),
     ] = False
     """Update each parameter as soon as its gradient is ready, and free the gradient: only one exists at a time. Needs
@@ -403,7 +400,6 @@ _NVME = Capability(
     name="nvme",
     choices=("nvme",),
     fix="set parallel.strategy=zero3, or {key}=cpu where that works",
-    example_needs={"parallel.nvme_path": "/scratch"},
 )
 
 
@@ -445,7 +441,6 @@ class ParallelConfig(Section):
         Capability(
             "gradient bucket size (`bucket_mb`)",
             {"single": _ONE_RANK, "fsdp hsdp": "FSDP2 reduces one block at a time"},
-            example=10,
         ),
     ] = Field(None, gt=0)
     """ddp and zero: size in MiB of the gradient buckets that are reduced during backward; default 25 for ddp,
@@ -471,15 +466,22 @@ class ParallelConfig(Section):
         Capability(
             "gather further ahead (`prefetch`)",
             {"single ddp zero1 zero2 zero3": "only FSDP2 gathers block by block: use fsdp or hsdp"},
-            example=2,
         ),
     ] = Field(1, ge=1)
     """fsdp/hsdp: number of blocks to gather ahead of the computing one; 1 = torch's own overlap."""
     hpz: Annotated[
-        int | None, Capability("second copy of the weights inside a node (`hpz`, CUDA only)", _ZERO3_ONLY, example=2)
+        int | None, Capability("second copy of the weights inside a node (`hpz`, CUDA only)", _ZERO3_ONLY)
     ] = Field(None, ge=2)
     """zero3: ranks of a group that keeps a second, whole copy of the weights between forward and backward, so backward
     gathers inside the group (ZeRO++, Wang et al. 2023); usually the ranks of a node."""
+    offload_ratio: Annotated[
+        float,
+        Capability(
+            "offload a share of the optimizer states (`offload_ratio`)",
+            _ZERO3_ONLY,
+        ),
+    ] = Field(1.0, gt=0, le=1)
+    """zero3: share of the optimizer states that is offloaded; the rest is updated on the GPU (Twin-Flow)."""
     offload_optimizer: Annotated[
         Offload,
         Capability(
@@ -495,16 +497,6 @@ class ParallelConfig(Section):
         _NVME,
     ] = "none"
     """Where optimizer states live between steps."""
-    offload_ratio: Annotated[
-        float,
-        Capability(
-            "offload a share of the optimizer states (`offload_ratio`)",
-            _ZERO3_ONLY,
-            example=0.5,
-            example_needs={"parallel.offload_optimizer": "cpu"},
-        ),
-    ] = Field(1.0, gt=0, le=1)
-    """zero3: share of the optimizer states that is offloaded; the rest is updated on the GPU (Twin-Flow)."""
     offload_param: Annotated[
         Offload,
         Capability(
@@ -523,7 +515,6 @@ class ParallelConfig(Section):
         Capability(
             "raw DeepSpeed keys (`ds_config`)",
             {"single ddp fsdp hsdp": "only ZeRO has an engine that reads it: use zero1, zero2 or zero3"},
-            example={"wall_clock_breakdown": True},
         ),
     ] = {}
     """Raw DeepSpeed keys, passed through; a key that shardkit sets itself is an error."""
@@ -579,7 +570,7 @@ class PrecisionConfig(Section):
     optimizer states are all bf16. fp8: the matrix products of linear layers, the rest in bf16 (needs torchao, sm89)."""
     reduce_dtype: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
-        Capability("type in which gradients travel (`reduce_dtype`)", {"single": _ONE_RANK}, example="bf16"),
+        Capability("type in which gradients travel (`reduce_dtype`)", {"single": _ONE_RANK}),
     ] = "auto"
     """Type in which gradients travel between ranks; auto = fp32 (pure_bf16: bf16; ZeRO: its compute type)."""
     output_dtype: Literal["auto", "fp32"] = "auto"
@@ -590,7 +581,6 @@ class PrecisionConfig(Section):
             "forward under autocast too, for models that mix types (`autocast`)",
             {"single ddp": "its forward always runs under autocast: remove the key"},
             choices=(True,),
-            example_needs={"precision.mode": "bf16"},
         ),
     ] = False
     """fsdp, hsdp and ZeRO: run forward under autocast too, as single and ddp do, for a model that mixes its own fp32
@@ -604,7 +594,7 @@ class PrecisionConfig(Section):
 class ActivationConfig(Section):
     policy: Annotated[
         Literal["none", "full", "every_k", "sqrt", "selective", "selective_op", "budget"],
-        Capability("activation checkpointing, every policy", name="activation_checkpointing", example="full"),
+        Capability("activation checkpointing, every policy", name="activation_checkpointing"),
     ] = "none"
     """Parts that backward recomputes instead of keeping their activations: none, every block, every `every_k`-th block,
     ⌈√n⌉ segments of blocks, attention only, all but matrix products and fused attention, or enough for `budget`."""
@@ -647,7 +637,6 @@ class CompileConfig(Section):
             choices=("model",),
             beside=lambda compilation: compilation.enabled,
             fix="set compile.scope=block",
-            example_needs={"compile.enabled": True},
         ),
     ] = "block"
     """Unit of compilation: each block (equal blocks share one compilation), or the whole model."""
@@ -781,6 +770,11 @@ class RunSection(Section):
     def _resume_or_overwrite(self) -> RunSection:
         if self.resume == "":
             raise conflict("run.resume is empty", "set run.resume=true, or to the path of a checkpoint or a run")
+        if self.resume in ("latest", "last", "newest", "best"):
+            raise conflict(
+                f"run.resume={self.resume} is no way to resume",
+                f"set run.resume=true for the newest checkpoint of run.dir, or ./{self.resume} for one of that name",
+            )
         if self.continues and self.overwrite:
             word = "true" if self.resume is True else "auto"
             raise conflict(

@@ -27,8 +27,6 @@ class Capability:
         fix: the error's fix; `{works}` stands for the strategies that can do it, `{key}` for the key. Empty = remove
             the key.
         on_cpu: the reason why it does not work without a GPU, and what to use instead; empty = it works.
-        example: a value that asks for it, where `choices` are empty.
-        example_needs: the settings that the example needs beside it.
     """
 
     words: str
@@ -38,8 +36,6 @@ class Capability:
     beside: Callable[[Any], bool] = lambda section: True
     fix: str = ""
     on_cpu: str = ""
-    example: Any = None
-    example_needs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unknown = set(" ".join(self.refused).split()) - {*STRATEGIES}

@@ -144,7 +144,7 @@ AXOLOTL: dict[str, Key] = {
         dataset_shard_idx skip_prepare_dataset num_dataset_shards_to_save pretraining_dataset dataset_processes
         dataset_num_proc dataset_exact_deduplication dataset_keep_in_memory dataloader_pin_memory
         dataloader_prefetch_factor accelerator_config accelerator_config.* remove_unused_columns push_dataset_to_hub
-        hf_use_auth_token device device_map world_size local_rank ddp ddp_timeout ddp_broadcast_buffers
+        hf_use_auth_token device device_map device_map.* world_size local_rank ddp ddp_timeout ddp_broadcast_buffers
         metric_for_best_model greater_is_better loss_watchdog_threshold loss_watchdog_patience gc_steps
         torch_empty_cache_steps gc_collect_steps float32 gradient_checkpointing_kwargs gradient_checkpointing_kwargs.*
         excess_length_strategy min_sample_len sample_packing_group_size sample_packing_bin_size

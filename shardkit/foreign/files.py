@@ -107,8 +107,12 @@ def read_text(name: str) -> str:
         if not path.is_file():  # a pipe would be waited for, and a device has no end
             raise ConfigError(f"{shown_name} cannot be read: not a regular file", "name a config file")
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL byte in the name
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{shown_name} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a config file at all?"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{shown_name} cannot be read: {reason}", "check the path and its permissions") from None
 
 

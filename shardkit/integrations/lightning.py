@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from .watching import Settings, Watching, missing
+from .watching import WatchesTrainer, Watching, missing
 
 try:
     from lightning.pytorch import Callback
@@ -18,7 +17,7 @@ except ImportError:
 _PRECISION = {"bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "pure_bf16", "32-true": "fp32"}
 
 
-class ShardkitCallback(Callback):  # type: ignore[misc]
+class ShardkitCallback(WatchesTrainer, Callback):  # type: ignore[misc]
     """Accounts for every rank's memory, and explains out-of-memory errors.
 
         trainer = Trainer(..., callbacks=[ShardkitCallback("runs/mine")])
@@ -28,37 +27,21 @@ class ShardkitCallback(Callback):  # type: ignore[misc]
         every, cap, resume, tensorboard: as for `shardkit.watch`; its bars are drawn with `enable_progress_bar=False`.
     """
 
-    def __init__(
-        self,
-        run_dir: str | Path | None = None,
-        *,
-        every: int = 10,
-        cap: str | None = None,
-        resume: bool = False,
-        tensorboard: bool = True,
-    ) -> None:
-        self._run_dir, self._every, self._cap = run_dir, every, cap
-        self._resume, self._tensorboard = resume, tensorboard
-        self._steps = 0
-        self._losses: list[Any] = []
-        """Losses of the step's micro-batches so far, as tensors on their device."""
-        self.watching: Watching | None = None
+    _steps: int
+    _losses: list[Any]
+    """Losses of the step's micro-batches so far, as tensors on their device."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin; collective."""
         mode = _PRECISION.get(str(trainer.precision))
         self._steps, self._losses = trainer.global_step, []
-        settings = Settings(
-            Path(self._run_dir or Path(trainer.default_root_dir) / "shardkit"),
-            every=self._every,
-            resume=self._resume,
+        settings = self._settings(
+            "lightning",
+            trainer.default_root_dir,
+            mode,
             done=trainer.global_step,
-            tensorboard=self._tensorboard,
-            tool="lightning",
-            cap=self._cap,
             bars=trainer.progress_bar_callback is None,
             total=trainer.max_steps if trainer.max_steps and trainer.max_steps > 0 else None,
-            tool_settings={} if mode is None else {"precision.mode": mode},
             is_marked=True,  # Lightning does not call the module's forward, and runs all of a step inside step()
         )
         model = trainer.strategy.model
@@ -108,8 +91,3 @@ class ShardkitCallback(Callback):  # type: ignore[misc]
         if self.watching is not None:
             self.watching.explain(exception)
         self._close(failed=True)
-
-    def _close(self, failed: bool = False) -> None:
-        if self.watching is not None:
-            self.watching.close(failed)
-            self.watching = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .watching import Settings, Watching, missing, say
+from .watching import WatchesTrainer, Watching, missing, say
 
 try:
     from transformers import TrainerCallback
@@ -19,7 +19,7 @@ _NAMES = {"learning_rate": "lr", "eval_loss": "val_loss"}
 _AT_THE_END = ("train_", "total_flos")
 
 
-class ShardkitCallback(TrainerCallback):  # type: ignore[misc]
+class ShardkitCallback(WatchesTrainer, TrainerCallback):  # type: ignore[misc]
     """Accounts for every rank's memory; as a context manager around `train()` it also explains out-of-memory errors.
 
         shardkit = ShardkitCallback("runs/mine")
@@ -32,19 +32,6 @@ class ShardkitCallback(TrainerCallback):  # type: ignore[misc]
         every, cap, tensorboard: as for `shardkit.watch`; its bars are drawn with `disable_tqdm=True`.
         resume: continue the records in `run_dir`, from the step that the Trainer resumes after.
     """
-
-    def __init__(
-        self,
-        run_dir: str | Path | None = None,
-        *,
-        every: int = 10,
-        cap: str | None = None,
-        resume: bool = False,
-        tensorboard: bool = True,
-    ) -> None:
-        self._run_dir, self._every, self._cap = run_dir, every, cap
-        self._resume, self._tensorboard = resume, tensorboard
-        self.watching: Watching | None = None
 
     def __enter__(self) -> ShardkitCallback:
         return self
@@ -67,17 +54,14 @@ class ShardkitCallback(TrainerCallback):  # type: ignore[misc]
             self._close(failed=True)
         model = kwargs["model"]
         half = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-        settings = Settings(
-            Path(self._run_dir or Path(args.output_dir) / "shardkit"),
-            every=self._every,
+        settings = self._settings(
+            "trainer",
+            args.output_dir,
+            half,
             resume=self._resume or again,
             done=state.global_step,
-            tensorboard=self._tensorboard,
-            tool="trainer",
-            cap=self._cap,
             bars=bool(args.disable_tqdm),
             total=state.max_steps,
-            tool_settings={} if half is None else {"precision.mode": half},
             contents=lambda: [args],
         )
         self.watching = Watching(model, [kwargs["optimizer"]], settings)
@@ -93,11 +77,6 @@ class ShardkitCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gather a last time and print the table; collective."""
         self._close()
-
-    def _close(self, failed: bool = False) -> None:
-        if self.watching is not None:
-            self.watching.close(failed)
-            self.watching = None
 
 
 @contextmanager

@@ -381,6 +381,45 @@ def _claimed(config: ObservedConfig, ranks: LoopRanks) -> tuple[Path, Owner | No
         raise ConfigError(error.cause.replace("run.dir=", "run_dir="), fix.replace("run.dir", "run_dir")) from None
 
 
+class WatchesTrainer:
+    """What the callbacks of other trainers share: the options of their constructor, and how watching ends.
+
+    Args:
+        run_dir: a new directory; default: `shardkit` in the trainer's own directory.
+        every, cap, resume, tensorboard: as for `shardkit.watch`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path | None = None,
+        *,
+        every: int = 10,
+        cap: str | None = None,
+        resume: bool = False,
+        tensorboard: bool = True,
+    ) -> None:
+        self._run_dir, self._every, self._cap = run_dir, every, cap
+        self._resume, self._tensorboard = resume, tensorboard
+        self.watching: Watching | None = None
+
+    def _settings(self, tool: Tool, default_root: str, precision: str | None, **known: Any) -> Settings:
+        """The options as settings, with what the trainer states: its tool's name, directory and precision, and more."""
+        return Settings(
+            Path(self._run_dir or Path(default_root) / "shardkit"),
+            every=self._every,
+            tensorboard=self._tensorboard,
+            tool=tool,
+            cap=self._cap,
+            tool_settings={} if precision is None else {"precision.mode": precision},
+            **{"resume": self._resume, **known},
+        )
+
+    def _close(self, failed: bool = False) -> None:
+        if self.watching is not None:
+            self.watching.close(failed)
+            self.watching = None
+
+
 def missing(library: str, error: ImportError) -> ConfigError:
     """The error of an integration whose library does not import."""
     return ConfigError(

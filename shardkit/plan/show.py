@@ -41,7 +41,9 @@ def show(title: str, estimate: MemoryEstimate, target: Target, not_planned: Sequ
 
 
 def _other_cards(target: Target) -> Iterable[str]:
-    if target.gpu is not None:
+    if target.gpu is not None and target.card_is_assumed:
+        yield f"no card was named, so the plan is for {target.gpu.name}; pass --gpu NAME for yours, or run.device=cpu"
+    elif target.gpu is not None:
         for gpu in other_sizes(target.gpu):
             yield f"{target.gpu.name} is the card above; pass --gpu {gpu.name} for {said_of(gpu)}, {gib(gpu.memory)}"
 

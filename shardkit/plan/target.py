@@ -24,6 +24,7 @@ class Target:
         expandable: whether the allocator's segments can grow, shardkit's default.
         host_memory: bytes of host memory per rank; `None` = not asked.
         cap: bytes that a rank may use for tensors on CPUs.
+        card_is_assumed: whether nobody named the card.
     """
 
     world_size: int
@@ -33,6 +34,7 @@ class Target:
     expandable: bool = True
     host_memory: int | None = None
     cap: int | None = None
+    card_is_assumed: bool = False
 
     @property
     def device_memory(self) -> int | None:
@@ -90,7 +92,9 @@ def choose_target(
     elif cap is not None:
         card = replace(card, memory=cap)
     card_with_overheads = card and known_here(card, gpus)
-    return Target(gpus, card_with_overheads, per_node, expandable=expandable, host_memory=on_host)
+    return Target(
+        gpus, card_with_overheads, per_node, expandable=expandable, host_memory=on_host, card_is_assumed=gpu is None
+    )
 
 
 def known_here(gpu: Gpu, world_size: int) -> Gpu:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,18 @@ from benchmarks.common import (
     write_json,
     write_result,
 )
+
+
+def test_arms_take_turns_and_everyone_goes_first_as_often() -> None:
+    calls: list[str] = []
+
+    def step(arm: str) -> int:
+        calls.append(arm)
+        return len(calls)
+
+    taken = common.in_turns({arm: partial(step, arm) for arm in "abc"}, rounds=4)
+    assert "".join(calls) == "abcbcacababc"
+    assert taken == {"a": [1, 6, 8, 10], "b": [2, 4, 9, 11], "c": [3, 5, 7, 12]}
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_a_dry_run_is_never_among_the_measurements(asked: Asked, capsys: pytest.
     with pytest.raises(ConfigError, match="holds a dry run"):
         Part("mfu", replace(asked, dry=False))
     with pytest.raises(ValueError, match="holds a dry run"):
-        tables.section(asked.out)
+        tables.on_a_gpu(asked.out)
 
 
 def test_what_an_emulated_card_shows_is_never_among_the_measurements(
@@ -271,12 +271,12 @@ def test_what_an_emulated_card_shows_is_never_among_the_measurements(
     with pytest.raises(ConfigError, match="holds an emulated card's results"):
         Part("accuracy", replace(asked, dry=False))
     with pytest.raises(ValueError, match="holds an emulated card's results"):
-        tables.section(asked.out)
+        tables.on_a_gpu(asked.out)
     there.store.path.rename(asked.out.parent / "gpu_accuracy.json")
     (asked.out / "emulated").mkdir()
     there.store.path = asked.out / "emulated/gpu_accuracy.json"
     there.store.put("gpt2, single, fp32, full", "measured", {"outcome": "failed", "message": "why"}, complete=True)
-    assert tables.section(asked.out).partition("### Predicted against an emulated card")[2].count("failed: why") == 1
+    assert tables.on_a_gpu(asked.out).partition("### Predicted against an emulated card")[2].count("failed: why") == 1
 
 
 def test_an_emulated_card_has_no_speed(asked: Asked) -> None:
@@ -288,7 +288,7 @@ def test_an_emulated_card_has_no_speed(asked: Asked) -> None:
     assert "1234" not in there.store.path.read_text()
     results = asked.out.parent
     asked.out.rename(results / "emulated")
-    page = tables.section(results).partition("### The other parts on emulated cards")[2]
+    page = tables.on_a_gpu(results).partition("### The other parts on emulated cards")[2]
     assert "| fp32 | – | 2.00 | 3.00 | – → 7 |" in page
     assert "tokens/s" not in page
 
@@ -297,7 +297,7 @@ def test_an_emulated_card_has_no_speed(asked: Asked) -> None:
     held["cases"]["24 GiB: fp32: batch"]["measured"]["trials"]["0"]["tokens_per_s"] = 1234.0
     written.write_text(json.dumps(held))
     with pytest.raises(ValueError, match=r"has no speed, but .*/trials/0/tokens_per_s"):
-        tables.section(results)
+        tables.on_a_gpu(results)
 
 
 def test_a_case_in_too_little_memory_says_what_ended_it(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_case_in_too_little_memory_says_what_ended_it(tmp_path: Path) -> None:
     store = Part("accuracy", Asked(False, False, "h200", 1 << 34, tmp_path, 100.0)).store
     for name, message in (("355m, single, fp32, none", said), ("355m, single, bf16, full", "Killed")):
         store.put(f"{name}: too little", "measured", {"outcome": "out of memory", "message": message}, complete=True)
-    page = tables.section(tmp_path)
+    page = tables.on_a_gpu(tmp_path)
     assert "no: backward of step 2 (blocks.3), 64.0 MiB with 43.9 MiB free |" in page
     assert "| no |" in page
 
@@ -317,7 +317,7 @@ def test_a_measurement_without_its_plan_has_no_error(tmp_path: Path) -> None:
     store = Part("accuracy", Asked(False, False, "h200", 1 << 34, tmp_path, 100.0)).store
     found = {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30}
     store.put("355m, single, fp32, none", "measured", found, complete=True)
-    assert "| 355m, single, fp32, none | – / – / – | 2.00 | – | 3.00 | – |" in tables.section(tmp_path)
+    assert "| 355m, single, fp32, none | – / – / – | 2.00 | – | 3.00 | – |" in tables.on_a_gpu(tmp_path)
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,7 +359,7 @@ def test_a_loss_has_to_fall_and_to_be_finite() -> None:
 
 
 def test_every_case_has_its_row_and_no_figure_that_was_not_measured(tmp_path: Path) -> None:
-    page = tables.section(tmp_path)
+    page = tables.on_a_gpu(tmp_path)
     for line in page.splitlines():
         if line.startswith("| ") and tables.MISSING in line:
             assert not [cell for cell in line.split("|")[2:][-3:] if any(map(str.isdigit, cell))], line
@@ -370,7 +370,7 @@ def test_every_case_has_its_row_and_no_figure_that_was_not_measured(tmp_path: Pa
     measured.store.put("24 GiB: + bf16: step", "measured", found, complete=True)
     measured.store.put("24 GiB: + bf16: step", "predicted", {"required": 2 << 30, "overhead": 0}, complete=True)
     measured.store.put("24 GiB: + ZeRO-2: step", "measured", found, complete=False)
-    page = tables.section(tmp_path)
+    page = tables.on_a_gpu(tmp_path)
     assert "| fp32 | – | out of memory |" in page
     assert "| + bf16 | 2.00 | 2.00 | 3.00 | 1,234 | 4.500 |" in page
     assert f"| + ZeRO-2 | – | {tables.MISSING} |" in page, "an interrupted case is not a result"

@@ -36,10 +36,6 @@ def test_a_ratio_is_of_steps_side_by_side() -> None:
     )
 
 
-def test_everyone_goes_first_as_often() -> None:
-    assert [peers.rotated("abc", index) for index in range(3)] == [list("abc"), list("bca"), list("cab")]
-
-
 ARMS_STAGED = ["PyTorch", OURS]
 
 

@@ -62,7 +62,12 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
             "write shardkit tokenize SRC DIR --tokenizer PATH; shardkit tokenize --help",
         ),
         (["plan", "--modle", "x"], "No such option: --modle", "did you mean --model?"),
-        (["plan", "x", "--gpus", "two"], "Invalid value for '--gpus'", "shardkit plan --help"),
+        (["plan", "x", "--gpus", "two"], "--gpus 'two' should be a whole number", "shardkit plan --help"),
+        (["plan", "x", "--auto", "--margin", "x"], "--margin 'x' should be a number", "shardkit plan --help"),
+        (["plan", "x", "--margin", "2"], "--margin '2' should be less than or equal to 0.9", "shardkit plan --help"),
+        (["report", ""], "shardkit report '': an empty value", "a variable of the shell"),
+        (["convert", "run", "--out", ""], "shardkit convert run --out '': an empty value", "a variable of the shell"),
+        (["plan", "--from="], "shardkit plan --from=: an empty value", "a variable of the shell"),
         (["plan", "-", "--gpu"], "Option '--gpu' requires an argument", "shardkit plan --help"),
         (["checkpoint", "foo"], "No such command 'foo'", "shardkit checkpoint --help"),
     ],
@@ -185,7 +190,13 @@ def modules_at_exit(code: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "words",
-    ["shardkit.cli schema", "shardkit.cli --help", "shardkit.train --help", "shardkit.train --print-config"],
+    [
+        "shardkit.cli schema",
+        "shardkit.cli --help",
+        "shardkit.train --help",
+        "shardkit.train --print-config",
+        "shardkit.config.capability",
+    ],
 )
 def test_a_reader_that_has_left_is_no_traceback(words: str) -> None:
     reader, writer = os.pipe()

@@ -43,6 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = (REPO / "examples" / "first_hour.yaml").read_text(encoding="utf-8")
     recipe = recipe.replace("models/tiny-llama", "models/base").replace("data/conversations", "data/chats")
     (folder / "recipe.yaml").write_text(recipe)
+    (folder / "latin1.yaml").write_bytes("# caf\xe9\ntrain: {max_steps: 3}\n".encode("latin-1"))
+    (folder / "latin1.json").write_bytes('{"zero_optimization": {"stage": 3}, "x": "caf\xe9"}'.encode("latin-1"))
+    (folder / "args.yaml").write_text("per_device_train_batch_size: 1\noutput_dir: out\n")
+    (folder / "train.py").write_text("print('hello')\n")
     (folder / "list.yaml").write_text("- train\n- optim\n")
     (folder / "tabs.yaml").write_text("train:\n\tmax_steps: 3\n")
     (folder / "runs" / "notes").mkdir(parents=True)
@@ -113,6 +117,33 @@ WRONG = [
     ),
     ("plan --from recipe.yaml --memory-cap 2GiB", "recipe.yaml is a config of shardkit itself", "without --from"),
     ("plan --from ds.json --model models/base", "ds.json cannot be read: No such file", "check the path"),
+    ("plan ''", "an empty value names nothing", "a variable of the shell"),
+    ("plan recipe.yaml run.resume=latest", "run.resume=latest is no way to resume", "set run.resume=true"),
+    ("plan latin1.yaml", "config file latin1.yaml is not UTF-8 text (byte 5)", "save it as UTF-8"),
+    ("plan models/base", "config file models/base is a directory", "name a YAML file"),
+    ("plan models/base/config.json", "models/base/config.json is a file of a model", "--model models/base/config.json"),
+    ("plan models/base/model.safetensors", "is not YAML: unacceptable character", "plain UTF-8 text"),
+    ("plan data/chats.jsonl", "data/chats.jsonl:2:1: not YAML", "check indentation"),
+    ("plan recipe.yaml parallel=fsdp", "override 'parallel=fsdp' is not of the form", "section.key=value"),
+    ("plan recipe.yaml =3", "override '=3' is not of the form", "section.key=value"),
+    ("plan recipe.yaml parallel.strategy=FSDP", "expected one of single, ddp, fsdp", "parallel.strategy=fsdp?"),
+    ("plan recipe.yaml optim.lr=1,5", "optim.lr='1,5' (command line), expected a number", "0.0003"),
+    ("plan recipe.yaml optim.lr=nan", "expected a number >= 0", "0.0003"),
+    ("plan recipe.yaml train.epochs=0", "expected a number > 0, or null", "train.epochs=null"),
+    ("plan recipe.yaml train.max_steps=1e99", "expected an integer >= 1", "train.max_steps=100"),
+    ("plan recipe.yaml --gpus two", "--gpus 'two' should be a whole number", "shardkit plan --help"),
+    ("plan recipe.yaml --gpus -1", "--gpus -1 is not a number of GPUs", "1 or more"),
+    ("plan recipe.yaml --memory-cap 2", "--memory-cap '2' is not an amount of memory", "24GiB"),
+    ("plan recipe.yaml --host-memory much", "--host-memory 'much' is not an amount of memory", "24GiB"),
+    ("plan recipe.yaml --json=yes", "Option '--json' does not take a value", "shardkit plan --help"),
+    ("plan recipe.yaml --auto --budget 0", "--budget '0' should be greater than or equal to 1", "plan --help"),
+    ("plan --from latin1.json --model models/base", "latin1.json is not UTF-8 text (byte 45)", "save it as UTF-8"),
+    ("plan --from data --model models/base", "data is a directory", "name the file in it"),
+    ("plan --from train.py --model models/base", "train.py is a str, not a mapping of keys", "name a config file"),
+    ("plan --from data/chats.jsonl --model models/base", "data/chats.jsonl:2: not JSON", "correct it there"),
+    ("plan --from args.yaml --model nope", "--model nope does not exist", "config.json"),
+    ("plan --from args.yaml --model data", "--model data has no config.json", "config.json"),
+    ("plan --from args.yaml --model models/base --peft nope", "--peft: nope cannot be read", "adapter_config.json"),
     ("max-model recipe.yaml --find params", "--find params is neither model nor batch", "--find batch"),
     ("launch", "neither a config nor a script was given", "shardkit launch CONFIG"),
     ("launch recipe.yml --nproc-per-node 2", "config file recipe.yml does not exist", "recipe.yaml"),

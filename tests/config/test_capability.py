@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -108,13 +109,36 @@ def test_what_engines_can_do(feature: str, works: str) -> None:
     assert CAPABILITIES[feature].works == works.split()
 
 
+NEEDS: dict[str, dict[str, Any]] = {
+    "resize_embeddings": {"task.name": "hf_causal_lm"},
+    "adapter": {"task.name": "hf_causal_lm"},
+    "in_backward": {"train.max_norm": None},
+    "nvme": {"parallel.nvme_path": "/scratch"},
+    "offload_ratio": {"parallel.offload_optimizer": "cpu"},
+    "autocast": {"precision.mode": "bf16"},
+    "compile_model": {"compile.enabled": True},
+}
+"""Row → the settings that are valid only together with the key's."""
+
+
+def asking_for(entry: capability.Declared) -> dict[str, Any]:
+    """Settings that ask for a capability, the key's own first."""
+    needs = NEEDS.get(entry.name, {})
+    for choice in (*entry.capability.choices, 2, 0.5, "bf16", "full", {"wall_clock_breakdown": True}):
+        settings = {entry.dotted: choice, **needs}
+        with contextlib.suppress(ConfigError):
+            if entry.asks(load_config(overrides=settings).config):
+                return settings
+    raise AssertionError(f"no value here asks for {entry.dotted}: add one")
+
+
 @pytest.mark.parametrize("entry", BY_KEYS)
 def test_check_refuses_exactly_what_the_table_refuses(entry: capability.Declared) -> None:
-    key, setting = next(iter(entry.example.items()))
-    assert key == entry.dotted
+    example = asking_for(entry)
+    key, setting = next(iter(example.items()))
     assert not entry.asks(RunConfig())
     for strategy in STRATEGIES:
-        settings = {"parallel.strategy": strategy, **entry.example}
+        settings = {"parallel.strategy": strategy, **example}
         assert entry.asks(load_config(overrides=settings).config)
         if strategy in entry.capability.works:
             run_check(settings, ranks_of(strategy))

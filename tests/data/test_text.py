@@ -284,6 +284,8 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
     path = write_lines(tmp_path / "good.jsonl", good)
     if case == "utf8":
         path.write_bytes(path.read_bytes().replace(b"ask 6", b"ask \xff"))
+    if case == "utf16":
+        path.write_bytes(path.read_text().encode("utf-16"))
     if case == "array":
         path = tmp_path / "all.json"
         path.write_text(json.dumps(good))
@@ -327,7 +329,8 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
         ("reply", r"bad.jsonl:5: no turn of the assistant", "max_bad_rows"),
         ("object", r"bad.jsonl:5: not a JSON object but list", "max_bad_rows"),
         ("half", r"bad.jsonl:5: half of a surrogate pair", "max_bad_rows"),
-        ("utf8", r"good.jsonl:7: invalid UTF-8", "max_bad_rows"),
+        ("utf8", r"good.jsonl:7: invalid UTF-8 at byte \d+ of the line", "save the file as UTF-8, or leave them"),
+        ("utf16", r"good.jsonl is UTF-16 text, not UTF-8", "iconv -f utf-16"),
         ("array", r"one JSON array", "jq"),
         ("columns", r"data.columns.text=boddy: .* no such column", "did you mean body"),
         ("parquet", r"cut.parquet is damaged or cut short", "again"),
@@ -353,6 +356,12 @@ def test_bad_input_is_two_lines_and_nothing_is_half_written(case: str, cause: st
     assert "\n" not in caught.value.cause + caught.value.fix
     cache = tmp_path / "cache"
     assert [p for p in cache.glob("*") if p.is_dir() and not (p / "meta.json").is_file()] == []
+
+
+def test_the_mark_that_editors_on_windows_write_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    path, _ = write_case(tmp_path, "mark")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(everything(opened(tmp_path, path))) == 9
 
 
 def test_a_template_beside_plain_text_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

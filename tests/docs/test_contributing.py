@@ -1,15 +1,28 @@
-"""CONTRIBUTING.md: its list of files can be read in an evening, and its example of a row format works."""
+"""CONTRIBUTING.md: its list of files can be read in an evening, and each of its examples works."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from shardkit.config import capability
+from shardkit.config import errors as config_errors
 from shardkit.data.rows import formats, pieces
 from shardkit.data.rows.format import BadRow, Piece, RowFormat
+from shardkit.errors import ConfigError
+from shardkit.launch.script import Script
+from shardkit.launch.spec import JobSpec
+from shardkit.telemetry import catalog
+from tests.config import test_capability, test_load
+from tests.ranks import run_ranks
 
 REPO = Path(__file__).resolve().parents[2]
 TEXT = (REPO / "CONTRIBUTING.md").read_text()
@@ -19,16 +32,239 @@ def section(title: str) -> str:
     return TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
+def example(title: str) -> str:
+    return section(title).partition("```python\n")[2].partition("```")[0]
+
+
+def names_of(title: str, **known: Any) -> dict[str, Any]:
+    """The names that a section's example defines, given those that it uses."""
+    names = dict(known)
+    exec(example(title), names)
+    return names
+
+
 def test_the_reading_list_takes_an_evening() -> None:
     paths = re.findall(r"^\d+\. `([^`]+)`", section("An evening's reading"), re.MULTILINE)
     assert 8 <= len(paths) <= 12
     assert sum((REPO / path).read_text().count("\n") for path in paths) <= 2500
 
 
+def test_an_example_is_short_and_each_kind_of_extension_has_one() -> None:
+    for kind in ("strategy", "config key", "check", "checkpoint format", "task", "cluster", "metric"):
+        assert 4 <= example(f"Add a {kind}").count("\n") <= 15, kind
+
+
+def all_reduced() -> list[tuple[float, float]]:
+    """On two ranks: losses and gradient norms under the example's engine, which takes the place of ddp."""
+    import torch
+    import torch.distributed as dist
+
+    from shardkit import strategies
+    from shardkit.strategies.single import Single
+    from tests.strategies import cases
+
+    engine = names_of("Add a strategy", Single=Single, torch=torch, dist=dist)["AllReduce"]
+    strategies._ENGINES["ddp"] = lambda: engine
+    return cases.curves(["ddp"], "adamw_clipped")["ddp"]
+
+
+@pytest.mark.dist
+def test_a_strategy_trains_like_one_process() -> None:
+    want = run_ranks(1, "tests.strategies.cases:curves", names=["single"], optimizer="adamw_clipped")[0]["single"]
+    for curve in run_ranks(2, "tests.docs.test_contributing:all_reduced"):
+        for figures, expected in zip(curve, want, strict=True):
+            assert figures == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture
+def extended(tmp_path: Path) -> Any:
+    """A module with the example's key in the section that has all the others."""
+    path = tmp_path / "extended_schema.py"
+    path.write_text(
+        "from typing import Annotated, Literal\n"
+        "from shardkit.config.schema import ParallelConfig as Section, RunConfig\n"
+        "from shardkit.config.strategy import Capability\n"
+        f"{example('Add a config key')}\n"
+        "class Extended(RunConfig):\n    parallel: ParallelConfig = ParallelConfig()\n"
+    )
+    return loaded_module(path)
+
+
+def loaded_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # annotations and docstrings of fields are looked up there
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[path.stem]
+    return module
+
+
+def declared_key(extended: Any) -> capability.Declared:
+    entries = list(capability.declared("parallel", extended.ParallelConfig))
+    [entry] = [entry for entry in entries if entry.key not in capability.ParallelConfig.model_fields]
+    return entry
+
+
+def test_a_strategy_dependent_key_is_refused_by_its_declaration(extended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "DECLARED", [*capability.DECLARED, declared_key(extended)])
+    settings = {"gather_dtype": "bf16", "strategy": "zero3"}
+
+    def check(**parallel: Any) -> None:
+        config = extended.Extended.model_validate({"parallel": parallel})
+        capability.check(config, device="cuda", world_size=2, local_world_size=2)
+
+    check(**settings)
+    with pytest.raises(ConfigError) as caught:
+        check(**settings | {"strategy": "ddp"})
+    assert "parallel.gather_dtype=bf16 does not work with parallel.strategy=ddp: parameters" in caught.value.cause
+    assert caught.value.fix == "remove parallel.gather_dtype"
+
+
+def test_a_key_takes_three_files_by_hand() -> None:
+    [by_hand] = re.findall(r"^By hand you change at most three files:.*?\. ", section("Add a config key"), re.M | re.S)
+    paths = re.findall(r"`([^`]+)`", by_hand)
+    assert len(paths) == 3 and all((REPO / path).is_file() for path in paths)
+
+
+@pytest.mark.parametrize(
+    "stale", [test_load.test_the_checked_in_schema_is_current, test_capability.test_the_page_has_the_current_table]
+)
+def test_the_run_of_a_changed_key_says_what_to_run(
+    stale: Callable[[], None], extended: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale()
+    entry = declared_key(extended)
+    monkeypatch.setitem(capability.CAPABILITIES, entry.name, entry.capability)
+    monkeypatch.setattr(config_errors, "RunConfig", extended.Extended)
+    config_errors.json_schema.cache_clear()
+    try:
+        with pytest.raises(AssertionError) as caught:
+            stale()
+    finally:
+        config_errors.json_schema.cache_clear()
+    file = Path(sys.modules[stale.__module__].__file__ or "").relative_to(REPO)
+    shown = f"FAILED {file}::{stale.__name__} - AssertionError: {str(caught.value).splitlines()[0]}"
+    assert shown in section("Add a config key").splitlines()
+
+
+def refused_vocabularies() -> str:
+    """On two ranks: the error of the example's check for tokenizers that differ."""
+    from shardkit.errors import DataError
+    from shardkit.run.job import start
+
+    check = names_of("Add a check", DataError=DataError)["check_same_vocabulary"]
+    with start(None, {"run.device": "cpu"}) as job:
+        check(job.world, 32_000)
+        with pytest.raises(DataError) as caught:
+            check(job.world, 32_000 + job.world.rank)
+        return caught.value.cause
+
+
+@pytest.mark.dist
+def test_a_check_ends_every_rank_with_the_same_words() -> None:
+    words = "ranks have tokenizers of different sizes: 32000 on rank 0, 32001 on rank 1"
+    assert run_ranks(2, "tests.docs.test_contributing:refused_vocabularies") == [words, words]
+
+
+def test_a_checkpoint_format_is_two_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+    import torch
+
+    from shardkit.checkpoint.formats import detect
+    from shardkit.checkpoint.formats.convert import convert
+    from shardkit.checkpoint.formats.tensor_source import Extent, FileTensor, file_source, logical
+    from shardkit.errors import CheckpointError
+
+    names = names_of(
+        "Add a checkpoint format", np=np, torch=torch, CheckpointError=CheckpointError, Extent=Extent,
+        FileTensor=FileTensor, file_source=file_source, logical=logical,
+    )  # fmt: skip
+    monkeypatch.setattr(detect, "FOLDERS", (*detect.FOLDERS, (names["is_npy"], names["open_npy"])))
+    folder, out = tmp_path / "arrays", tmp_path / "out"
+    folder.mkdir()
+    arrays = {"head.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "head.bias": np.ones(2, np.float16)}
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    assert convert(folder, "torch", out).kind == "npy"
+    tensors = torch.load(next(out.glob("*.pt*")), weights_only=True)
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {
+        "head.weight": torch.float32, "head.bias": torch.float16,
+    }  # fmt: skip
+    assert all(np.array_equal(tensors[name].numpy(), array) for name, array in arrays.items())
+    np.save(folder / "head.weight.npy", np.asfortranarray(arrays["head.weight"]))
+    with pytest.raises(CheckpointError, match="is in Fortran order"):
+        detect.open_source(folder)
+
+
+def fitted(run_dir: str) -> tuple[float, float]:
+    """On one rank: the weight and the bias of the example's task after training."""
+    import torch
+
+    from shardkit.run.job import start
+    from shardkit.run.trainer import Trainer
+    from shardkit.tasks import load as tasks
+
+    tasks.BUILT_IN["causal_lm"] = names_of("Add a task", torch=torch)["Line"]
+    settings = {
+        "run.dir": run_dir, "run.device": "cpu", "parallel.strategy": "single", "train.max_steps": 60,
+        "optim.name": "sgd", "optim.lr": 0.3, "optim.schedule": "constant", "optim.weight_decay": 0.0,
+        "train.max_norm": None,
+    }  # fmt: skip
+    with start(None, settings) as job:
+        Trainer(job).fit()
+        return tuple(parameter.item() for parameter in job.model.parameters())
+
+
+@pytest.mark.dist
+def test_a_task_trains(tmp_path: Path) -> None:
+    [line] = run_ranks(1, "tests.docs.test_contributing:fitted", init_group=False, run_dir=str(tmp_path / "run"))
+    assert line == pytest.approx((2, 1), abs=0.02)
+
+
+MPIRUN = """#!/bin/bash
+# mpirun -np N --map-by RULE PROGRAM...: the program once per rank, with Open MPI's variables
+n=$2
+shift 4
+for ((rank = 0; rank < n; rank++)); do
+  OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_SIZE=$n OMPI_COMM_WORLD_LOCAL_RANK=$rank \
+    OMPI_COMM_WORLD_LOCAL_SIZE=$n "$@"
+done
+"""
+RANK = """
+from shardkit.launch.ranks.env import detect
+env = detect()
+print(env.source, env.rank, env.world_size)
+"""
+
+
+def test_a_clusters_script_starts_ranks_that_know_their_number(tmp_path: Path) -> None:
+    import shlex
+
+    render = names_of("Add a cluster", shlex=shlex)["render_pbs"]
+    program, mpirun = tmp_path / "it's train.py", tmp_path / "bin" / "mpirun"
+    program.write_text(RANK)
+    mpirun.parent.mkdir()
+    mpirun.write_text(MPIRUN)
+    mpirun.chmod(0o755)
+    text = render(JobSpec(None, "run", 2, python=sys.executable, cwd=str(REPO), script=Script((str(program),))))
+    assert "#PBS -l select=1:mpiprocs=2:ngpus=0\n" in text
+    environ = {"PATH": f"{mpirun.parent}:/usr/bin:/bin", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["mpi 0 2", "mpi 1 2"], done.stderr
+
+
+def test_a_metric_is_a_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
+    metric = eval(example("Add a metric"), {"Metric": catalog.Metric})
+    monkeypatch.setattr(catalog, "METRICS", (*catalog.METRICS, metric))
+    row = "| `weight_norm` |  | global 2-norm of the weights after this step | steps without an evaluation | "
+    assert f"{row}`shardkit_weight_norm` (gauge) |" in catalog.markdown_table()
+
+
 def test_a_row_format_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = section("Add a row format").partition("```python\n")[2].partition("```")[0]
-    names: dict[str, Any] = {"RowFormat": RowFormat, "Piece": Piece, "BadRow": BadRow, "Path": Path}
-    exec(code, names)
+    names = names_of("Add a row format", RowFormat=RowFormat, Piece=Piece, BadRow=BadRow, Path=Path)
     monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, names["TabSeparated"]()))
     path = tmp_path / "rows.tsv"
     path.write_text("prompt\tcompletion\n2 + 2\t4\nshort\n1 + 2\t3\n")

@@ -167,6 +167,11 @@ def test_a_known_key_that_no_plan_has_is_named(text: str, more: dict[str, Any], 
     assert job.load().config.train.micro_batch_size, "the rest is planned"
 
 
+def test_an_empty_name_below_a_known_key_is_known(tmp_path: Path) -> None:
+    job = recipe(tmp_path, AXOLOTL, device_map={"": 0})
+    assert "unknown" not in fates(job).values()
+
+
 @pytest.mark.parametrize(
     ("text", "more", "key", "verb"),
     [

@@ -228,7 +228,7 @@ def test_preempted_ranks_save_and_make_exit_code_75(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGUSR2)
     error = process.stdout.read().decode()
     assert process.wait(60) == 75, error
-    assert "saved and stopped for SIGUSR2" in error
+    assert "stopped by SIGUSR2 after step " in error
     last = max(losses(tmp_path / "run"))
     assert last < 60 and (tmp_path / f"run/checkpoints/step_{last:08d}").is_dir(), error
 

@@ -508,6 +508,9 @@ def test_planning_a_run_on_cpus_needs_no_card() -> None:
     assert estimate.device == "cpu" and estimate.verdict is None and estimate.overhead == 0
     assert "verdict" not in show("mine", estimate, target)
     assert "verdict    does not fit: " in show("mine", estimate.limited(2**20, None), target)
+    assert "note: no card" not in show("mine", estimate, target)
+    unnamed = choose_target(config(), 2, memory_cap="2GiB")
+    assert "note: no card was named, so the plan is for l4; pass --gpu NAME" in show("mine", estimate, unnamed)
 
 
 def test_a_name_of_two_cards_says_which_is_meant() -> None:

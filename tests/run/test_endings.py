@@ -55,8 +55,8 @@ def test_the_launcher_names_its_own_command(tmp_path: Path) -> None:
     done = python_m("shardkit.cli", "launch", "-", "--nproc-per-node", "1", *asked)
     assert done.returncode == 75, done.stderr
     assert re.search(STOPPED, done.stdout), done.stdout
-    assert "saved and stopped for SIGTERM; to continue: shardkit launch - --nproc-per-node 1 " in done.stdout
-    assert done.stdout.count("to continue: ") == 1
+    assert "\nto continue: shardkit launch - --nproc-per-node 1 " in done.stdout
+    assert done.stdout.count("to continue: ") == 1 and "saved and stopped" not in done.stdout, "the stop is said once"
 
 
 def test_a_job_is_told_that_its_next_start_continues() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,16 +62,9 @@ def _open(path: Path, step: str, weights_only: bool) -> Source:
     chosen = _chosen(path, step)
     if chosen.is_file():
         return _open_file(chosen)
-    if (chosen / FILE_NAME).exists() or layout.step_of(chosen) is not None:
-        return _open_shardkit(chosen)
-    if (chosen / METADATA).exists():
-        return open_dcp(chosen, weights_only)
-    if is_deepspeed(chosen):
-        return open_deepspeed(chosen, weights_only)
-    if (chosen / INDEX).exists() or any(chosen.glob("*.safetensors")):
-        return open_safetensors(chosen)
-    if is_torch_folder(chosen):
-        return open_torch(chosen)
+    for recognises, open_folder in FOLDERS:
+        if recognises(chosen):
+            return open_folder(chosen, weights_only)
     if (chosen / "config.json").is_file():
         raise CheckpointError(f"no *.safetensors in {path}, only the model's description", "copy the weights there")
     raise CheckpointError(f"{path} holds no checkpoint that shardkit knows", f"name {KINDS}")
@@ -84,6 +78,22 @@ def _open_file(path: Path) -> Source:
     raise CheckpointError(
         f"{path} has none of the suffixes that shardkit knows: .safetensors, {', '.join(SUFFIXES)}", f"name {KINDS}"
     )
+
+
+FOLDERS: tuple[tuple[Callable[[Path], bool], Callable[[Path, bool], Source]], ...] = (
+    (
+        lambda folder: (folder / FILE_NAME).exists() or layout.step_of(folder) is not None,
+        lambda folder, _: _open_shardkit(folder),
+    ),
+    (lambda folder: (folder / METADATA).exists(), open_dcp),
+    (is_deepspeed, open_deepspeed),
+    (
+        lambda folder: (folder / INDEX).exists() or any(folder.glob("*.safetensors")),
+        lambda folder, _: open_safetensors(folder),
+    ),
+    (is_torch_folder, lambda folder, _: open_torch(folder)),
+)
+"""The kinds of folders: a function that recognises one, and one that opens it, with or without optimizer state."""
 
 
 def _chosen(path: Path, step: str) -> Path:

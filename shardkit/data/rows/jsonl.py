@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 import json
@@ -35,7 +36,7 @@ class JsonLines(RowFormat):
         Raises:
             DataError: a file cannot be read, or the first file holds no object.
         """
-        _refuse_array(files[0])
+        _refuse_other_files(files[0])
         names: list[str] = []
         for file in files:
             try:
@@ -48,7 +49,7 @@ class JsonLines(RowFormat):
         return names
 
     def cut(self, file: TextFile, n_bytes: int, split_groups: bool) -> list[Piece]:
-        _refuse_array(file)
+        _refuse_other_files(file)
         return [Piece(file.path, self, start, stop, stop - start) for start, stop in line_ranges(file, n_bytes)]
 
     def rows(self, piece: Piece, columns: list[str] | None) -> Iterator[Any]:
@@ -88,7 +89,8 @@ def _parse_line(number: int, line: bytes) -> Any:
     if not line.strip():
         return None
     try:
-        parsed = json.loads(line.decode("utf-8"))
+        # Editors on Windows begin a file with the mark.
+        parsed = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRow(number, f"invalid UTF-8 at byte {error.start} of the line")
     except RecursionError:
@@ -98,13 +100,19 @@ def _parse_line(number: int, line: bytes) -> Any:
     return parsed if isinstance(parsed, dict) else BadRow(number, f"not a JSON object but {type(parsed).__name__}")
 
 
-def _refuse_array(file: TextFile) -> None:
+def _refuse_other_files(file: TextFile) -> None:
+    """Refuse a file of one array, and one in another encoding, in which no line could be read."""
     with open(file.path, "rb") as stream:
-        if stream.read(4096).lstrip()[:1] == b"[":
-            raise DataError(
-                f"{file.path} is one JSON array, not a JSON object on each line",
-                "write an object a line: jq -c '.[]' FILE.json > FILE.jsonl",
-            )
+        head = stream.read(4096)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(
+            f"{file.path} is UTF-16 text, not UTF-8", "save it as UTF-8: iconv -f utf-16 -t utf-8 FILE > NEW.jsonl"
+        )
+    if head.lstrip()[:1] == b"[":
+        raise DataError(
+            f"{file.path} is one JSON array, not a JSON object on each line",
+            "write an object a line: jq -c '.[]' FILE.json > FILE.jsonl",
+        )
 
 
 def _scan(content: mmap.mmap, candidates: set[str], names: list[str]) -> None:

@@ -243,12 +243,13 @@ def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:
         first_bad = f"{file}:{line}: {reason}"
         share = f" ({n_bad:,} of {n_rows:,} rows are bad)" if n_bad > 1 else ""
         if n_bad > data.max_bad_rows * n_rows and not manifest["skips"]:
+            correct = "save the file as UTF-8" if reason.startswith("invalid UTF-8") else "correct the rows"
             raise DataError(
                 f"{first_bad}{share}; data.max_bad_rows={data.max_bad_rows:g} allows "
                 f"{int(data.max_bad_rows * n_rows):,}",
-                "correct the rows" + (", or the chat template" if manifest["template"] else "")
+                correct + (", or the chat template" if manifest["template"] else "")
                 if n_bad == n_rows
-                else f"correct the rows, or leave them out: data.max_bad_rows={_at_least(n_bad / n_rows)} or more",
+                else f"{correct}, or leave them out: data.max_bad_rows={_at_least(n_bad / n_rows)} or more",
             )
         if is_first_rank():
             unit = "files" if manifest["skips"] else "rows"

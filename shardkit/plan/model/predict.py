@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,11 +29,11 @@ from ..simulate import shim
 from ..simulate.compat import PLANS, call_directly
 from ..simulate.engines import SHARDKIT, LoopTraits
 from ..simulate.fake_weights import FakeWeights
+from ..simulate.fake_world import fake_world
 from ..simulate.fakes import Fakes
 from ..simulate.step import count_model, on_fake, sample_batch, take_evaluation, take_step, wrapped
-from ..simulate.world import fake_world
 from ..target import Target
-from .allocator import ROUND, Arena, replay, required, whole_pages
+from .allocator import ROUND, Replay, replay, required, whole_pages
 from .cost import Segment, Speeds, TimeEstimate, speeds_of, step_time
 from .depth import Depth, Edges, edges, extended, find_depth, line
 from .estimate import (
@@ -156,24 +156,24 @@ def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
     peak = max(edge.n_bytes for edge in device.values())
     larger = peak / max(1, deeper.peak)
     return _Trace(
-        line(depth, (shallower.n_params, deeper.n_params)),
-        depth.layers,
-        deeper.n_recurrent,
-        deeper.largest,
-        deeper.largest_block,
-        device,
-        extended(depth, shallower.host, deeper.host),
-        round(deeper.allocated * larger),
-        max(reserved.values(), default=peak),
-        round(deeper.required * larger),
-        {phase: round(n_bytes * larger) for phase, n_bytes in deeper.allocated_by_phase.items()},
-        reserved,
-        arenas,
-        [
+        allocated=round(deeper.allocated * larger),
+        reserved=max(reserved.values(), default=peak),
+        required=round(deeper.required * larger),
+        allocated_by_phase={phase: round(n_bytes * larger) for phase, n_bytes in deeper.allocated_by_phase.items()},
+        reserved_by_phase=reserved,
+        arenas=arenas,
+        n_params=line(depth, (shallower.n_params, deeper.n_params)),
+        n_blocks=depth.layers,
+        n_recurrent=deeper.n_recurrent,
+        largest=deeper.largest,
+        largest_block=deeper.largest_block,
+        device=device,
+        host=extended(depth, shallower.host, deeper.host),
+        segments=[
             segment.along(deeper_segment, depth.position)
             for segment, deeper_segment in zip(shallower.segments, deeper.segments, strict=True)
         ],
-        deeper.targets,
+        targets=deeper.targets,
     )
 
 
@@ -195,8 +195,8 @@ def _traceable(config: RunConfig, micro_batches: int, rough: bool) -> tuple[RunC
 
 
 @dataclass(frozen=True)
-class _Trace:
-    """The figures of a traced run."""
+class _Trace(Replay):
+    """The figures of a traced run: those of the replayed allocator, of the model and of its work."""
 
     n_params: int
     n_blocks: int
@@ -205,12 +205,6 @@ class _Trace:
     largest_block: int
     device: Edges
     host: Edges
-    allocated: int
-    reserved: int
-    required: int
-    allocated_by_phase: dict[str, int]
-    reserved_by_phase: dict[str, int]
-    arenas: dict[Arena, int]
     segments: list[Segment]
     targets: float
 
@@ -256,18 +250,18 @@ def _traced(config: RunConfig, scenario: Scenario, ends: tuple[int, int] | None 
     on_host = edges(log, "cpu", 1, *ends or ()) if device.type == "cuda" else {}
     if real is None:
         exact = max(peak.n_bytes for peak in on_device.values())
-        return _Trace(
-            **counts, device=on_device, host=on_host, allocated=exact, reserved=exact, required=exact,
-            allocated_by_phase={}, reserved_by_phase={}, arenas={}, segments=segments, targets=targets,
-        )  # fmt: skip
-    # Small pages, because pages of 20 MiB would hide the bytes that a layer adds.
-    smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
-    return _Trace(
-        **counts, device=on_device, host=on_host, allocated=real.allocated, reserved=smooth.reserved,
-        required=required(log, str(device), target.expandable, on_a_large_card=real),
-        allocated_by_phase=real.allocated_by_phase, reserved_by_phase=smooth.reserved_by_phase,
-        arenas=smooth.arenas, segments=segments, targets=targets,
-    )  # fmt: skip
+        memory = Replay(exact, exact, exact, {}, {}, {})
+    else:
+        # Small pages, because pages of 20 MiB would hide the bytes that a layer adds.
+        smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
+        memory = replace(
+            smooth,
+            allocated=real.allocated,
+            allocated_by_phase=real.allocated_by_phase,
+            required=required(log, str(device), target.expandable, on_a_large_card=real),
+        )
+    figures: dict[str, Any] = {**vars(memory), **counts}
+    return _Trace(**figures, device=on_device, host=on_host, segments=segments, targets=targets)
 
 
 def _overhead(target: Target) -> int:
