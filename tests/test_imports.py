@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
     {"activation", "hardware", "models", "oom"},
     {"strategies", "tasks"},
     {"checkpoint", "plan", "telemetry"},
-    {"report", "foreign"},
+    {"report", "foreign", "rehearse"},
     {"run"},
     {"train", "cli", "integrations"},
 ]
@@ -111,9 +111,9 @@ def test_the_map_stays_small_enough_to_know() -> None:
     found = rooms()
     files = {name for name in found if f"{name}.__init__" not in SOURCES}
     assert len(files) <= 6, f"shardkit/ has more than six files: {sorted(files)}"
-    assert len(found) <= 23, f"more than 23 files and packages: {sorted(found)}"
+    assert len(found) <= 24, f"more than 24 files and packages: {sorted(found)}"
     edges = sorted(f"{own} → {other}" for own, others in found.items() for other in others)
-    assert len(edges) <= 109, f"{len(edges)} imports between them: {edges}"
+    assert len(edges) <= 114, f"{len(edges)} imports between them: {edges}"
 
 
 def test_packages_form_no_cycle() -> None:

@@ -26,7 +26,8 @@ ALLOWED = tuple(
     ("shardkit/strategies/zero/" if place.endswith(".state") else place.replace(".", "/") + ".py") for place in PLACES
 )
 # `nn.Module.register_parameter` is replaced where models are built on meta; the package counts as one place.
-ALLOWED += ("shardkit/parallel/weights.py",)
+# A rehearsal learns inside of the program when its backward begins.
+ALLOWED += ("shardkit/parallel/weights.py", "shardkit/rehearse/inject/")
 
 
 def features() -> list[Feature]:

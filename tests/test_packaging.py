@@ -46,13 +46,15 @@ def copy_tree(target: Path) -> Path:
 
 
 def expected_in_wheel(tree: Path) -> set[str]:
-    """By the rules that a user would state: code and type marker, a page's parts, what the three links lead to."""
+    """By the rules that a user would state: code, type marker, a page's parts, C++ sources, what the links lead to."""
     names = [path.relative_to(tree) for path in tree.rglob("*") if path.is_file() and ".git" not in path.parts]
     expected = {str(name) for name in names if name.parts[0] == "shardkit" and name.suffix == ".py"} | {
         "shardkit/py.typed"
     }
     for name in names:
         if name.parts[:3] == ("shardkit", "report", "html") and name.suffix in (".html", ".css"):
+            expected.add(str(name))
+        if name.parts[:3] == ("shardkit", "rehearse", "native") and name.suffix in (".cpp", ".h"):
             expected.add(str(name))
         if name.parts[0] == "launch" and name.suffix == ".py":
             expected.add(f"shardkit/{name}")

@@ -19,7 +19,7 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 VERSIONS = ("constraints.txt", "pyproject.toml")
 """Every test depends on them."""
-EMULATION = ("tests/emulated_cuda",)
+EMULATION = ("tests/emulated_cuda", "shardkit/rehearse")
 CARD = (
     *EMULATION, "tests/cuda", "shardkit/activation", "shardkit/checkpoint", "shardkit/hardware", "shardkit/memory",
     "shardkit/oom", "shardkit/parallel", "shardkit/run/profiler.py", "shardkit/strategies",

@@ -1,4 +1,4 @@
-"""The commands around jobs: `shardkit launch` and `submit` start them; `jobs`, `logs`, `cancel`, `doctor`."""
+"""The commands around jobs: `launch` and `submit` start them, `rehearse` tries them; `jobs`, `logs`, `cancel`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from .launch import launch
 from .option_groups import with_option_groups
 from .program import JobCommand, load
+from .rehearse import rehearse
 from .submit import submit
 
 
@@ -78,7 +79,7 @@ def doctor(
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the `shardkit` command."""
-    for command in (launch, submit):
+    for command in (launch, submit, rehearse):
         app.command(cls=JobCommand)(with_option_groups(command))
     for command_without_script in (jobs, logs, cancel, doctor):
         app.command()(command_without_script)

@@ -1,6 +1,7 @@
 """The emulated CUDA of this environment; tests/emulated_cuda/README.md of shardkit's sources describes it.
 
-`EMUCUDA=1` turns it on: a `.pth` file calls `preload` when Python starts, torch calls `attach` when it is imported.
+`EMUCUDA=1` turns it on: `sitecustomize` or a `.pth` file calls `preload` when Python starts, torch calls `attach` when
+it is imported.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def preload() -> None:
         mode, name = line.split()
         if mode == "always" or not computing():
             ctypes.CDLL(str(LIBRARIES / name), ctypes.RTLD_GLOBAL)
-    os.environ.setdefault("CUDA_HOME", str(_CUDA_HOME))  # DeepSpeed compiles its optimizers against it
+    if _CUDA_HOME.is_dir():
+        os.environ.setdefault("CUDA_HOME", str(_CUDA_HOME))  # DeepSpeed compiles its optimizers against it
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(LIBRARIES))  # Triton links its launcher against it
 
 
@@ -71,11 +73,12 @@ def counts() -> dict[str, int]:
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, int]]:
     """`with counting() as made:`; after the block `made` has the calls made in it, those of other threads too."""
-    before, made = counts(), {}
+    before = counts()
+    made: dict[str, int] = {}
     try:
         yield made
     finally:
-        made.update({name: value - before[name] for name, value in counts().items()})
+        made.update({name: total - before[name] for name, total in counts().items()})
 
 
 def peak_memory(device: int = 0) -> int:
@@ -86,12 +89,13 @@ def peak_memory(device: int = 0) -> int:
 def operators() -> tuple[set[str], set[str]]:
     """Names of the CUDA operators that the CPU's kernels stand for, and of those that have no CPU kernel.
 
-    The second are not emulated, unless a file in src/ops does it by hand.
+    The second are not emulated, unless a file in native/ops does it by hand.
     """
     library = ctypes.CDLL(str(LIBRARIES / "libemucuda_operators.so"))
-    found = []
-    for name in ("emucuda_replaced_operators", "emucuda_operators_without_cpu_kernel"):
-        function = getattr(library, name)
+
+    def names_from(symbol: str) -> set[str]:
+        function = getattr(library, symbol)
         function.restype = ctypes.c_char_p
-        found.append(set(function().decode().split()))
-    return found[0], found[1]
+        return set(function().decode().split())
+
+    return names_from("emucuda_replaced_operators"), names_from("emucuda_operators_without_cpu_kernel")

@@ -1,0 +1,71 @@
+"""`shardkit rehearse`: run any program, unchanged, on GPUs that are not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from .program import SCRIPT_WORDS, Text
+
+
+@dataclass(frozen=True)
+class RehearsedCards:
+    """The emulated cards."""
+
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")] = "h100"
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="GPUs of the machine.")] = 1
+    gpu_memory: Annotated[Text, typer.Option(metavar="80GB", help="Per GPU, if not the card's.")] = None
+
+
+@dataclass(frozen=True)
+class RehearsalOptions:
+    """When the rehearsal ends, and what the program may touch."""
+
+    steps: Annotated[int, typer.Option(metavar="K", min=1, help="End after K optimizer steps of every rank.")] = 3
+    time_limit: Annotated[float, typer.Option(metavar="S", min=1, help="End after S seconds.")] = 600.0
+    allow_writes: Annotated[bool, typer.Option("--allow-writes", help="Let the program's writes be real.")] = False
+    network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False
+    keep: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Keep what the program wrote, and its records, in this new folder."),
+    ] = None
+
+
+def rehearse(
+    ctx: typer.Context,
+    *,
+    cards: RehearsedCards,
+    options: RehearsalOptions,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run the command behind `--`, unchanged, on emulated GPUs, and say whether it starts and whether it fits.
+
+    Every rank is a process here, on the real CUDA build of torch, over kernels that compute nothing. What the program
+    writes is thrown away, and it reaches no network.
+
+    Exit code 0 if it fits, 4 if it does not, 7 if that is not known, 8 if the program failed by itself.
+    """
+    import json
+
+    from ..errors import LaunchError
+    from ..hardware.cards import find_gpu, parse_bytes
+    from ..rehearse.rehearsal import Limits
+    from ..rehearse.rehearsal import rehearse as run
+
+    command = ctx.meta[SCRIPT_WORDS]
+    if not command:
+        fix = "shardkit rehearse --gpu h100 --gpus 8 -- torchrun --nproc-per-node 8 train.py"
+        raise LaunchError("no command stands behind `--`", fix)
+    card = find_gpu(cards.gpu)
+    if cards.gpu_memory is not None:
+        card = replace(card, memory=parse_bytes(cards.gpu_memory, "--gpu-memory"))
+    limits = Limits(options.steps, options.time_limit, options.allow_writes, options.network, options.keep)
+    try:
+        verdict = run(command, card, cards.gpus, limits)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    typer.echo(json.dumps(verdict.as_json(), indent=1) if json_output else verdict.text())
+    raise typer.Exit(verdict.exit_code)

@@ -1,0 +1,217 @@
+"""Run a command on emulated GPUs until it has done its steps, and end everything that it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ..errors import LaunchError, gib
+from ..hardware.cards import Gpu
+from ..launch.local import processes
+from .build import built
+from .environment import torch_of
+from .verdict import DOES_NOT_FIT, FAILED, Finish, Verdict, judge, read_records
+from .writes import summary
+
+SANDBOX = Path(__file__).with_name("sandbox.py")
+REFUSED = 125
+"""Exit code of the sandbox where the kernel gives it no namespaces."""
+STALLED_S = 30.0
+"""How long the other ranks may do nothing once the first has done its steps."""
+LAST_WORDS_S = 5.0
+"""How long a program may go on after a rank's exception, to print it."""
+UNLIMITED = 1 << 42
+"""Bytes of the card on which the need of a program is measured that does not fit: 4 TiB."""
+TRACKERS_OFF = {
+    "WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug", "SWANLAB_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1",
+}  # fmt: skip
+"""MLflow, which has no such variable, is given a folder of the rehearsal."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a rehearsal ends, and what it may touch.
+
+    Attributes:
+        steps: optimizer steps of each rank.
+        time_limit_s: seconds from the program's start.
+        allow_writes: the program's writes are real.
+        network: the program may use the network.
+        keep: a new folder for the records and for what the program wrote; None: they are deleted.
+    """
+
+    steps: int = 3
+    time_limit_s: float = 600.0
+    allow_writes: bool = False
+    network: bool = False
+    keep: Path | None = None
+
+
+def rehearse(command: Sequence[str], card: Gpu, gpus: int, limits: Limits) -> Verdict:
+    """The verdict on a command; where it does not fit, it is run again on cards without a limit to find its need.
+
+    Raises:
+        LaunchError: the command cannot be rehearsed, or it used no GPU.
+        BuildError: the emulated GPUs cannot be built.
+    """
+    package = built(torch_of(command, os.environ))
+    verdict = _run(command, card, gpus, limits, package)
+    if verdict.kind == DOES_NOT_FIT and verdict.at_least:
+        print("it ran out of memory: rehearsing on cards without a limit, to find its need", file=sys.stderr)
+        unlimited = replace(card, memory=UNLIMITED)
+        need = _run(command, unlimited, gpus, replace(limits, keep=None), package)
+        if need.needed is not None and not need.at_least and need.kind != FAILED:
+            reason = f"needs {gib(need.needed)} of {card.name} ({gib(card.memory)}); {verdict.reason}"
+            return replace(
+                verdict, reason=reason, ranks=need.ranks, needed=need.needed, at_least=False, notes=need.notes
+            )
+    return verdict
+
+
+def _run(command: Sequence[str], card: Gpu, gpus: int, limits: Limits, package: Path) -> Verdict:
+    with _scratch(limits.keep) as folder:
+        records = folder / "records"
+        records.mkdir()
+        process = _start(command, folder, _environ(card, gpus, limits, package, folder), limits)
+        try:
+            finish = _watch(process, records, limits)
+        finally:
+            processes.stop(process, signal.SIGKILL, 0.5)  # nothing that it could still write is kept
+        if process.returncode == REFUSED and (folder / "refusal").exists():
+            refuse_sandbox((folder / "refusal").read_text(), limits)
+        verdict = judge(read_records(records), card, limits.steps, finish)
+        if verdict is None:
+            cause = f"{command[0]} ended without using CUDA"
+            fix = "check that it runs on a GPU by these words, and that no Python in it is started with -I, -E or -S"
+            raise LaunchError(cause, fix)
+        notes = (*verdict.notes, *summary(folder))
+        return replace(verdict, notes=notes)
+
+
+def _start(command: Sequence[str], folder: Path, environ: dict[str, str], limits: Limits) -> subprocess.Popen[bytes]:
+    settings = {
+        "overlay": not limits.allow_writes, "network": limits.network, "folder": str(folder),
+        "records": str(folder / "records"), "refusal": str(folder / "refusal"),
+    }  # fmt: skip
+    (folder / "sandbox.json").write_text(json.dumps(settings))
+    processes.adopt_orphans()
+    words = [sys.executable, "-I", "-S", str(SANDBOX), str(folder / "sandbox.json"), *command]
+    return processes.start(words, environ, sys.stderr.buffer)
+
+
+def _environ(card: Gpu, gpus: int, limits: Limits, package: Path, folder: Path) -> dict[str, str]:
+    """The command's environment: this one's, with the emulated cards in it and trackers off."""
+    environ = dict(os.environ)
+    environ.pop("CUDA_VISIBLE_DEVICES", None)  # it chooses among cards that the rehearsal does not have
+    paths = [str(package), environ.get("PYTHONPATH", "")]
+    return {
+        **environ, **TRACKERS_OFF,
+        **({} if limits.network else {"HF_HUB_OFFLINE": "1"}),
+        "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "SHARDKIT_REHEARSAL": str(folder / "records"), "SHARDKIT_REHEARSAL_STEPS": str(limits.steps),
+        "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": str(gpus), "EMUCUDA_NAME": card.device_name,
+        "EMUCUDA_MEMORY": str(card.memory), "EMUCUDA_CONTEXT": str(card.context),
+        "EMUCUDA_WORKSPACE": str(card.blas_workspace), "EMUCUDA_SM": ".".join(map(str, card.capability)),
+        "EMUCUDA_MULTIPROCESSORS": str(card.multiprocessors),
+        "EMUCUDA_THREADS": str(card.threads_per_multiprocessor),
+    }  # fmt: skip
+
+
+def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits) -> Finish:
+    """Wait until the program ends, has done its steps, fails, or may not go on; show how far it is."""
+    started, shown, changed_at = time.monotonic(), "", time.monotonic()
+    failed_at: float | None = None
+    while True:
+        now = time.monotonic()
+        current = read_records(records)
+        ranks = [record for record in current if record["devices"]]
+        line = _progress(ranks, limits.steps)
+        if line != shown:
+            print(line, file=sys.stderr, flush=True)
+            shown, changed_at = line, now
+        if process.poll() is not None:
+            return Finish("program", process.returncode)
+        stopped = [record for record in ranks if record["end"].get("kind") == "steps"]
+        if stopped and len({record["rank"] for record in stopped}) == stopped[0]["world_size"]:
+            return Finish("steps")
+        if any(record["end"].get("kind") == "exception" for record in ranks):
+            failed_at = failed_at or now
+        if failed_at and now - failed_at > LAST_WORDS_S:
+            return Finish("a rank failed")
+        if stopped and now - changed_at > STALLED_S:
+            return Finish(f"the other ranks did nothing for {STALLED_S:.0f} s after rank {stopped[0]['rank']} was done")
+        if now - started > limits.time_limit_s:
+            return Finish(f"the time limit of {limits.time_limit_s:g} s came")
+        if _host_memory_is_short():
+            return Finish("this machine's memory was nearly exhausted")
+        time.sleep(0.1)
+
+
+def _progress(ranks: Sequence[dict[str, Any]], steps: int) -> str:
+    if not ranks:
+        return "rehearsing: the program starts"
+    slowest = min(ranks, key=lambda record: int(record["steps"]))
+    return f"rehearsing: {len(ranks)} ranks, {slowest['steps']} of {steps} steps, {slowest['phase']}"
+
+
+def _host_memory_is_short() -> bool:
+    """Whether less than 3 % of this machine's memory is left: the kernel would soon end a process of its choice."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kib = {words[0]: int(words[1]) for words in lines}
+    return kib["MemAvailable:"] < 0.03 * kib["MemTotal:"]
+
+
+def refuse_sandbox(reason: str, limits: Limits) -> None:
+    """Refuse to run a program whose writes, or whose network, cannot be kept from the machine.
+
+    Raises:
+        LaunchError: always.
+    """
+    options = [] if limits.allow_writes else ["--allow-writes"]
+    options += [] if limits.network else ["--network"]
+    cause = f"the program cannot be kept from the machine's files and network: {reason}"
+    fix = f"set TMPDIR to a folder on a local disk or in memory (/dev/shm), or accept both with {' '.join(options)}"
+    raise LaunchError(cause, fix)
+
+
+@contextmanager
+def _scratch(keep: Path | None) -> Iterator[Path]:
+    """A folder for one run. SIGTERM ends it as Ctrl-C does, so that nothing stays behind."""
+
+    def interrupt(*_: int | FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if keep is not None:
+        try:
+            keep.mkdir(parents=True)
+        except OSError as error:
+            raise LaunchError(f"--keep {keep}: {error.strerror}", "name a folder that is not there yet") from error
+    folder = (keep or Path(tempfile.mkdtemp(prefix="rehearsal-"))).resolve()
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield folder
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for name in ("root", "work") if keep else ("",):
+            _delete(folder / name)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder with those that an overlay has made unreadable."""
+    for path, _, _ in os.walk(folder, topdown=True, onerror=lambda error: os.chmod(str(error.filename), 0o700)):
+        os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)

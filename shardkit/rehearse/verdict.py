@@ -1,0 +1,251 @@
+"""Does it fit? The verdict on a rehearsal, from the records of its processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import gib, printable
+from ..hardware.cards import GPUS, Gpu
+
+FITS, DOES_NOT_FIT, FAILED, NOT_KNOWN = "fits", "does not fit", "failed", "not known"
+EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 4, NOT_KNOWN: 7, FAILED: 8}
+_LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError")
+"""What a launcher raises since a rank failed, which says why itself."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a process that used a GPU recorded.
+
+    Attributes:
+        device: the GPU of its largest peak.
+        allocated: bytes of tensors at their peak.
+        reserved: bytes that torch's allocator held of the GPU at most.
+        phase: of the peak of `allocated`, and its `step`, from 1.
+        steps: optimizer steps that it finished.
+        ooms: how often its allocator found no memory.
+        end: how it ended: `kind` is steps, exit or exception; empty while it runs, or if it was killed.
+    """
+
+    rank: int
+    world_size: int
+    pid: int
+    device: int
+    allocated: int
+    reserved: int
+    phase: str
+    step: int
+    steps: int
+    ooms: int
+    nccl_groups: int
+    end: dict[str, Any] = field(default_factory=dict)
+
+    def outside(self, card: Gpu) -> int:
+        """Bytes outside of torch's allocator, an estimate: the context, and NCCL's buffers for each group."""
+        return card.context + self.nccl_groups * card.per_communicator
+
+    @property
+    def moment(self) -> str:
+        """When its memory was at its peak."""
+        return "before the first forward" if self.phase == "building" else f"{self.phase} of step {self.step}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A rehearsal's outcome.
+
+    Attributes:
+        kind: one of the keys of `EXIT_CODES`.
+        reason: one line: the margin, or the failing rank with its error.
+        needed: bytes of a card that the rank with most of it needs; None where the program did not come far enough.
+        at_least: whether the program ended before `needed` was its peak.
+    """
+
+    kind: str
+    reason: str
+    card: Gpu
+    ranks: tuple[Rank, ...] = ()
+    needed: int | None = None
+    at_least: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.kind]
+
+    def other_cards(self) -> list[Gpu]:
+        """Cards of the table, least memory first, that would hold it; by their memory alone."""
+        if self.needed is None or self.at_least:
+            return []
+        holding = [gpu for gpu in GPUS.values() if gpu.memory >= self.needed and gpu.name != self.card.name]
+        return sorted(holding, key=lambda gpu: gpu.memory)
+
+    def as_json(self) -> dict[str, Any]:
+        """The verdict with everything that it follows from; bytes are numbers."""
+        ranks = [
+            {
+                "rank": rank.rank, "device": rank.device,
+                "peak_allocated": rank.allocated, "peak_reserved": rank.reserved,
+                "peak_in": rank.phase, "peak_step": rank.step, "steps": rank.steps, "ooms": rank.ooms,
+                "outside_estimate": rank.outside(self.card),
+            }
+            for rank in self.ranks
+        ]  # fmt: skip
+        return {
+            "verdict": self.kind, "reason": self.reason, "exit_code": self.exit_code, "gpu": self.card.name,
+            "gpu_memory": self.card.memory, "needed": self.needed, "at_least": self.at_least, "ranks": ranks,
+            "other_cards": [gpu.name for gpu in self.other_cards()], "notes": list(self.notes), "emulated": True,
+        }  # fmt: skip
+
+    def text(self) -> str:
+        """The verdict as a table and lines for a terminal."""
+        lines = []
+        if self.ranks:
+            lines.append("rank  peak allocated  peak reserved  steps  peak in")
+            lines += [
+                f"{rank.rank:<5} {gib(rank.allocated):>14}  {gib(rank.reserved):>13}  {rank.steps:>5}  {rank.moment}"
+                for rank in self.ranks
+            ]
+            most = max(self.ranks, key=lambda rank: rank.reserved)
+            groups = f", NCCL {gib(most.nccl_groups * self.card.per_communicator)}" if most.nccl_groups else ""
+            lines.append(
+                f"outside   context {gib(self.card.context)}{groups} on each GPU (estimates, {self.card.overhead_from})"
+            )
+        lines += [f"note      {note}" for note in self.notes]
+        lines.append(f"verdict   {self.kind}: {self.reason}" if self.kind != FITS else f"verdict   {self.reason}")
+        if cards := self.other_cards():
+            names = ", ".join(f"{gpu.name} ({gib(gpu.memory, 1)})" for gpu in cards)
+            lines.append(f"would hold it, by their memory alone: {names}")
+        lines.append("The GPUs were emulated and computed nothing: losses that the program printed mean nothing.")
+        return "\n".join(map(printable, lines))
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How a rehearsal ended.
+
+    Attributes:
+        cause: `steps` (each rank had done its steps), `program` (it ended by itself), or a reason to end it, in words.
+        exit_code: of the program, if it ended by itself.
+    """
+
+    cause: str
+    exit_code: int = 0
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The records of processes in a folder; one that is just being replaced is complete, too."""
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            records.append(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    return records
+
+
+def ranks_of(records: Sequence[dict[str, Any]]) -> tuple[Rank, ...]:
+    """The processes that used a GPU, by rank; of a rank that was started again, the last process."""
+    ranks = {}
+    for record in sorted(records, key=lambda record: int(record["pid"])):
+        if not record["devices"]:
+            continue
+        device, peaks = max(record["devices"].items(), key=lambda entry: int(entry[1]["reserved"]))
+        ranks[int(record["rank"])] = Rank(
+            rank=int(record["rank"]), world_size=int(record["world_size"]), pid=int(record["pid"]), device=int(device),
+            allocated=int(peaks["allocated"]), reserved=int(peaks["reserved"]), phase=str(peaks["phase"]),
+            step=int(peaks["step"]), steps=int(record["steps"]),
+            ooms=sum(int(each_device["ooms"]) for each_device in record["devices"].values()),
+            nccl_groups=int(record["nccl_groups"]), end=record["end"],
+        )  # fmt: skip
+    return tuple(ranks[number] for number in sorted(ranks))
+
+
+def first_error(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first exception of processes that used a GPU, else of the others; a launcher's own comes last."""
+    failed = [record for record in records if record["end"].get("kind") == "exception"]
+
+    def order(record: dict[str, Any]) -> tuple[bool, bool, float]:
+        end = record["end"]
+        return end["type"] in _LAUNCHERS_ERRORS, not record["devices"], float(end["time"])
+
+    return min(failed, key=order, default=None)
+
+
+def judge(records: Sequence[dict[str, Any]], card: Gpu, steps: int, finish: Finish) -> Verdict | None:
+    """The verdict on a rehearsal; None for a program that ended well and used no GPU.
+
+    Args:
+        steps: optimizer steps after which each rank was to end.
+    """
+    ranks = ranks_of(records)
+    error = first_error(records)
+    if error is not None and (finish.cause != "steps"):
+        return _of_error(error, ranks, card, finish)
+    if finish.cause == "program" and finish.exit_code:
+        reason = f"the program ended with exit code {finish.exit_code} and no exception of Python; its output is above"
+        return Verdict(FAILED, reason, card, ranks)
+    if not ranks:
+        return None if finish.cause == "program" else Verdict(NOT_KNOWN, f"{finish.cause}, before a GPU was used", card)
+    missing = sorted(set(range(ranks[0].world_size)) - {rank.rank for rank in ranks})
+    if missing:
+        names = ", ".join(map(str, missing[:8]))
+        return Verdict(NOT_KNOWN, f"of {ranks[0].world_size} ranks these used no GPU: {names}", card, ranks)
+    if finish.cause not in ("steps", "program"):
+        slowest = min(ranks, key=lambda rank: rank.steps)
+        reason = f"{finish.cause}; rank {slowest.rank} had done {slowest.steps} of {steps} steps"
+        return Verdict(NOT_KNOWN, reason, card, ranks, _needed(ranks, card), at_least=True)
+    return _of_memory(ranks, card, _notes(ranks, steps))
+
+
+def _of_error(error: dict[str, Any], ranks: tuple[Rank, ...], card: Gpu, finish: Finish) -> Verdict:
+    end = error["end"]
+    first_line = (str(end["message"]).splitlines() or [""])[0].partition(" GPU ")[0]  # it goes on with sizes
+    line = f", {end['where']}" if end["where"] else ""
+    reason = f"rank {error['rank']}: {end['type']}: {first_line}{line}"
+    if end["type"] == "OutOfMemoryError" or "CUDA out of memory" in end["message"]:
+        return Verdict(DOES_NOT_FIT, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True)
+    if "emucuda" in end["message"] or "not emulated" in end["message"]:
+        notes = ("the emulated GPU computes nothing here; docs/rehearse.md lists what a program cannot ask of it",)
+        return Verdict(
+            NOT_KNOWN, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True, notes=notes
+        )
+    code = f" (exit code {finish.exit_code})" if finish.exit_code else ""
+    return Verdict(FAILED, reason + code, card, ranks)
+
+
+def _of_memory(ranks: tuple[Rank, ...], card: Gpu, notes: tuple[str, ...]) -> Verdict:
+    needed = _needed(ranks, card)
+    largest = max(ranks, key=lambda rank: rank.reserved + rank.outside(card))
+    size = f"{card.name} ({gib(card.memory)})"
+    if needed <= card.memory:
+        reason = f"fits {size} with {gib(card.memory - needed)} to spare"
+        return Verdict(FITS, reason, card, ranks, needed, notes=notes)
+    if largest.allocated + largest.outside(card) <= card.memory:
+        reason = (
+            f"rank {largest.rank} fits {size} only if the allocator gives {gib(needed - card.memory)} of its cache back"
+        )
+        return Verdict(NOT_KNOWN, reason, card, ranks, needed, notes=notes)
+    reason = f"rank {largest.rank} needs {gib(needed)} of {size}, with the estimates for NCCL and the context"
+    return Verdict(DOES_NOT_FIT, reason, card, ranks, needed, notes=notes)
+
+
+def _needed(ranks: tuple[Rank, ...], card: Gpu) -> int:
+    return max(rank.reserved + rank.outside(card) for rank in ranks)
+
+
+def _notes(ranks: tuple[Rank, ...], steps: int) -> tuple[str, ...]:
+    notes = []
+    fewest = min(rank.steps for rank in ranks)
+    if fewest < min(steps, 2):
+        notes.append(f"{fewest} optimizer steps were seen: the peak is that of what ran")
+    caught = [rank for rank in ranks if rank.ooms]
+    if caught:
+        notes.append(
+            f"rank {caught[0].rank} ran out of memory {caught[0].ooms} times; the program caught it and went on"
+        )
+    return tuple(notes)

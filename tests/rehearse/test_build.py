@@ -1,0 +1,123 @@
+"""The emulated GPUs are built once for a torch, whoever asks, and a build that was killed is not believed."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from shardkit.errors import BuildError
+from shardkit.rehearse import build
+from shardkit.rehearse.environment import Torch
+
+TORCH = Torch("/env/bin/python", Path("/env/lib"), "2.13.0+cu130", "13.0")
+
+
+class Stub:
+    """A build that only makes its folder; `started` has each."""
+
+    started: list[Path]
+
+    def __init__(self, torch: Torch, package: Path, objects: Path) -> None:
+        self.package = package
+
+    def run(self) -> None:
+        type(self).started.append(self.package)
+        self.package.mkdir(parents=True)
+        (self.package / "sitecustomize.py").write_text("")
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> type[Stub]:
+    monkeypatch.setattr(build, "Build", Stub)
+    monkeypatch.setattr(Stub, "started", [], raising=False)
+    return Stub
+
+
+def test_a_torch_is_built_for_once(stub: type[Stub], tmp_path: Path) -> None:
+    folders = {build.built(TORCH, tmp_path) for _ in range(3)}
+    assert len(folders) == len(stub.started) == 1
+    assert (folders.pop() / "sitecustomize.py").exists()
+
+
+def test_another_torch_or_another_cuda_has_a_build_of_its_own(stub: type[Stub], tmp_path: Path) -> None:
+    for version, cuda in (("2.13.0+cu130", "13.0"), ("2.13.0+cu130", "13.1"), ("2.14.0+cu130", "13.0")):
+        build.built(Torch(TORCH.python, TORCH.site, version, cuda), tmp_path)
+    assert len(stub.started) == 3
+
+
+def test_a_build_that_was_killed_is_not_believed(
+    stub: type[Stub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = Stub.run
+
+    def killed(self: Stub) -> None:
+        complete(self)
+        (self.package / "half").write_text("")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stub, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build.built(TORCH, tmp_path)
+    monkeypatch.setattr(Stub, "run", complete)
+    folder = build.built(TORCH, tmp_path)
+    assert len(stub.started) == 2 and not (folder / "half").exists()
+    assert [path.name for path in (tmp_path / "rehearse").iterdir() if path.is_dir()] == [folder.name]
+
+
+def test_two_builds_at_once_are_one(stub: type[Stub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete, second_waits = Stub.run, threading.Event()
+
+    def slow(self: Stub) -> None:
+        second_waits.wait(60)
+        complete(self)
+
+    monkeypatch.setattr(Stub, "run", slow)
+    asked = threading.Barrier(2, action=second_waits.set)
+    folders: list[Path] = []
+
+    def ask() -> None:
+        asked.wait(60)
+        folders.append(build.built(TORCH, tmp_path))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 2 and len(set(folders)) == len(stub.started) == 1
+
+
+def test_the_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match="no-such-compiler was not found") as refusal:
+        build.built(TORCH, tmp_path)
+    assert "apt-get install g++" in refusal.value.fix
+
+
+def test_a_torch_without_the_wheels_of_cuda_is_named(tmp_path: Path) -> None:
+    torch = Torch(TORCH.python, tmp_path / "site", TORCH.version, TORCH.cuda)
+    with pytest.raises(BuildError, match="does not use NVIDIA's wheels"):
+        build.built(torch, tmp_path)
+
+
+def test_headers_come_from_cuda_or_from_triton(tmp_path: Path) -> None:
+    torch = Torch(TORCH.python, tmp_path, TORCH.version, TORCH.cuda)
+    (tmp_path / "nvidia/cu13/include").mkdir(parents=True)
+    with pytest.raises(BuildError, match="lacks a header"):
+        build.include_folders(torch)
+    triton = tmp_path / "triton/backends/nvidia/include"
+    (triton / "crt").mkdir(parents=True)
+    (triton / "crt/host_defines.h").write_text("")
+    assert triton in build.include_folders(torch)
+    (tmp_path / "nvidia/cu13/include/crt").mkdir()
+    (tmp_path / "nvidia/cu13/include/crt/host_defines.h").write_text("")
+    assert triton not in build.include_folders(torch)
+
+
+def test_a_folder_that_cannot_be_written_is_named(stub: type[Stub], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="cannot write") as refusal:
+        build.built(TORCH, tmp_path / "file")
+    assert "XDG_CACHE_HOME" in refusal.value.fix

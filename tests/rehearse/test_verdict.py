@@ -1,0 +1,126 @@
+"""The verdict follows from the records of a rehearsal's processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.hardware.cards import GPUS
+from shardkit.rehearse.verdict import Finish, Verdict, judge, read_records
+
+CARD = GPUS["h100"]
+GIB = 2**30
+DONE, ENDED = Finish("steps"), Finish("program", 0)
+
+
+def record(rank: int = 0, reserved: float = 20, allocated: float = 18, **changes: Any) -> dict[str, Any]:
+    peaks = {
+        "allocated": int(allocated * GIB),
+        "reserved": int(reserved * GIB),
+        "ooms": 0,
+        "phase": "backward",
+        "step": 2,
+    }
+    fields = {
+        "pid": 100 + rank, "rank": rank, "world_size": 2, "launched": True, "devices": {str(rank): peaks}, "steps": 3,
+        "phase": "update", "nccl_groups": 1, "end": {"kind": "steps", "time": 1.0},
+    }  # fmt: skip
+    return {**fields, **changes}
+
+
+def failed(rank: int, kind: str, message: str, time: float = 5.0, **changes: Any) -> dict[str, Any]:
+    end = {"kind": "exception", "type": kind, "message": message, "where": "train.py:7: loss.backward()", "time": time}
+    return record(rank, steps=0, end=end, **changes)
+
+
+def verdict_of(*records: dict[str, Any], finish: Finish = DONE) -> Verdict:
+    verdict = judge(records, CARD, 3, finish)
+    assert verdict is not None
+    return verdict
+
+
+def test_the_largest_rank_decides_and_the_estimates_count() -> None:
+    verdict = verdict_of(record(0), record(1, reserved=40))
+    outside = CARD.context + CARD.per_communicator
+    assert (verdict.kind, verdict.exit_code, verdict.needed) == ("fits", 0, 40 * GIB + outside)
+    assert verdict.reason == "fits h100 (79.10 GiB) with 38.20 GiB to spare"
+    assert "a100-40gb" not in [gpu.name for gpu in verdict.other_cards()] and verdict.other_cards()[0].name == "a40"
+    text = verdict.text()
+    assert "backward of step 2" in text and "context 0.51 GiB, NCCL 0.39 GiB on each GPU (estimates" in text
+    assert "mean nothing" in text
+
+
+def test_what_fits_only_without_the_allocators_cache_is_not_known() -> None:
+    verdict = verdict_of(record(0, reserved=79), record(1))
+    assert (verdict.kind, verdict.exit_code) == ("not known", 7)
+    assert "only if the allocator gives 0.80 GiB of its cache back" in verdict.reason
+    assert verdict_of(record(0, reserved=79, allocated=78.9), record(1)).kind == "does not fit"
+
+
+def test_out_of_memory_does_not_fit_and_names_the_rank() -> None:
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    verdict = verdict_of(record(0), failed(1, "OutOfMemoryError", message), finish=Finish("program", 1))
+    assert (verdict.kind, verdict.exit_code, verdict.at_least) == ("does not fit", 4, True)
+    assert verdict.reason == f"rank 1: OutOfMemoryError: {message}, train.py:7: loss.backward()"
+    assert verdict.other_cards() == []  # how much it needs is not known
+
+
+def test_the_first_exception_is_told_and_a_launchers_comes_last() -> None:
+    late = failed(0, "RuntimeError", "NCCL: remote process exited", time=9.0)
+    first = failed(1, "ValueError", "bad batch", time=5.0)
+    agent = failed(0, "ChildFailedError", "train.py FAILED", time=1.0, devices={}, pid=1)
+    verdict = verdict_of(late, first, agent, finish=Finish("program", 1))
+    assert (verdict.kind, verdict.exit_code) == ("failed", 8)
+    assert verdict.reason == "rank 1: ValueError: bad batch, train.py:7: loss.backward() (exit code 1)"
+    probe = failed(0, "ModuleNotFoundError", "No module named 'flash_attn'", time=0.0, devices={}, pid=2)
+    assert verdict_of(probe, first, finish=Finish("program", 1)).reason.startswith("rank 1: ValueError")
+    assert verdict_of(probe, record(0), record(1)).kind == "fits"
+
+
+def test_a_value_that_was_not_computed_is_not_known() -> None:
+    message = "emucuda: aten::nonzero reads values that were not computed (EMUCUDA_COMPUTE=0)"
+    verdict = verdict_of(failed(0, "RuntimeError", message), record(1), finish=Finish("program", 1))
+    assert (verdict.kind, verdict.exit_code) == ("not known", 7)
+    assert "aten::nonzero" in verdict.reason and "docs/rehearse.md" in verdict.text()
+
+
+@pytest.mark.parametrize(
+    ("records", "finish", "reason"),
+    [
+        ([record(0)], DONE, "of 2 ranks these used no GPU: 1"),
+        ([record(0), record(1, steps=1, end={})], Finish("the time limit of 9 s came"), "rank 1 had done 1 of 3 steps"),
+        ([], Finish("the time limit of 9 s came"), "before a GPU was used"),
+    ],
+)
+def test_what_did_not_run_to_its_end_is_not_known(records: list[dict[str, Any]], finish: Finish, reason: str) -> None:
+    verdict = verdict_of(*records, finish=finish)
+    assert verdict.kind == "not known" and reason in verdict.reason
+
+
+def test_a_program_that_ends_by_itself() -> None:
+    assert verdict_of(record(0), record(1), finish=ENDED).kind == "fits"
+    crashed = verdict_of(record(0, end={}), record(1, end={}), finish=Finish("program", -11))
+    assert crashed.kind == "failed" and "exit code -11" in crashed.reason
+    assert judge([], CARD, 3, ENDED) is None  # it used no GPU: the caller refuses that
+
+
+def test_few_steps_and_caught_errors_are_told() -> None:
+    ooms = {"0": {**record()["devices"]["0"], "ooms": 2}}
+    notes = verdict_of(record(0, steps=0, world_size=1, devices=ooms), finish=ENDED).notes
+    assert "0 optimizer steps were seen" in notes[0]
+    assert "rank 0 ran out of memory 2 times; the program caught it" in notes[1]
+
+
+def test_the_verdict_as_json_has_bytes() -> None:
+    stored = json.loads(json.dumps(verdict_of(record(0), record(1)).as_json()))
+    assert stored["verdict"] == "fits" and stored["exit_code"] == 0 and stored["emulated"] is True
+    assert stored["ranks"][1]["peak_reserved"] == 20 * GIB and stored["ranks"][1]["peak_in"] == "backward"
+
+
+def test_a_record_that_is_cut_short_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "1.json").write_text(json.dumps(record(0)))
+    (tmp_path / "2.json").write_text('{"pid": ')
+    assert [fields["rank"] for fields in read_records(tmp_path)] == [0]
