@@ -284,6 +284,8 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
     path = write_lines(tmp_path / "good.jsonl", good)
     if case == "utf8":
         path.write_bytes(path.read_bytes().replace(b"ask 6", b"ask \xff"))
+    if case == "latin1":
+        path.write_bytes(path.read_bytes().replace(b"a", b"\xe4"))
     if case == "utf16":
         path.write_bytes(path.read_text().encode("utf-16"))
     if case == "array":
@@ -330,6 +332,11 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
         ("object", r"bad.jsonl:5: not a JSON object but list", "max_bad_rows"),
         ("half", r"bad.jsonl:5: half of a surrogate pair", "max_bad_rows"),
         ("utf8", r"good.jsonl:7: invalid UTF-8 at byte \d+ of the line", "save the file as UTF-8, or leave them"),
+        (
+            "latin1",
+            r"good.jsonl has no line with a JSON object, the first is invalid UTF-8 at byte",
+            "save it as UTF-8",
+        ),
         ("utf16", r"good.jsonl is UTF-16 text, not UTF-8", "iconv -f utf-16"),
         ("array", r"one JSON array", "jq"),
         ("columns", r"data.columns.text=boddy: .* no such column", "did you mean body"),

@@ -241,7 +241,7 @@ BAD: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         [*PLAN, "task.name=hf_causal_lm"], "is not a model of transformers"),
     "a binary file that another one names": (
         {"args.yaml": TRAINER + "fsdp: full_shard\nfsdp_config: fsdp.json\n", "fsdp.json": b"\xff\xfe\x00"}, PLAN,
-        "fsdp.json cannot be read"),
+        "fsdp.json is not UTF-8 text"),
     "an adapter without layers": ({"args.yaml": TRAINER + "use_peft: true\n"}, PLAN, "lora_target_modules: all-linear"),
     "--from forgotten": ({}, ["plan", "args.yaml"], "pass it as --from args.yaml"),
     "another tool's file to launch": (

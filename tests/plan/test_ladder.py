@@ -23,7 +23,7 @@ from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
 from shardkit.plan.search import ladder
 from shardkit.plan.search.ladder import Step, _stacked, climb, default_rungs, parse_rung, save, table, tried
 from shardkit.plan.search.max_model import FINEST, batch_sizes, largest, model_sizes
-from shardkit.plan.search.trial import Trial, run_trial
+from shardkit.plan.search.trial import Trial, run_trial, trial_settings
 from shardkit.plan.target import Target
 from tests.commands import python_m
 
@@ -235,3 +235,10 @@ def test_the_largest_works_and_one_that_is_hardly_larger_runs_out_of_memory(aske
     assert 0 < float(done.stdout.rpartition("(+")[2].partition("%")[0]) <= 2.0
     outcomes = [bool(list((folder / "oom").glob("*.json"))) for folder in sorted(tmp_path.iterdir())]
     assert outcomes.count(False) >= 1 and outcomes.count(True) >= 1
+
+
+def test_a_recipe_that_evaluates_is_tried_without_evaluation() -> None:
+    settings = trial_settings(["data.val_path=held_out.jsonl"], Path("run"), 4, None)
+    loaded = load_config(REPO / "examples" / "first_hour.yaml", settings).config
+    assert loaded.train.eval_samples == 0
+    capability.check(loaded, device="cpu", world_size=2, local_world_size=2)

@@ -45,7 +45,7 @@ class JsonLines(RowFormat):
             except OSError as error:
                 raise unreadable(file.path, error) from error
             if not names:
-                raise DataError(f"{file.path} has no line with a JSON object", "write one JSON object a line")
+                raise _no_object(file)
         return names
 
     def cut(self, file: TextFile, n_bytes: int, split_groups: bool) -> list[Piece]:
@@ -98,6 +98,17 @@ def _parse_line(number: int, line: bytes) -> Any:
     except ValueError as error:
         return BadRow(number, f"not JSON: {error}")
     return parsed if isinstance(parsed, dict) else BadRow(number, f"not a JSON object but {type(parsed).__name__}")
+
+
+def _no_object(file: TextFile) -> DataError:
+    """The error for a file without any JSON object; it says what is wrong with the first line."""
+    with open(file.path, "rb") as stream:
+        row = _parse_line(0, stream.readline(1 << 20))
+    reason = f", the first is {row.reason}" if isinstance(row, BadRow) else ""
+    fix = (
+        "save it as UTF-8, with one JSON object a line" if "invalid UTF-8" in reason else "write one JSON object a line"
+    )
+    return DataError(f"{file.path} has no line with a JSON object{reason}", fix)
 
 
 def _refuse_other_files(file: TextFile) -> None:

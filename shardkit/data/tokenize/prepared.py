@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,6 +296,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def _main(source: str, directory: str, tokenizer: str, *overrides: str) -> int:
     """The command `shardkit tokenize`; returns the exit code."""
     try:
+        for override in overrides:
+            if re.match(r"(?!data\.)\w+\.\w+=|data\.(path|tokenizer)=", override):
+                fix = "pass keys of data alone; SRC is the data, --tokenizer the tokenizer"
+                raise ConfigError(f"{override} would change nothing here", fix)
         data = load_config(None, [*overrides, f"data.tokenizer={tokenizer}"]).config.data
         made = write_corpus(data, load_tokenizer(tokenizer), source, Path(directory))
     except ShardkitError as error:

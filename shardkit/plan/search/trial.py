@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...files.children import module_command
 from ...memory import read_jsonl
@@ -93,12 +94,21 @@ def trial_settings(
     """Overrides of a short run that leaves its memory behind, and no checkpoint."""
     return [
         *overrides, f"run.dir={folder}", "run.overwrite=true", "run.resume=false", f"train.max_steps={steps}",
-        "train.epochs=null", "train.eval_samples=0",
+        "train.epochs=null", "train.eval_samples=0", *_without_evaluation(),
         "checkpoint.at_end=false", "checkpoint.every_steps=null", "logging.tensorboard=false",
         "memory.interval=1", "memory.plan=false",
         f"memory.trace_step={TRACED if traced else 'null'}",
         *([f"memory.cap={cap}"] if cap else []),
     ]  # fmt: skip
+
+
+def _without_evaluation() -> Iterator[str]:
+    """Overrides that reset the keys of evaluation: a run without it refuses settings that it would ignore."""
+    defaults = RunConfig()
+    for name in ("eval_every", "sample_prompts", "sample_tokens", "sample_temperature"):
+        yield f"train.{name}={json.dumps(getattr(defaults.train, name))}"
+    yield f"data.val_fraction={json.dumps(defaults.data.val_fraction)}"
+    yield "data.val_path=null"
 
 
 def read_trial(folder: Path, exit_code: int, output: str = "") -> Trial:

@@ -207,7 +207,7 @@ def begin() -> None:
     _record_exceptions()
     os.register_at_fork(after_in_child=_begin_in_child)
     try:
-        import emucuda
+        import emucuda  # type: ignore[import-not-found]
 
         emucuda.preload()
     except Exception as error:

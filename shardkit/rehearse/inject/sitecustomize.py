@@ -25,6 +25,6 @@ if __name__ == "sitecustomize":
         _run_hidden()
     finally:
         if os.environ.get("SHARDKIT_REHEARSAL"):
-            import shardkit_rehearsal
+            import shardkit_rehearsal  # type: ignore[import-not-found]
 
             shardkit_rehearsal.begin()
