@@ -107,7 +107,7 @@ def _class_of(transformers: Any, model_config: Any, described_by: Path) -> Any:
 def _named_dtype(model_config: Any) -> torch.dtype:
     """The type of the weights that a config names; bf16 where it names none that a folder can be written in."""
     named = getattr(model_config, "dtype", None)
-    return named if named in DTYPES.values() else torch.bfloat16
+    return next((dtype for dtype in DTYPES.values() if dtype == named), torch.bfloat16)
 
 
 def _source(model: torch.nn.Module, described_by: Path) -> Source:
