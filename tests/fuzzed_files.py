@@ -140,7 +140,7 @@ def template(folder: Path) -> tuple[Path, Read]:
 
     def read() -> None:
         source = (folder / "chat.jinja").read_bytes().decode("utf-8", "replace")
-        with contextlib.suppress(RowError), limits(15):
+        with contextlib.suppress(RowError), limits():
             Template(source, {}).render(conversation(1))
 
     return folder / "chat.jinja", read

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.config.load import load_config
 from shardkit.config.schema import ModelConfig
+from shardkit.data.rows.formats import find_records
 from shardkit.data.tokenize.tokenizer import _settings
-from shardkit.errors import ConfigError, LaunchError
+from shardkit.errors import ConfigError, DataError, LaunchError
 from shardkit.foreign.files import read
 from shardkit.foreign.gather import read_model
+from shardkit.launch.failures import oom
 from shardkit.launch.failures.failure import of_launcher
 from shardkit.launch.local.restart import _settings_of
 from shardkit.launch.slurm import queue
@@ -90,3 +93,29 @@ def test_the_record_of_a_directorys_owner_is_a_regular_file(odd: Path, tmp_path:
     odd.rename(tmp_path / FOLDER / "owner.1.json")
     with pytest.raises(OSError, match="not a regular file"):
         claim(tmp_path)
+
+
+def test_a_config_is_a_regular_file(odd: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: not a regular file"):
+        load_config(odd)
+
+
+def test_post_mortems_of_ranks_are_regular_files(odd: Path, tmp_path: Path) -> None:
+    (tmp_path / oom.FOLDER).mkdir()
+    odd.rename(tmp_path / oom.FOLDER / "rank1.json")
+    (tmp_path / oom.FOLDER / "rank0.json").write_text('{"schema": 1, "time": 5, "rank": 0}')
+    assert list(oom.read(tmp_path, since=1)) == [0]
+
+
+def test_weights_beside_a_models_description_are_regular_files(odd: Path, tmp_path: Path) -> None:
+    odd.rename(tmp_path / "model.safetensors")
+    odd.write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: .*not a regular file"):
+        read_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "{", "[1]", '{"splits": 3}', "{}"])
+def test_a_damaged_list_of_splits_is_two_lines(text: str, tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text(text)
+    with pytest.raises(DataError, match=r"dataset_dict\.json is damaged"):
+        find_records(str(tmp_path))

@@ -34,6 +34,10 @@ _CAUSES = {
         "it was asked to end: by the scheduler, a user, or torchrun after another rank failed",
         "look at the scheduler's log of the job and at the other ranks",
     ),
+    signal.SIGPROF: (
+        "an operation of the chat template took longer than a conversation may, while data.streaming read it",
+        "correct the template, or set data.chat_template to a file with another one",
+    ),
     signal.SIGINT: ("it was interrupted (Ctrl-C)", ""),
 }
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...errors import gib
+from ...files import parse_json, read_regular
 from . import exit_codes
 from .failure import Failure
 
@@ -21,7 +21,7 @@ def read(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
     post_mortems: dict[int, dict[str, Any]] = {}
     for path in (run_dir / FOLDER).glob("rank*.json"):
         try:
-            record = json.loads(path.read_text())
+            record = parse_json(read_regular(path))
             if record["schema"] == _SCHEMA and record["time"] >= since:
                 post_mortems[int(record["rank"])] = {**record, "path": str(path)}
         except (OSError, ValueError, KeyError, TypeError):  # cut short by a full disk, or not ours

@@ -220,7 +220,7 @@ class Restarts:
 
     def _note(self, attempt: Path, number: int) -> None:
         try:
-            text = (self._log_dir / failure.TORCHRUN_LOG).read_text(errors="replace")
+            text = read_regular(self._log_dir / failure.TORCHRUN_LOG).decode(errors="replace")
         except OSError:
             text = ""
         ended = next(iter(failure.ended_in_torchrun_log(text)[number - 1 : number]), "a rank ended without a word")

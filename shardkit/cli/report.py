@@ -44,14 +44,10 @@ def report(
         return status(contents)[1] if second is None else ""
 
     folders = [run] if second is None else [run, second]
-    verdict = in_child("run directory", " and ".join(map(str, folders)), sum(map(_size_of, folders)), write, DataError)
+    read = [path for folder in folders for part in ("*", "trace/*", "oom/*") for path in folder.glob(part)]
+    files = [path for path in read if path.suffix != ".html"]
+    verdict = in_child("run directory", " and ".join(map(str, folders)), files, write, DataError)
     typer.echo(printable(f"{verdict}; report: {path}" if verdict else f"comparison: {path}"))
-
-
-def _size_of(run: Path) -> int:
-    """Bytes of the files that a report reads."""
-    files = (path for pattern in ("*", "trace/*", "oom/*") for path in run.glob(pattern))
-    return sum(path.stat().st_size for path in files if path.is_file() and path.suffix != ".html")
 
 
 def profile(

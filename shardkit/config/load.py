@@ -172,6 +172,8 @@ def resolve_batch(config: RunConfig, world_size: int) -> int:
 def _read(path: FilePath) -> Document:
     name = one_line(str(path))
     try:
+        if path.is_fifo() or path.is_char_device():  # a pipe would be waited for, and a device has no end
+            raise ConfigError(f"config file {name} cannot be read: not a regular file", "name a YAML file")
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"config file {name} does not exist", _nearby(path)) from None

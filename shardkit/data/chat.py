@@ -18,15 +18,11 @@ from string import ascii_letters
 from typing import Any, Literal
 
 from ..errors import DataError
-from ..files.bounded import factor, memory_limit, time_limit
+from ..files.bounded import LIMITS, memory_limit, time_limit
 from .rows.columns import TOOLS, Columns, RowError, plain
 
 LossOn = Literal["all", "assistant", "completion"]
 Span = tuple[int, int]
-TEMPLATE_S = 20
-"""Most seconds that a template may take to render one conversation."""
-TEMPLATE_BYTES = 1 << 30
-"""Most bytes by which the process may grow while a template renders one conversation."""
 _LONGEST = 1 << 26
 """Most characters that a template may make of one conversation, whatever its length."""
 _ADDED, _GROWTH = 1 << 14, 64
@@ -150,23 +146,31 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def limits(seconds: float, n_bytes: int = TEMPLATE_BYTES) -> Iterator[None]:
-    """Stop a template in this block after `seconds`, or when the process has grown by `n_bytes` (on Linux).
+def limits() -> Iterator[None]:
+    """Stop a template in this block when a conversation takes more time or memory than `LIMITS["chat template"]`.
 
     Only the main thread gets signals, so that nothing is limited in other threads.
 
     Raises:
         DataError: the template reached one of the limits.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _, seconds = LIMITS["chat template"].at()
+    with time_limit(seconds, _unusable(f"one conversation takes it more than {seconds:g} s")), memory_limits():
+        yield
+
+
+@contextmanager
+def memory_limits() -> Iterator[None]:
+    """Stop a template when the process has grown by more than the limit of a conversation in this block."""
+    n_bytes, _ = LIMITS["chat template"].at()
     try:
-        if threading.current_thread() is threading.main_thread():
-            too_long = _unusable(f"one conversation takes it more than {seconds * factor():g} s")
-            with time_limit(seconds * factor(), too_long), memory_limit(int(n_bytes * factor())):
-                yield
-        else:
+        with memory_limit(n_bytes):
             yield
     except MemoryError as error:
-        most = f"{n_bytes * factor() / 2**30:.3g} GiB"
+        most = f"{n_bytes / 2**30:.3g} GiB"
         raise _unusable(f"one conversation takes it more memory than it may have, {most} at most") from error
 
 

@@ -1,12 +1,13 @@
-"""Parse a file of a stranger in a child process, which its parent bounds in memory and time.
+"""Bound what a stranger's file costs: parse it in a child process, which its parent limits in memory and time.
 
 Small files can ask for gigabytes and minutes in more ways than checks can list. A parser that stays within the limits
-in the child does so in its parent as well.
+in the child does so in its parent as well. The limits are those of the kernel, which hold within operations in C.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import pickle
 import resource
@@ -14,11 +15,11 @@ import select
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import ConfigError, ShardkitError, gib, printable
 
@@ -34,7 +35,7 @@ class Limit:
     Attributes:
         n_bytes: memory beside what the process has.
         times: further bytes of memory for each byte of the file.
-        seconds: of time.
+        seconds: of CPU time.
         bytes_per_s: bytes of the file that get a further second each.
     """
 
@@ -43,7 +44,7 @@ class Limit:
     seconds: float
     bytes_per_s: int
 
-    def at(self, size: int) -> tuple[int, float]:
+    def at(self, size: int = 0) -> tuple[int, float]:
         """(bytes, seconds) for a file of this size."""
         n_bytes, seconds = self.n_bytes + self.times * size, self.seconds + size / self.bytes_per_s
         return int(n_bytes * factor()), seconds * factor()
@@ -55,8 +56,12 @@ LIMITS = {
     "tokenizer": Limit(768 * MIB, 100, 15, MIB),
     "data file": Limit(1024 * MIB, 8, 20, MIB // 32),
     "run directory": Limit(768 * MIB, 100, 20, MIB),
+    "chat template": Limit(1024 * MIB, 0, 20, MIB),
 }
 """Kind of file → its limits; SECURITY.md has the same table."""
+_WALL = 4
+"""A child may take this many times its CPU time on the clock: a busy machine slows it, a file that waits is ended."""
+_FIX = "do not trust this file; if it is yours, write it again"
 
 
 def factor() -> float:
@@ -75,56 +80,84 @@ def factor() -> float:
     return number
 
 
-parent_reports_end = False
-"""True in a child whose parent tells the user why it ended. Only such a process may be killed by `time_limit`."""
+_is_child = False
 
 
-def in_child(kind: str, name: str, size: int, function: Callable[[], T], error: type[ShardkitError]) -> T:
+def in_child(kind: str, name: str, files: Iterable[Path], function: Callable[[], T], error: type[ShardkitError]) -> T:
     """The result of `function`, computed in a forked child within the limits of `LIMITS[kind]`.
 
     The child's stderr is closed: libraries write there before they give up. A call inside such a child is direct.
 
     Args:
-        name: the file's name, for messages.
-        size: the file's bytes.
+        name: the name of the files, for messages.
+        files: the files that it reads; their size decides the limits.
         function: returns something that can be pickled; it may raise `ShardkitError`.
         error: raised when a limit is reached, or the child ends without an answer.
 
     Raises:
         ShardkitError: what `function` raised, or `error`.
     """
-    if parent_reports_end:
+    if _is_child:
         return function()
-    n_bytes, seconds = LIMITS[kind].at(size)
+    n_bytes, seconds = LIMITS[kind].at(sum(path.stat().st_size for path in files if path.is_file()))
+
+    def attempt() -> bytes:
+        problem: ShardkitError
+        try:
+            with memory_limit(n_bytes, resource.RLIMIT_AS):
+                return pickle.dumps((function(), None))
+        except MemoryError:
+            problem = beyond(name, kind, f"{gib(n_bytes)} of memory", error)
+        except ShardkitError as refusal:
+            problem = refusal
+        except BaseException as unexpected:  # tokenizers' panics are no Exceptions
+            reason = printable(f"{type(unexpected).__name__}: {unexpected}")
+            problem = error(f"{name} cannot be read: {reason}", _FIX)
+        return pickle.dumps((None, problem))
+
+    answer, signum = _forked(attempt, seconds)
+    if answer:
+        result, problem = pickle.loads(answer)
+        if problem is not None:
+            raise problem
+        return result  # type: ignore[no-any-return]
+    if signum == signal.SIGPROF:
+        raise slow_row(name, error)
+    if signum == signal.SIGXCPU:
+        raise beyond(name, kind, f"{seconds:.3g} s", error)
+    raise error(f"{name} cannot be read: the process that parsed it was ended by signal {signum}", _FIX)
+
+
+def _forked(attempt: Callable[[], bytes], seconds: float) -> tuple[bytes, int]:
+    """(the answer of a child, the signal that ended it); it gets `seconds` of CPU time, and `_WALL` times as much."""
+    global _is_child
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which the child does not need
         child = os.fork()
     if child == 0:
-        _answer(writer, n_bytes, function)
+        try:
+            _is_child = True
+            gc.freeze()  # to collect the parent's objects here would copy their pages
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            _lower(resource.RLIMIT_CORE, 0)
+            _lower(resource.RLIMIT_CPU, math.ceil(seconds))
+            with os.fdopen(writer, "wb") as pipe:
+                pipe.write(attempt())
+        finally:
+            os._exit(0)
     os.close(writer)
+    answer = b""
+    in_time: list[Any] = []
     try:
-        content = _read(reader, time.monotonic() + seconds)
+        with os.fdopen(reader, "rb") as pipe:
+            in_time, _, _ = select.select([pipe], [], [], _WALL * seconds)
+            answer = pipe.read() if in_time else b""
     finally:
-        os.close(reader)
         os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-    if content is None:
-        raise beyond(name, kind, f"{seconds:.3g} s", error)
-    if not content and status & 127 == signal.SIGPROF:
-        raise beyond(name, kind, f"{seconds:.3g} s", error)
-    if not content:
-        raise error(f"{name} cannot be read: the process that parsed it was ended by signal {status & 127}", _FIX)
-    outcome, value = pickle.loads(content)
-    if outcome == "memory":
-        raise beyond(name, kind, f"{gib(n_bytes)} of memory", error)
-    if outcome == "result":
-        result: T = value
-        return result
-    raise value if isinstance(value, ShardkitError) else error(f"{name} cannot be read: {value}", _FIX)
-
-
-_FIX = "do not trust this file; if it is yours, write it again"
+        signum = os.waitpid(child, 0)[1] & 127
+    return answer, signum if in_time else signal.SIGXCPU
 
 
 def beyond(name: str, kind: str, amount: str, error: type[ShardkitError]) -> ShardkitError:
@@ -135,109 +168,76 @@ def beyond(name: str, kind: str, amount: str, error: type[ShardkitError]) -> Sha
     )
 
 
-def _answer(writer: int, n_bytes: int, function: Callable[[], Any]) -> NoReturn:
-    """In the child: write the outcome to the pipe, and end without running anything of the parent's."""
-    global parent_reports_end
-    parent_reports_end = True
-    try:
-        gc.freeze()  # to collect the parent's objects here would copy their pages
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _limit_memory(n_bytes)
-        try:
-            content = pickle.dumps(("result", function()))
-        except MemoryError:
-            content = pickle.dumps(("memory", None))
-        except ShardkitError as error:
-            content = pickle.dumps(("error", error))
-        except BaseException as error:  # tokenizers' panics are no Exceptions
-            content = pickle.dumps(("error", printable(f"{type(error).__name__}: {error}")))
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(content)
-    finally:
-        os._exit(0)
-
-
-def _limit_memory(n_bytes: int) -> None:
-    """Limit this process's address space; on Linux alone."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:
-        return
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = pages * resource.getpagesize() + n_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+def slow_row(name: str, error: type[ShardkitError]) -> ShardkitError:
+    """The error for a process that SIGPROF ended, the alarm for a row with a chat template."""
+    return error(
+        f"a row of {name} takes the chat template more than {LIMITS['chat template'].at()[1]:g} s",
+        "correct the template, or set data.chat_template to a file with another one",
+    )
 
 
 @contextmanager
 def time_limit(seconds: float, error: ShardkitError) -> Iterator[None]:
-    """Raise `error` in this block after `seconds`; the main thread alone may call it.
+    """Raise `error` in this block when the main thread has used `seconds` of CPU time; no other thread may call it.
 
     Python runs signal handlers between bytecodes, so one long operation in C, such as a comparison of nested lists, is
-    not interrupted. A process whose parent reports its end is killed by SIGPROF two seconds of CPU time later.
-    An alarm that was set before goes on after the block.
+    not interrupted. The kernel ends the process then. It counts all threads, so it has to wait until they can only have
+    used that much if the block took too long: the seconds, times the CPUs.
     """
+    began = time.thread_time()
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def stop(*_: Any) -> None:
-        raise error
+        if time.thread_time() - began >= seconds:
+            raise error
 
-    handler, began = signal.signal(signal.SIGALRM, stop), time.monotonic()
+    handler = signal.signal(signal.SIGVTALRM, stop)
     # Repeated each second: jinja2 swallows any exception while it computes a template's constants.
-    remaining_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    if parent_reports_end:
-        signal.setitimer(signal.ITIMER_PROF, seconds + 2)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
+    profiler = signal.setitimer(signal.ITIMER_PROF, (seconds + 2) * cpus)
     try:
         yield
     finally:
-        if parent_reports_end:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining_s > 0:
-            elapsed_s = time.monotonic() - began
-            signal.setitimer(signal.ITIMER_REAL, max(remaining_s - elapsed_s, 0.001), interval_s)
+        signal.setitimer(signal.ITIMER_PROF, *profiler)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
 
 
 @contextmanager
-def memory_limit(n_bytes: int) -> Iterator[None]:
-    """Let the process's private memory grow by at most `n_bytes` in this block; on Linux alone.
+def memory_limit(n_bytes: int, limit: int = resource.RLIMIT_DATA) -> Iterator[int]:
+    """Let the process's private memory grow by at most `n_bytes` in this block, or less; on Linux alone.
 
     Beyond it, allocations raise MemoryError. The limit holds for all threads, so that others should need little
     meanwhile. A lower limit of the user's stays.
+
+    Args:
+        limit: RLIMIT_AS counts mapped files, too.
+
+    Yields:
+        The bytes by which it may grow.
     """
-    used = data_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if used is None or (soft != resource.RLIM_INFINITY and soft <= used + n_bytes):
-        yield
+    used = used_bytes(limit)
+    if used is None:
+        yield n_bytes
         return
-    resource.setrlimit(resource.RLIMIT_DATA, (used + n_bytes, hard))
+    soft, hard = _lower(limit, used + n_bytes)
     try:
-        yield
+        yield resource.getrlimit(limit)[0] - used
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        resource.setrlimit(limit, (soft, hard))
 
 
-def data_bytes() -> int | None:
-    """The bytes of this process that RLIMIT_DATA counts, or slightly more; None where the system does not tell."""
+def _lower(limit: int, most: int) -> tuple[int, int]:
+    """Lower a limit of this process to `most`, unless it is lower already; returns what it was."""
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
+    return soft, hard
+
+
+def used_bytes(limit: int = resource.RLIMIT_DATA) -> int | None:
+    """The bytes of this process that a limit counts, or slightly more; None where the system does not tell."""
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY)  # not `open`: it would take as long as a short template
+        with open("/proc/self/statm", "rb", 0) as file:
+            return int(file.read().split()[0 if limit == resource.RLIMIT_AS else 5]) * resource.getpagesize()
     except FileNotFoundError:
         return None
-    try:
-        return int(os.read(file, 256).split()[5]) * resource.getpagesize()
-    finally:
-        os.close(file)
-
-
-def _read(reader: int, deadline: float) -> bytes | None:
-    """All that the child writes; None if it has not ended at `deadline`."""
-    parts: list[bytes] = []
-    while True:
-        ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            return None
-        part = os.read(reader, 1 << 20)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)

@@ -167,6 +167,8 @@ def _stored_dtype(file: Path) -> str:
         ConfigError: the file has no header that can be read.
     """
     try:
+        if not file.is_file():  # a pipe would be waited for, and a device has no end
+            raise OSError("not a regular file")
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > _HEADER:

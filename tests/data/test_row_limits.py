@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from shardkit.data.rows.formats import find_records
 from shardkit.data.rows.pieces import PieceReader, cut
 from shardkit.data.tokenize import pool
 from shardkit.errors import ConfigError, DataError
+from shardkit.launch.failures.exit_codes import likely_cause
 
 from .chats import conversation, write_lines, write_tokenizer
 from .test_templates import needs_limits
@@ -87,6 +89,26 @@ def test_an_operation_in_c_that_does_not_end_is_killed(
     with pytest.raises(DataError, match=r"chat.jsonl takes (the chat template )?more than 4(\.\d+)? s") as caught:
         opened(tmp_path, path)
     assert "\n" not in caught.value.cause + caught.value.fix
+
+
+_RANK = """
+import os, sys
+from shardkit.data.chat import Template, limits, renderer
+from shardkit.files import bounded
+bounded.LIMITS["chat template"] = bounded.Limit(1 << 30, 0, 0.2, 1)
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+renderer()
+with limits():
+    Template(sys.argv[1], {}).render([{"role": "user", "content": "a"}])
+"""
+
+
+@needs_limits
+def test_an_operation_in_c_that_does_not_end_is_killed_in_a_rank_that_streams() -> None:
+    rank = subprocess.run([sys.executable, "-c", _RANK, COMPARED], timeout=120)
+    assert rank.returncode == -signal.SIGPROF
+    cause, fix = likely_cause(rank.returncode)
+    assert "chat template" in cause and "data.chat_template" in fix
 
 
 @pytest.mark.parametrize(

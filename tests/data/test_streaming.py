@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.data.datasets import text_data as samples
 from shardkit.data.datasets.text_data import Streamed
 from shardkit.data.datasets.windows import IGNORE_INDEX
 from shardkit.data.loader import StepLoader
@@ -19,6 +18,7 @@ from shardkit.data.order import BatchSchedule, State, WindowOrder
 from shardkit.data.rows.format import RowFormat
 from shardkit.data.tokenize.tokenizer import load_tokenizer
 from shardkit.errors import ConfigError, DataError
+from shardkit.files.bounded import LIMITS, Limit
 from tests.commands import python_m
 
 from .chats import conversation, write_lines, write_tokenizer
@@ -283,7 +283,7 @@ FOLDED = "{{ 9 ** (9 ** 9) }}"
 def test_a_template_that_does_not_end_is_stopped_while_streaming(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "TEMPLATE_S", 0.2)
+    monkeypatch.setitem(LIMITS, "chat template", Limit(1 << 30, 0, 0.2, 1))
     path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
     val = write_lines(tmp_path / "val.jsonl", ({"prompt": "ask", "completion": "answer"} for _ in range(9)))
     write_tokenizer(tmp_path / "hostile", template)

@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 import threading
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from shardkit.data.chat import RowError, Template, limits
 from shardkit.data.loader import StepLoader
 from shardkit.data.order import BatchSchedule
-from shardkit.data.tokenize import encode, pool
+from shardkit.data.tokenize import pool
 from shardkit.errors import DataError
 from shardkit.files import bounded
 
@@ -58,6 +58,7 @@ from shardkit.data.chat import Template, limits, renderer
 from shardkit.errors import DataError
 from shardkit.files import bounded
 templates, n_bytes = json.load(sys.stdin), 1 << 28
+bounded.LIMITS["chat template"] = bounded.Limit(n_bytes, 0, 20, 1)
 renderer()
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))  # spares the machine if the limit is not there
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
@@ -66,7 +67,7 @@ for name, source in templates.items():
     open("/proc/self/clear_refs", "w").write("5")  # the peak is that of now
     start, says = peak(), "nothing"
     try:
-        with limits(200, n_bytes):  # seconds enough for a busy machine
+        with limits():
             Template(source, {}).render([{"role": "user", "content": "a"}])
     except DataError as error:
         says = f"{error.cause}\\n{error.fix}"
@@ -104,7 +105,7 @@ def test_workers_refuse_it_in_two_lines(tmp_path: Path, monkeypatch: pytest.Monk
 @needs_limits
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_refuses_it_in_two_lines(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "limits", partial(limits, n_bytes=1 << 28))
+    monkeypatch.setitem(bounded.LIMITS, "chat template", bounded.Limit(1 << 28, 0, 20, 1))
     path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
     val = write_lines(tmp_path / "val.jsonl", ({"prompt": "ask", "completion": "answer"} for _ in range(9)))
     write_tokenizer(tmp_path / "hostile", HUNGRY["doubling"])
@@ -140,29 +141,34 @@ def test_a_templates_own_message_is_cut() -> None:
 
 
 @needs_limits
-def test_limits_leave_a_lower_limit_and_other_threads_alone() -> None:
+def test_limits_leave_a_lower_limit_and_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    used = bounded.data_bytes()
+    used = bounded.used_bytes()
     assert used is not None
     lower = used + (1 << 29)
+
+    def limited(n_bytes: int) -> AbstractContextManager[None]:
+        monkeypatch.setitem(bounded.LIMITS, "chat template", bounded.Limit(n_bytes, 0, 20, 1))
+        return limits()
+
     resource.setrlimit(resource.RLIMIT_DATA, (lower, hard))
     try:
-        with limits(20, 1 << 30):
+        with limited(1 << 30):
             assert resource.getrlimit(resource.RLIMIT_DATA) == (lower, hard)
-        with limits(20, 1 << 20):
+        with limited(1 << 20):
             assert used <= resource.getrlimit(resource.RLIMIT_DATA)[0] < lower
         assert resource.getrlimit(resource.RLIMIT_DATA) == (lower, hard)
-        with pytest.raises(KeyError), limits(20, 1 << 20):
+        with pytest.raises(KeyError), limited(1 << 20):
             raise KeyError
         assert resource.getrlimit(resource.RLIMIT_DATA) == (lower, hard)
-        with pytest.raises(DataError, match="more memory"), limits(20, 1 << 31):
+        with pytest.raises(DataError, match="more memory"), limited(1 << 31):
             bytearray(1 << 30)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     seen: list[int] = []
 
     def look() -> None:
-        with limits(20, 1 << 20):
+        with limited(1 << 20):
             seen.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
 
     thread = threading.Thread(target=look)
@@ -172,7 +178,7 @@ def test_limits_leave_a_lower_limit_and_other_threads_alone() -> None:
 
 
 def test_a_system_that_does_not_tell_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "data_bytes", lambda: None)
+    monkeypatch.setattr(bounded, "used_bytes", lambda limit: None)
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    with limits(20):
+    with limits():
         assert resource.getrlimit(resource.RLIMIT_DATA) == before

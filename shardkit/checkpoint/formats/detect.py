@@ -38,7 +38,8 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", f"name {KINDS}")
     # Opening reads all names and shapes, but no weights. A child does it first, with limits on memory and time.
-    in_child("checkpoint", str(path), _size_of(path), lambda: _open(path, step, weights_only).close(), CheckpointError)
+    files = [path, *path.rglob("*")]  # of a file, no more
+    in_child("checkpoint", str(path), files, lambda: _open(path, step, weights_only).close(), CheckpointError)
     source = _open(path, step, weights_only)
     if not any(name.startswith("model.") for name in source.tensors):
         source.close()
@@ -47,12 +48,6 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
         return source
     weights = {name: spec for name, spec in source.tensors.items() if name.startswith(("model.", "buffer."))}
     return replace(source, tensors=weights, scalars={})
-
-
-def _size_of(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder."""
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
 
 
 def _open(path: Path, step: str, weights_only: bool) -> Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from ...config.schema import DataConfig, RunConfig
 from ...errors import ConfigError, DataError
-from ..chat import TEMPLATE_S
+from ..chat import limits
 from ..loader import MapDataset
 from ..order import MixOrder, WindowOrder
 from ..pack import PackedDocuments, collate_packed, corpus_documents, nothing_left, plan_packed
@@ -104,7 +105,7 @@ class Streamed:
         tokens, targets = np.zeros(1, np.int64), np.zeros(0, np.bool_)
         if not problem:
             try:
-                with self._encoder.limits(TEMPLATE_S):
+                with nullcontext() if self.stream.recipe.template is None else limits():
                     texts = self._encoder.texts(row)
                 if len(texts) > 1:
                     raise RowError(_SEVERAL.format(len(texts)))

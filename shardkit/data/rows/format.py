@@ -126,8 +126,7 @@ def reading(path: str) -> Iterator[None]:
         DataError: the file cannot be read, is damaged, or takes more memory than a file of its size may.
     """
     try:
-        n_bytes, _ = LIMITS["data file"].at(os.stat(path).st_size)
-        with memory_limit(n_bytes):
+        with memory_limit(LIMITS["data file"].at(os.stat(path).st_size)[0]) as n_bytes:
             yield
     except MemoryError as error:  # pyarrow's ArrowMemoryError is one
         raise beyond(path, "data file", f"{gib(n_bytes)} of memory", DataError) from error

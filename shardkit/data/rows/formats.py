@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 from pathlib import Path
 
 from ...errors import DataError
+from ...files import parse_json, read_regular
 from ..listing import TextFile, find_files, walk
 from .arrow import Arrow
 from .format import RowFormat
@@ -61,7 +61,10 @@ def _datasets_split(path: str) -> str:
     listing = Path(path).expanduser() / "dataset_dict.json"
     if not listing.is_file():
         return path
-    splits = json.loads(listing.read_text()).get("splits", [])
+    try:
+        splits = list(map(str, parse_json(read_regular(listing))["splits"]))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{listing} is damaged: {error}", "name a split: data.path=FOLDER/SPLIT") from error
     if "train" not in splits:
         raise DataError(f"data path {path} has the splits {', '.join(splits)}", "name one: data.path=FOLDER/SPLIT")
     return str(listing.parent / "train")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import printable
-from ..chat import TEMPLATE_S, LossOn, RowReader, Template, Text, limits, renderer
+from ...files.bounded import LIMITS
+from ..chat import LossOn, RowReader, Template, Text, memory_limits, renderer
 from ..rows.columns import Columns, RowError
 from ..rows.format import BadRow, Piece
 from ..rows.pieces import rows
@@ -85,9 +87,21 @@ class Encoder:
         )
         return with_special[:start], with_special[start + len(without_special) :]
 
-    def limits(self, seconds: float) -> AbstractContextManager[None]:
-        """Bounds for `text`, see `chat.limits`; none without a template."""
-        return nullcontext() if self.recipe.template is None else limits(seconds)
+    @contextmanager
+    def limits(self) -> Iterator[Callable[[], object]]:
+        """Bounds for the rows of a batch, none without a template; yields a function to call before each row.
+
+        SIGPROF ends the process when a row takes more CPU time than `LIMITS["chat template"]` has. Its parent says so.
+        """
+        if self.recipe.template is None:
+            yield lambda: None
+            return
+        _, seconds = LIMITS["chat template"].at()
+        with memory_limits():
+            try:
+                yield lambda: signal.setitimer(signal.ITIMER_PROF, seconds)
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
 
     def texts(self, row: Any) -> list[Text]:
         """The row's text, as one sample or several.
@@ -198,25 +212,15 @@ def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, Report]:
     parts: list[Encoded] = []
     batch: list[Text] = []
     row_of_document: list[int] = []
-    n_characters = 0
     continues = piece.format.continues
 
     def encode_batch() -> None:
         parts.append(encoder.encode(batch, starts=not continues or piece.start == 0, ends=piece.ends))
         batch.clear()
 
-    for number, row in enumerate(rows(piece, encoder.recipe.columns.read)):
-        report.n_lines += 1
-        if row is None:
-            continue
-        report.n_rows += 1
-        texts = _texts_of_row(encoder, number, row, report)
-        batch += texts
-        row_of_document += [number] * len(texts)
-        n_characters += sum(len(text.text) for text in texts)
-        if len(batch) >= _BATCH or n_characters >= _BATCH_CHARACTERS:
-            encode_batch()
-            n_characters = 0
+    numbered = enumerate(rows(piece, encoder.recipe.columns.read))
+    while _read_batch(encoder, numbered, batch, row_of_document, report):
+        encode_batch()
     if continues and not batch and not (piece.start == 0 and piece.ends):
         batch.append(Text(""))  # the document's other pieces still need its start or its end
     if batch:
@@ -230,14 +234,34 @@ def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, Report]:
     return encoded, report
 
 
+def _read_batch(
+    encoder: Encoder, numbered: Iterator[tuple[int, Any]], batch: list[Text], row_of_document: list[int], report: Report
+) -> bool:
+    """Add rows to the empty batch until it is full; returns False when there are no more."""
+    n_characters = 0
+    with encoder.limits() as start_row:
+        for number, row in numbered:
+            report.n_lines += 1
+            if row is None:
+                continue
+            report.n_rows += 1
+            start_row()
+            texts = _texts_of_row(encoder, number, row, report)
+            batch += texts
+            row_of_document += [number] * len(texts)
+            n_characters += sum(len(text.text) for text in texts)
+            if len(batch) >= _BATCH or n_characters >= _BATCH_CHARACTERS:
+                return True
+    return False
+
+
 def _texts_of_row(encoder: Encoder, number: int, row: Any, report: Report) -> list[Text]:
     """The texts of a row; none if it is bad, which the report counts."""
     if isinstance(row, BadRow):
         report.add_bad(number, row.reason)
         return []
     try:
-        with encoder.limits(TEMPLATE_S):
-            texts = encoder.texts(row)
+        texts = encoder.texts(row)
     except RowError as error:
         report.add_bad(number, str(error))
         return []

@@ -22,9 +22,8 @@ from typing import IO, Any
 import numpy as np
 
 from ...errors import DataError, printable
-from ...files.bounded import factor, in_child
+from ...files.bounded import in_child, slow_row
 from ...files.children import module_command
-from ..chat import TEMPLATE_S
 from ..rows.format import Piece
 from ..store.tokenised import Writer
 from .encode import SHOWN, Encoded, Encoder, Recipe, Report, encode_piece
@@ -100,7 +99,7 @@ def _small(source: str, pieces: list[Piece], recipe: Recipe) -> list[Result]:
         encoder = Encoder(recipe)
         return [(piece, *encode_piece(encoder, piece)) for piece in pieces]
 
-    return in_child("data file", source, sum(piece.size for piece in pieces), encode, DataError)
+    return in_child("data file", source, {Path(piece.path) for piece in pieces}, encode, DataError)
 
 
 def _large(directory: Path, pieces: list[Piece], recipe: Recipe, n_workers: int) -> Iterator[Result]:
@@ -154,10 +153,7 @@ class _Worker:
         if not line:
             code = self.process.wait()
             if code == -signal.SIGPROF:
-                raise DataError(
-                    f"a row of {piece.path} takes the chat template more than {TEMPLATE_S * factor():g} s",
-                    "correct the template, or set data.chat_template to a file with another one",
-                )
+                raise slow_row(piece.path, DataError)
             raise DataError(
                 f"a tokenising process ended with exit code {code} at {piece.path}",
                 "its last lines are above; if it was killed, memory was short: lower data.tokenize_workers",

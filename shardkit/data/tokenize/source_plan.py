@@ -9,12 +9,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from ...config.libraries import is_first_rank
 from ...config.schema import DataConfig
 from ...errors import ConfigError, DataError
+from ...files import open_regular
 from ..chat import READS_CLOCK, LossOn, Template, at_date, no_template
 from ..listing import TextFile
 from ..rows.columns import Columns, choose_columns, names_to_find
@@ -190,7 +192,8 @@ def _template_source(data: DataConfig, tokenizer: Any) -> str | None:
             source = source.get("default")
         return source if isinstance(source, str) else None
     try:
-        return Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+        with open_regular(Path(data.chat_template).expanduser()) as file:
+            return TextIOWrapper(file, encoding="utf-8").read()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.chat_template={data.chat_template} cannot be read: {error}", "name a file with a chat template"

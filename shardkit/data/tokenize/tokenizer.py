@@ -80,7 +80,7 @@ def load_tokenizer(path: str | Path) -> Any:
     alone = path.is_file() or not (settings or (folder / "config.json").is_file())
     file = path if path.is_file() else folder / "tokenizer.json"
     if file.is_file():
-        in_child("tokenizer", str(file), file.stat().st_size, lambda: _read_alone(file), ConfigError)
+        in_child("tokenizer", str(file), [file], lambda: _read_alone(file), ConfigError)
     try:
         if alone:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **_special(settings))

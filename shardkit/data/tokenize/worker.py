@@ -16,7 +16,6 @@ from typing import IO, Any
 import numpy as np
 
 from ...errors import ShardkitError
-from ...files import bounded
 from .encode import Encoder, encode_piece
 
 
@@ -46,5 +45,4 @@ def work(orders: IO[bytes], answers: IO[bytes]) -> None:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not break an answer
-    bounded.parent_reports_end = True
     work(sys.stdin.buffer, answers)
