@@ -85,9 +85,9 @@ class ClusterOptions:
             raise LaunchError(f"--style {self.style!r} is not a way to start ranks", "pass torchrun or srun")
         if self.max_requeues < 0:
             raise LaunchError(f"--max-requeues {self.max_requeues} is negative", "pass 0 or more")
-        if self.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}|(?i:infinite|unlimited)", self.time):
+        if self.time is not None and self.time.startswith("-"):
             raise LaunchError(
-                f"--time {self.time!r} is no time limit", "pass minutes, H:MM:SS, or DAYS-HOURS; 0 = unlimited"
+                f"--time {self.time!r} is negative", "pass minutes, H:MM:SS, or DAYS-HOURS; 0 = unlimited"
             )
         if self.signal_s is not None and self.signal_s < 1:
             raise LaunchError(
