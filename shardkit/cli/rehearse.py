@@ -40,9 +40,9 @@ def pretend_weights(
     dtype: Annotated[Text, typer.Option(metavar="TYPE", help="fp32, bf16 or fp16, if not the config's.")] = None,
 ) -> None:
     """Write a model folder whose weights are all zero and take no space, for programs to load in a rehearsal."""
+    from ..checkpoint.formats.pretended import write_pretended_weights
     from ..checkpoint.formats.targets import DTYPES
     from ..errors import ConfigError, gib
-    from ..rehearse.weights import write_pretended_weights
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is no type of weights", f"choose one of {', '.join(DTYPES)}")

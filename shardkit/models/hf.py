@@ -86,7 +86,7 @@ class HFModel:
         self, model: ModelConfig, task: str, attention: str | None = None, rows: int | None = None, **defaults: Any
     ) -> None:
         self._options = {} if attention is None else {"attn_implementation": attention}
-        transformers = import_transformers(f"task.name={task}")
+        transformers = import_transformers(task)
         self.config = read_config(transformers, model, defaults)
         if rows is not None and hasattr(self.config, "vocab_size"):
             self.config.vocab_size = max(rows, self.config.vocab_size)
@@ -197,7 +197,7 @@ def import_transformers(needed_by: str) -> Any:
     """Import transformers and return it, with its warnings off.
 
     Args:
-        needed_by: the setting or command that needs it, for the error.
+        needed_by: name of the task that needs it, for the error.
 
     Raises:
         ConfigError: it cannot be imported; the fix says how to install it.
@@ -206,7 +206,7 @@ def import_transformers(needed_by: str) -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"{needed_by} needs transformers, which does not import: {error}", "pip install shardkit[hf]"
+            f"task.name={needed_by} needs transformers, which does not import: {error}", "pip install shardkit[hf]"
         ) from error
     transformers.logging.set_verbosity_error()
     return transformers

@@ -36,7 +36,7 @@ class HFCausalLM(NextTokens):
         self.config = config
         packs = config.data.packing != "none"
         if packs:
-            import_transformers("task.name=hf_causal_lm")
+            import_transformers("hf_causal_lm")
         attention = register() if packs else None
         self.hf = hf_model(config, "hf_causal_lm", attention, embedding_rows(config))
         self.adapter, self.resized = adapter_of(self.hf), self.hf.resized

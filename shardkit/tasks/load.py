@@ -45,7 +45,7 @@ def model_config(config: RunConfig) -> Any:
     """
     from ..models.hf import import_transformers, read_config
 
-    return read_config(import_transformers(f"task.name={config.task.name}"), config.model, {})
+    return read_config(import_transformers(config.task.name), config.model, {})
 
 
 def tokenizer_of(config: RunConfig) -> Path | None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardkit.checkpoint.formats.pretended import write_pretended_weights
 from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError
-from shardkit.rehearse.weights import write_pretended_weights
 from tests.data.chats import write_tokenizer
 
 transformers = pytest.importorskip("transformers")

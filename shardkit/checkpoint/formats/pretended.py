@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.formats.folder import TOKENIZER, copy_tokenizer, write_configs
-from ..checkpoint.formats.hub_names import ties_of
-from ..checkpoint.formats.targets import (
+from ...config.schema import RunConfig
+from ...errors import ConfigError
+from ...parallel.compat import from_config
+from ...parallel.weights import parameters_on_meta
+from ...tasks.load import model_config
+from ..native.reader import TensorSpec
+from .folder import TOKENIZER, copy_tokenizer, write_configs
+from .hub_names import ties_of
+from .targets import (
     DTYPES,
     ModelFacts,
     as_published,
@@ -23,13 +29,7 @@ from ..checkpoint.formats.targets import (
     parse_size,
     write_safetensors,
 )
-from ..checkpoint.formats.tensor_source import Source
-from ..checkpoint.native.reader import TensorSpec
-from ..config.schema import RunConfig
-from ..errors import ConfigError
-from ..models.hf import import_transformers, read_config
-from ..parallel.compat import from_config
-from ..parallel.weights import parameters_on_meta
+from .tensor_source import Source
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,14 @@ def write_pretended_weights(described_by: Path, folder: Path, dtype: str | None 
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already", "name a folder that does not exist")
-    config = RunConfig.model_validate({"model": {"hf_config": str(described_by)}})
-    transformers = import_transformers("shardkit pretend-weights")
-    model_config = read_config(transformers, config.model, {})
-    written_dtype = DTYPES[dtype] if dtype else _named_dtype(model_config)
-    model_class = _class_of(transformers, model_config, described_by)
+    config = RunConfig.model_validate({
+        "task": {"name": "hf_causal_lm"}, "model": {"hf_config": str(described_by)},
+    })  # fmt: skip
+    described = model_config(config)
+    written_dtype = DTYPES[dtype] if dtype else _named_dtype(described)
+    model_class = _class_of(described, described_by)
     with parameters_on_meta():
-        model: Any = from_config(model_class, model_config)
+        model: Any = from_config(model_class, described)
     facts = ModelFacts(pretrained=model)
     weights, notes = as_published(exported(_source(model, described_by), written_dtype, facts), facts)
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,16 +85,18 @@ def write_pretended_weights(described_by: Path, folder: Path, dtype: str | None 
     return PretendedWeights(type(model).__name__, n_parameters, weights.n_bytes, notes)
 
 
-def _class_of(transformers: Any, model_config: Any, described_by: Path) -> Any:
+def _class_of(described: Any, described_by: Path) -> Any:
     """The class that the config names, else transformers' causal language model of its type.
 
     Raises:
         ConfigError: the installed transformers has no such class.
     """
-    names = getattr(model_config, "architectures", None) or []
+    import transformers
+
+    names = getattr(described, "architectures", None) or []
     if not names:
-        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
-        cause = f"{described_by} names no architectures, and {model_config.model_type} has no causal language model"
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(described), None)
+        cause = f"{described_by} names no architectures, and {described.model_type} has no causal language model"
         fix = 'add the class that loads it, such as "architectures": ["ViTForImageClassification"]'
     else:
         model_class = getattr(transformers, names[0], None)
@@ -104,9 +107,9 @@ def _class_of(transformers: Any, model_config: Any, described_by: Path) -> Any:
     return model_class
 
 
-def _named_dtype(model_config: Any) -> torch.dtype:
+def _named_dtype(described: Any) -> torch.dtype:
     """The type of the weights that a config names; bf16 where it names none that a folder can be written in."""
-    named = getattr(model_config, "dtype", None)
+    named = getattr(described, "dtype", None)
     return next((dtype for dtype in DTYPES.values() if dtype == named), torch.bfloat16)
 
 
