@@ -36,17 +36,21 @@ COMPARED = (
 _BOMB = """
 import sys, pyarrow
 from pyarrow import parquet
-parquet.write_table(pyarrow.table({"text": pyarrow.array(["x" * 3_000_000] * 100)}), sys.argv[1], compression="zstd")
+column = {
+    "many texts": lambda: pyarrow.array(["x" * 3_000_000] * 100),
+    "objects": lambda: pyarrow.array([[{"a": 1}] * 1_000_000]),
+}[sys.argv[2]]()
+parquet.write_table(pyarrow.table({"text": column}), sys.argv[1], compression="zstd")
 """
 
 
-def write_bomb(path: Path) -> Path:
-    """A Parquet file of some KB whose hundred rows refer to one text of 3 MB.
+def write_bomb(path: Path, content: str = "many texts") -> Path:
+    """A Parquet file of some KB: a hundred rows refer to one text of 3 MB, or one row is a million objects.
 
     Another process writes it: this one could read it into the memory that the writer has used.
     """
     pytest.importorskip("pyarrow")
-    subprocess.run([sys.executable, "-c", _BOMB, str(path)], check=True)
+    subprocess.run([sys.executable, "-c", _BOMB, str(path), content], check=True)
     assert path.stat().st_size < 1 << 16
     return path
 
@@ -76,6 +80,19 @@ def test_a_small_parquet_file_of_gigabytes_is_refused(
     with pytest.raises(DataError, match=r"rows.parquet takes more than 0\.10 GiB of memory") as caught:
         read()
     assert "\n" not in caught.value.cause + caught.value.fix
+
+
+@needs_limits
+def test_a_row_that_is_small_in_its_file_and_large_in_python_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_bomb(tmp_path / "rows.parquet", "objects")
+    monkeypatch.setenv("SHARDKIT_FILE_LIMITS", "0.1")
+    with (
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as ranks,
+        pytest.raises(DataError, match=r"rows.parquet takes more than 0\.10 GiB of memory"),
+    ):
+        ranks.submit(read_a_row, path).result()
 
 
 @pytest.mark.parametrize("reader", ["a child", "workers"])

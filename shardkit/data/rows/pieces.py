@@ -97,7 +97,8 @@ class PieceReader:
                 with reading(piece.path):
                     self._hold(number, piece.format.load(piece, self._columns))
         self._loaded.move_to_end(number)
-        return self._loaded[number].row(index)
+        with reading(self._pieces[number].path):  # a small row may unpack to much
+            return self._loaded[number].row(index)
 
     def _hold(self, number: int, loaded: LoadedRows) -> None:
         self._loaded[number] = loaded
