@@ -104,4 +104,4 @@ class GroupReader:
             self._remainder = batch.slice(missing) if batch.num_rows > missing else None
             missing -= parts[-1].num_rows
         self.position += n_rows
-        return TableRows(to_table(parts, self.path))
+        return TableRows(to_table(parts, self.path), self.path)

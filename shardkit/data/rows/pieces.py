@@ -97,8 +97,7 @@ class PieceReader:
                 with reading(piece.path):
                     self._hold(number, piece.format.load(piece, self._columns))
         self._loaded.move_to_end(number)
-        with reading(self._pieces[number].path):  # a small row may unpack to much
-            return self._loaded[number].row(index)
+        return self._loaded[number].row(index)
 
     def _hold(self, number: int, loaded: LoadedRows) -> None:
         self._loaded[number] = loaded

@@ -7,6 +7,7 @@ import importlib
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -52,7 +53,7 @@ class TableFormat(RowFormat):
             yield from dicts
 
     def load(self, piece: Piece, columns: list[str] | None) -> LoadedRows:
-        return TableRows(to_table(list(self.batches(piece, columns)), piece.path))
+        return TableRows(to_table(list(self.batches(piece, columns)), piece.path), piece.path)
 
     def survey(self, pieces: Sequence[Piece], digest: hashlib.blake2b) -> Iterator[int]:
         """See `RowFormat.survey`. The digest gets blocks of the file at even distances, and the footer."""
@@ -62,16 +63,22 @@ class TableFormat(RowFormat):
 
 
 class TableRows:
-    """A table of pyarrow's, converted row by row."""
+    """A table of pyarrow's, converted row by row.
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
+    Lists, structs and dictionaries can be small in a table and large in Python: rows with them are converted within the
+    memory limit of their file.
+    """
+
+    def __init__(self, table: Any, path: str) -> None:
+        self._table, self._path = table, path
+        self._can_grow = any("<" in str(kind) for kind in table.schema.types)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def row(self, index: int) -> tuple[int, Any]:
-        return index, to_dicts(self._table.slice(index, 1))[0]
+        with reading(self._path) if self._can_grow else nullcontext():
+            return index, to_dicts(self._table.slice(index, 1))[0]
 
 
 def to_table(batches: list[Any], path: str) -> Any:
