@@ -35,7 +35,7 @@ class ShardkitCallback(WatchesTrainer, Callback):  # type: ignore[misc]
         """Begin; collective."""
         mode = _PRECISION.get(str(trainer.precision))
         self._steps, self._losses = trainer.global_step, []
-        settings = self._settings(
+        settings = self.watch_settings(
             "lightning",
             trainer.default_root_dir,
             mode,
@@ -84,10 +84,10 @@ class ShardkitCallback(WatchesTrainer, Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Gather a last time and print the table; collective."""
-        self._close()
+        self.end_watching()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Explain the exception if memory ran out."""
         if self.watching is not None:
             self.watching.explain(exception)
-        self._close(failed=True)
+        self.end_watching(failed=True)

@@ -41,7 +41,7 @@ class ShardkitCallback(WatchesTrainer, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if self.watching is not None and error is not None:
             self.watching.explain(error)
-        self._close(failed=error is not None)
+        self.end_watching(failed=error is not None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin; collective. A second beginning means that the Trainer swallowed an out-of-memory error."""
@@ -51,14 +51,14 @@ class ShardkitCallback(WatchesTrainer, TrainerCallback):  # type: ignore[misc]
                 "shardkit: the Trainer ran out of memory and begins again with per_device_train_batch_size="
                 f"{state.train_batch_size}; the records begin again too"
             )
-            self._close(failed=True)
+            self.end_watching(failed=True)
         model = kwargs["model"]
         half = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-        settings = self._settings(
+        settings = self.watch_settings(
             "trainer",
             args.output_dir,
             half,
-            resume=self._resume or again,
+            resume=self.resumes or again,
             done=state.global_step,
             bars=bool(args.disable_tqdm),
             total=state.max_steps,
@@ -76,7 +76,7 @@ class ShardkitCallback(WatchesTrainer, TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gather a last time and print the table; collective."""
-        self._close()
+        self.end_watching()
 
 
 @contextmanager

@@ -399,10 +399,10 @@ class WatchesTrainer:
         tensorboard: bool = True,
     ) -> None:
         self._run_dir, self._every, self._cap = run_dir, every, cap
-        self._resume, self._tensorboard = resume, tensorboard
+        self.resumes, self._tensorboard = resume, tensorboard
         self.watching: Watching | None = None
 
-    def _settings(self, tool: Tool, default_root: str, precision: str | None, **known: Any) -> Settings:
+    def watch_settings(self, tool: Tool, default_root: str, precision: str | None, **known: Any) -> Settings:
         """The options as settings, with what the trainer states: its tool's name, directory and precision, and more."""
         return Settings(
             Path(self._run_dir or Path(default_root) / "shardkit"),
@@ -411,10 +411,11 @@ class WatchesTrainer:
             tool=tool,
             cap=self._cap,
             tool_settings={} if precision is None else {"precision.mode": precision},
-            **{"resume": self._resume, **known},
+            **{"resume": self.resumes, **known},
         )
 
-    def _close(self, failed: bool = False) -> None:
+    def end_watching(self, failed: bool = False) -> None:
+        """Gather a last time, unless `failed`, and print the table; a second call does nothing."""
         if self.watching is not None:
             self.watching.close(failed)
             self.watching = None
