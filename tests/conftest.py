@@ -24,6 +24,8 @@ zero_ops.set_folder()
 # On a busy machine drawing examples may take long, which says nothing of what is tested.
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
+SLOW_HOST = 2.5
+"""How much longer than its time limit a slow test may take: hosts of CI differ by so much in a day."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +52,11 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     touched.keep_touched(config, items)
     order.sort(items, config.option.order_seed)
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            limit = item.get_closest_marker("timeout")
+            seconds = float(config.getini("timeout")) if limit is None else limit.args[0]
+            item.add_marker(pytest.mark.timeout(SLOW_HOST * seconds), append=False)
 
 
 @pytest.hookimpl(optionalhook=True)
