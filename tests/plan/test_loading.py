@@ -12,6 +12,7 @@ import pytest
 from shardkit.foreign.transfers import Sizes
 from shardkit.foreign.translate import read_job
 from tests.commands import python_m
+from tests.timing import measured_again
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.dist, pytest.mark.deepspeed, pytest.mark.slow]
@@ -55,6 +56,7 @@ def planned(folder: Path, of: Callable[[Any], int], phase: str, rank: int) -> in
 
 
 @pytest.mark.parametrize("more", [zero(2), zero(3, **GATHER)], ids=["zero2", "zero3"])
+@measured_again  # a rank that waits may still hold the layer that was gathered before
 def test_saving_adds_the_planned_copies_on_each_of_two_ranks(more: dict[str, Any], tmp_path: Path) -> None:
     sizes = job(tmp_path, use_cpu=True, bf16=True, deepspeed=more)
     env = {"DS_ACCELERATOR": "cpu", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
