@@ -1,4 +1,4 @@
-"""Tests that compare what shardkit measures with a clock, on machines that other programs use as well."""
+"""Tests that compare figures which depend on when a process gets the CPU, on machines that others use as well."""
 
 from __future__ import annotations
 

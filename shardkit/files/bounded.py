@@ -116,7 +116,7 @@ def in_child(kind: str, name: str, files: Iterable[Path], function: Callable[[],
         return pickle.dumps((None, problem))
 
     answer, signum = _forked(attempt, seconds)
-    if answer:
+    if answer and signum in (0, signal.SIGKILL):  # SIGKILL is the parent's own; any other may have cut the answer
         result, problem = pickle.loads(answer)
         if problem is not None:
             raise problem
