@@ -67,7 +67,10 @@ def write_pretended_weights(described_by: Path, folder: Path, dtype: str | None 
     config = RunConfig.model_validate({
         "task": {"name": "hf_causal_lm"}, "model": {"hf_config": str(described_by)},
     })  # fmt: skip
-    described = model_config(config)
+    try:
+        described = model_config(config)
+    except ConfigError as error:  # the key is not the user's word here
+        raise ConfigError(error.cause.replace("model.hf_config=", ""), error.fix) from None
     written_dtype = DTYPES[dtype] if dtype else _named_dtype(described)
     model_class = _class_of(described, described_by)
     with parameters_on_meta():

@@ -102,4 +102,6 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
     )
     assert exit_code("pretend-weights", source, tmp_path / "other", "--dtype", "int4") == 2
     assert capsys.readouterr().err.startswith("error: --dtype int4 is no type of weights\n  fix: choose one of fp32")
+    assert exit_code("pretend-weights", tmp_path / "missing", tmp_path / "other") == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/missing cannot be read: ")
     assert not (tmp_path / "other").exists()
