@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -32,7 +32,8 @@ from shardkit.plan.search.trial import TRACED, run_trial
 from shardkit.plan.target import Target
 
 from .common import in_turns, paired_ratio, write_result
-from .turns import RANKS, Ranks, serve, timed
+from .overhead import Ours, torchrun
+from .turns import RANKS, Ranks, timed
 
 SAMPLES = 2
 BASE = (
@@ -62,8 +63,8 @@ def settings_of(strategy: str, policy: str, micro_batch: int) -> tuple[str, ...]
 def calibrate(cache: Path) -> None:
     """Measure this machine's speeds with two ranks, and keep them where only this benchmark sees them."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    subprocess.run([*command, "-m", "shardkit.cli", "doctor", "--calibrate"], stdout=subprocess.DEVNULL, check=False)
+    command = torchrun(["shardkit.cli", "doctor", "--calibrate"])
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     if not (cache / "shardkit" / "calibration.json").exists():
         raise SystemExit("the calibration left nothing behind: run `shardkit doctor --calibrate` to see why")
 
@@ -91,14 +92,14 @@ def take_turns(cells: Sequence[Cell], work: Path, steps: int) -> dict[str, Any]:
     """
     with ExitStack() as running:
         alive = [
-            running.enter_context(Ranks(f"{cell}", ["benchmarks.auto", "--worker", *BASE, *settings_of(*cell)], work))
-            for cell in cells
+            running.enter_context(Ranks(str(cell), "benchmarks.auto:answers", work, settings=[*BASE, *one]))
+            for cell, one in ((cell, settings_of(*cell)) for cell in cells)
         ]
         for ranks in alive:
             ranks.first_step()
         taken = in_turns({index: ranks.step for index, ranks in enumerate(alive)}, WARMUP + steps)
         peaks = [peak(ranks.scratch / "run") for ranks in alive]
-    return {"peaks": peaks, "seconds": [[took for took, _ in timed[WARMUP:]] for timed in taken.values()]}
+    return {"peaks": peaks, "seconds": [[took for took, *_ in timed[WARMUP:]] for timed in taken.values()]}
 
 
 def peak(run_dir: Path) -> int:
@@ -107,21 +108,14 @@ def peak(run_dir: Path) -> int:
     return max(int(trace["peak"]["bytes"]) for trace in traces)
 
 
-def worker(*arguments: str) -> None:
-    """A rank: the trainer, a step at a time."""
-    from .overhead import Ours
-
-    *settings, scratch = arguments
+def answers(stream: TextIO, scratch: str, settings: list[str]) -> Iterator[dict[str, Any]]:
+    """What a rank answers: the trainer's steps."""
     ours = Ours([
         *settings, f"run.dir={scratch}/run", "train.max_steps=1000", "train.eval_samples=0", "memory.plan=false",
         "checkpoint.at_end=false", "logging.tensorboard=false", f"memory.trace_step={TRACED}",
     ])  # fmt: skip
-
-    def answers(stream: TextIO) -> Iterator[dict[str, Any]]:
-        yield from timed(iter(ours.step, None), stream)
-        ours.close()
-
-    serve(scratch, answers)
+    yield from timed(({"loss": ours.step()} for _ in count()), stream)
+    ours.close()
 
 
 def caps(peaks: Sequence[int]) -> list[int]:
@@ -174,11 +168,7 @@ def main() -> None:
     parser.add_argument(
         "--until", choices=("grid", "choices", "end"), default="end", help="stop there; run again to continue"
     )
-    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        worker(*options.worker)
-        return
     if options.final_steps < FEWEST:
         parser.error(f"--final-steps {options.final_steps}: an interval needs {FEWEST}")
     work: Path = options.work.resolve()

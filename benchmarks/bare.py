@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -94,22 +95,31 @@ def adamw(model: Any, names: set[str] | None = None) -> Any:
     return torch.optim.AdamW(groups(model, names), lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
-def ddp() -> Step:
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
+def loop(
+    model: Any,
+    optimizer: Any,
+    backward: Callable[[Any], object] = lambda loss: loss.backward(),
+    clip: Callable[[], object] | None = None,
+    unreduced: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Step:
+    """A step written by hand.
 
-    cards = [device()] if device().type == "cuda" else None
-    model = DistributedDataParallel(make_model(), device_ids=cards, gradient_as_bucket_view=True)
-    optimizer = adamw(model)
+    Args:
+        clip: torch's `clip_grad_norm_` if it is not given.
+        unreduced: a context for every micro-batch but the last.
+    """
+    import torch
+
+    clip = clip or (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
 
     def step(micro: list[Any]) -> float:
         losses = []
         for i, (x, y) in enumerate(micro):
-            model.require_backward_grad_sync = i == len(micro) - 1
-            loss = model(x, y) / (y.numel() * len(micro))
-            loss.backward()
+            with unreduced() if i < len(micro) - 1 else nullcontext():
+                loss = model(x, y) / (y.numel() * len(micro))
+                backward(loss)
             losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        clip()
         optimizer.step()
         optimizer.zero_grad()
         return read(losses)
@@ -117,8 +127,30 @@ def ddp() -> Step:
     return step
 
 
+def engine_loop(model: Any, backward: Callable[[Any], object], update: Callable[[], object]) -> Step:
+    """A step with an engine that accumulates, clips, and updates at the last micro-batch."""
+
+    def step(micro: list[Any]) -> float:
+        losses = []
+        for x, y in micro:
+            loss = model(x, y) / y.numel()
+            backward(loss)
+            update()
+            losses.append(loss.detach() / len(micro))
+        return read(losses)
+
+    return step
+
+
+def ddp() -> Step:
+    from torch.nn.parallel import DistributedDataParallel
+
+    cards = [device()] if device().type == "cuda" else None
+    model = DistributedDataParallel(make_model(), device_ids=cards, gradient_as_bucket_view=True)
+    return loop(model, adamw(model), unreduced=model.no_sync)
+
+
 def fsdp() -> Step:
-    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -128,20 +160,7 @@ def fsdp() -> Step:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    optimizer = adamw(model)
-
-    def step(micro: list[Any]) -> float:
-        losses = []
-        for x, y in micro:
-            loss = model(x, y) / (y.numel() * len(micro))
-            loss.backward()
-            losses.append(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return read(losses)
-
-    return step
+    return loop(model, adamw(model))
 
 
 def ds_config(stage: int, model: Any) -> dict[str, Any]:
@@ -184,17 +203,7 @@ def zero(stage: int) -> Step:
     deepspeed.init_distributed(backend(), verbose=False, dist_init_required=False)
     model = make_model()
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=adamw(model), config=ds_config(stage, model))
-
-    def step(micro: list[Any]) -> float:
-        losses = []
-        for x, y in micro:
-            loss = engine(x, y) / y.numel()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach() / len(micro))
-        return read(losses)
-
-    return step
+    return engine_loop(engine, engine.backward, engine.step)
 
 
 def read(losses: list[Any]) -> float:

@@ -22,7 +22,7 @@ from typing import Any
 
 from .checkpoint_arms import Clock, Run, deepspeed_save, forget, in_background, raw_read, raw_write, torch_save
 from .common import environment, median_ci, write_result
-from .overhead import launch
+from .overhead import on_two_ranks
 
 FEWEST = 6
 """Rounds that an interval of 95 % needs."""
@@ -89,10 +89,10 @@ class Bench:
         return found
 
 
-def worker(folder: Path, layers: int, rounds: int, minutes: float, rest_s: float) -> None:
+def measure(folder: Path, layers: int, rounds: int, minutes: float, rest_s: float) -> dict[str, Any]:
+    """On every rank: bytes of the checkpoint, the first round, and those that count."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
     bench = Bench(folder, layers, rest_s)
     n_bytes = sum(len(view) for view in bench.fsdp.state())
     every: list[Any] = [None] * dist.get_world_size()
@@ -103,13 +103,11 @@ def worker(folder: Path, layers: int, rounds: int, minutes: float, rest_s: float
         number = len(found) + 1
         found.append({**bench.disk(number), **bench.others(number)})
     first, *rest = found
-    if dist.get_rank() == 0:
-        print(json.dumps({"bytes": sum(every), "bytes_per_rank": max(every), "first": first, "rounds": rest}))
     bench.zero.close()
     bench.fsdp.close()
     del bench
     gc.collect()
-    dist.destroy_process_group()
+    return {"bytes": sum(every), "bytes_per_rank": max(every), "first": first, "rounds": rest}
 
 
 def summary(measured: dict[str, Any]) -> dict[str, Any]:
@@ -149,17 +147,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=15, help="each adds 144 MiB to the checkpoint")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to be measured")
     parser.add_argument("--rest", type=float, default=2, help="seconds before each use of the disk")
-    parser.add_argument("--worker", action="store_true")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/checkpoint.json")
     args = parser.parse_args()
-    if args.worker:
-        worker(args.folder, args.layers, args.rounds, args.minutes, args.rest)
-        return
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="checkpoint-") as temp:
-        sizes = ("rounds", "minutes", "layers", "rest")
-        options = [word for name in sizes for word in (f"--{name}", str(getattr(args, name)))]
-        out = launch(["benchmarks.checkpoint", "--worker", "--folder", temp, *options])
-    measured = json.loads(out.strip().splitlines()[-1])
+        sizes = {"layers": args.layers, "rounds": args.rounds, "minutes": args.minutes, "rest_s": args.rest}
+        measured = on_two_ranks(measure, limit_s=3600 + 60 * args.minutes, folder=Path(temp), **sizes)
     result = {"goals": GOALS, "ranks": 2, **summary(measured), "samples": measured}
     print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=2))
     if args.keep:

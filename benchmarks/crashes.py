@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -37,9 +36,11 @@ from torch import nn
 from shardkit.checkpoint import manage
 from shardkit.checkpoint.native import layout
 from shardkit.launch.local import restart
-from shardkit.launch.local.rendezvous import ReservedPort
+from tests.commands import python_m
+from tests.launch.jobs import environment, losses
+from tests.slurm.cluster import SCRIPT, Cluster, last_step, running, why_not
 
-from .common import REPO, write_result
+from .common import REPO, add_line, read_lines, write_result
 
 PROGRESS = REPO / "build" / "crashes.jsonl"
 STEPS, LONG = 6, 60
@@ -83,16 +84,6 @@ def settings(run_dir: Path, **extra: Any) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def losses(run_dir: Path) -> dict[int, float]:
-    """Step → loss; a step that stands there twice is an error."""
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = Counter(int(record["step"]) for record in found)
-    twice = [step for step, count in steps.items() if count > 1]
-    if twice:
-        raise AssertionError(f"metrics.jsonl has step {twice[0]} twice")
-    return {int(record["step"]): record["loss"] for record in found}
-
-
 def check(condition: bool, what: str) -> None:
     if not condition:
         raise AssertionError(what)
@@ -122,23 +113,11 @@ def fork(args: list[str], said: Path, crash: tuple[int, str] | None = None) -> i
 
     What it promises ("saved N"), and the number of changes at a normal end, are lines of the file `said`.
     """
-    return end_of(begin(args, said, crash))
-
-
-def end_of(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def begin(
-    args: list[str], said: Path, crash: tuple[int, str] | None = None, environ: dict[str, str] | None = None
-) -> int:
-    """The id of a forked process that trains."""
     pid = os.fork()
     if pid:
-        return pid
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
         os.setsid()
-        os.environ.update(environ or {})
         with said.with_suffix(".out").open("w") as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
@@ -361,13 +340,6 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 180) -> Non
         time.sleep(0.05)
 
 
-def last_step(run_dir: Path) -> int:
-    try:
-        return max(losses(run_dir), default=0)
-    except (OSError, ValueError):
-        return 0
-
-
 def saved_word(text: str) -> bool:
     return re.search(r"saved and stopped|saved after USR2", text) is not None
 
@@ -379,16 +351,13 @@ class Real:
 
     def __init__(self, work: Path, whole: dict[int, float]) -> None:
         self.work, self.whole = work, whole
-        drop = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|SHARDKIT_)")
-        self.env = {name: value for name, value in os.environ.items() if not drop.match(name)}
-        self.env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
         self.started: list[subprocess.Popen[str]] = []
 
     def launch(self, run_dir: Path, *more: str, pace: float = PACE_S) -> subprocess.Popen[str]:
         args = [*long_settings(run_dir, pace), *more]
         argv = [sys.executable, "-m", "shardkit.cli", "launch", "-", "--nproc-per-node", "2", *args]
         process = subprocess.Popen(
-            argv, cwd=REPO, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            argv, cwd=REPO, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
@@ -396,25 +365,13 @@ class Real:
 
     def reference(self) -> None:
         """The losses of a run that nothing disturbs."""
-        said = self.two_ranks(self.work / "whole")
+        self.two_ranks(self.work / "whole")
         self.whole.update(losses(self.work / "whole"))
-        _load(said.read_text().splitlines()[-1].split()[1:])
 
-    def two_ranks(self, run_dir: Path, *more: str) -> Path:
-        """Train to the end in two forked ranks; the file with what rank 0 promised."""
-        said = [run_dir.with_name(f"{run_dir.name}-rank{rank}") for rank in range(2)]
-        with contextlib.closing(ReservedPort()) as port:
-            world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            world["MASTER_PORT"] = str(port.port)
-            args = [*long_settings(run_dir, 0.0), *more]
-            pids = [
-                begin(args, path, environ={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-                for rank, path in enumerate(said)
-            ]
-            codes = [end_of(pid) for pid in pids]
-        outs = "\n".join(path.with_suffix(".out").read_text()[-1000:] for path in said)
-        check(codes == [0, 0], f"went on with exit codes {codes}: {outs}")
-        return said[0]
+    def two_ranks(self, run_dir: Path, *more: str) -> None:
+        """Train to the end in two ranks."""
+        done = python_m("shardkit.train", *long_settings(run_dir, 0.0), *more, ranks=2)
+        check(done.codes == [0, 0], f"went on with exit codes {done.codes}: {done.stderr[-2000:]}")
 
     def end(self, run_dir: Path) -> None:
         """End what a case that failed left running."""
@@ -554,7 +511,7 @@ class OnSlurm(Real):
 
     scenarios = ("usr2", "usr2", "preempted", "usr2_without_room", "killed", "second_job", "orphans")
 
-    def __init__(self, work: Path, whole: dict[int, float], cluster: Any) -> None:
+    def __init__(self, work: Path, whole: dict[int, float], cluster: Cluster) -> None:
         super().__init__(work, whole)
         self.cluster = cluster
         self.jobs: list[tuple[str, Path]] = []
@@ -639,8 +596,7 @@ class OnSlurm(Real):
         try:
             until(lambda: len(list(errors.glob("*.json"))) == 2, "the orphans ended")
         finally:
-            script = REPO / "tests/slurm/cluster.sh"
-            self.cluster.call("bash", str(script), "start-node", str(self.cluster.folder), node)
+            self.cluster.call("bash", str(SCRIPT), "start-node", str(self.cluster.folder), node)
         codes = [json.loads(path.read_text())["shardkit"]["exit_code"] for path in errors.glob("*.json")]
         check(codes == [6, 6], f"the orphans ended with {codes}")
         self.cluster.wait_for_step(run_dir, last_step(run_dir) + 5, output)
@@ -686,8 +642,6 @@ def real_case(number: int, seed: int, local: Real | None, slurm: OnSlurm | None)
 
 @contextlib.contextmanager
 def a_cluster(work: Path, whole: dict[int, float], wanted: bool) -> Iterator[OnSlurm | None]:
-    from tests.slurm.cluster import SCRIPT, Cluster, why_not
-
     missing = why_not() if wanted else "not asked for"
     if missing is not None:
         print(f"without Slurm: {missing}", flush=True)
@@ -695,11 +649,8 @@ def a_cluster(work: Path, whole: dict[int, float], wanted: bool) -> Iterator[OnS
         return
     folder = work / "slurm"
     folder.mkdir()
-    subprocess.run(["bash", str(SCRIPT), "start", str(folder), "2"], check=True, stdout=subprocess.DEVNULL)
-    try:
-        yield OnSlurm(work, whole, Cluster(folder))
-    finally:
-        subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=False)
+    with running(folder) as cluster:
+        yield OnSlurm(work, whole, cluster)
 
 
 # ---- both
@@ -707,19 +658,14 @@ def a_cluster(work: Path, whole: dict[int, float], wanted: bool) -> Iterator[OnS
 
 def known(seed: int) -> dict[tuple[bool, int], dict[str, Any]]:
     """Cases of this seed that are done."""
-    if not PROGRESS.exists():
-        return {}
-    found = [json.loads(line) for line in PROGRESS.read_text().splitlines() if line.endswith("}")]
-    return {(bool(one.get("real")), one["case"]): one for one in found if one["seed"] == seed}
+    return {(bool(one.get("real")), one["case"]): one for one in read_lines(PROGRESS) if one["seed"] == seed}
 
 
 def keep(one: dict[str, Any], work: Path) -> None:
     if "problem" in one:
         one["problem"] = one["problem"].replace(str(work), "WORK")
         print(f"case {one['case']}, {one['scenario']}: {one['problem']}", flush=True)
-    PROGRESS.parent.mkdir(exist_ok=True)
-    with PROGRESS.open("a") as file:
-        file.write(json.dumps(one) + "\n")
+    add_line(PROGRESS, one)
 
 
 def table(found: list[dict[str, Any]]) -> dict[str, dict[str, int]]:

@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import tempfile
 import time
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
@@ -24,6 +20,7 @@ from torch import nn
 
 from shardkit.memory.ledger import MemoryLedger
 from shardkit.memory.rows import PHASES, encode, gather_json
+from tests.ranks import run_ranks
 
 from .common import median_ci, write_result
 
@@ -63,13 +60,9 @@ class Ranks:
         return time.perf_counter() - began, time.thread_time() - busy
 
 
-def rank_main(rank: int, world: int, store: str, rounds: int, out: Connection) -> None:
-    """A rank; rank 0 sends its measurements."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=300)
-    )
-    ranks = Ranks(rank, world)
+def timed(rounds: int) -> dict[str, Any]:
+    """Seconds of each round's gathers on this rank, and the bytes of a row and of a line."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
     for settled in (True, False):
         ranks.gather(settled)
     times: dict[str, list[float]] = {"rank_0": [], "rank_0_cpu": [], "together": []}
@@ -78,38 +71,13 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Connection) -
         times["rank_0"].append(wall)
         times["rank_0_cpu"].append(busy)
         times["together"].append(ranks.gather(False)[0])
-    if rank == 0:
-        rows = ranks.ledger.last_rows
-        out.send(
-            {
-                "times": times,
-                "bytes_sent": 8 * (1 + len(encode(rows[0]))),
-                "line": len(json.dumps(gather_json(1, 0.0, rows))),
-            }
-        )
-    dist.barrier()
-    dist.destroy_process_group()
+    rows = ranks.ledger.last_rows
+    line = len(json.dumps(gather_json(1, 0.0, rows))) if rows else 0
+    return {"times": times, "bytes_sent": 8 * (1 + len(encode(rows[0]))) if rows else 0, "line": line}
 
 
 def measure(world: int, rounds: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=rank_main, args=(rank, world, f"{folder}/store", rounds, send), daemon=True)
-            for rank in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        try:
-            if not receive.poll(600):
-                raise RuntimeError(f"{world} ranks measured nothing within 600 s")
-            found = receive.recv()
-            for process in ranks:
-                process.join(60)
-        finally:
-            for process in ranks:
-                process.kill()
+    found = run_ranks(world, "benchmarks.gather:timed", timeout=600, rounds=rounds)[0]
     times = found["times"]
     return {
         **{f"{name}_s": median_ci(samples) for name, samples in times.items()},

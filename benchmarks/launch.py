@@ -9,7 +9,6 @@ preemption flag's calls and inside the step's one reduction.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import signal
@@ -25,7 +24,7 @@ from statistics import median
 from typing import Any, Literal
 
 from .common import REPO, earlier, in_turns, median_ci, paired_ratio, write_result
-from .overhead import Ours, launch, overrides, write_tokens
+from .overhead import Ours, on_two_ranks, overrides, rank_environ, torchrun, write_tokens
 
 GOALS = {"first_step": 1.10, "watching": 0.005}
 ENGINE = "ddp"
@@ -36,9 +35,7 @@ def commands(args: list[str], port: int) -> dict[str, list[str]]:
     """Each launcher's own command for the same module and arguments."""
     train = ["-m", "shardkit.train", *args]
     return {
-        "torchrun": [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *train
-        ],
+        "torchrun": torchrun(train[1:]),
         "shardkit launch": [sys.executable, "-m", "shardkit.cli", "launch", "-", "--nproc-per-node", "2", *args],
         "accelerate launch": [
             str(TOOLS / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
@@ -51,7 +48,7 @@ def commands(args: list[str], port: int) -> dict[str, list[str]]:
 
 
 def execute(argv: list[str]) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DEEPSPEED_LOG_LEVEL": "error"}
+    env = {**rank_environ(), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(argv, cwd=REPO, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -149,7 +146,7 @@ def watching(tokens: str, folder: str, steps: int) -> dict[str, float]:
     """
     import torch.distributed as dist
 
-    from shardkit.parallel.world import World
+    from shardkit.run.agreement import Reduction
 
     warmup = 3
     ours = Ours(overrides(ENGINE, tokens, f"{folder}/watched", steps + warmup))
@@ -159,7 +156,8 @@ def watching(tokens: str, folder: str, steps: int) -> dict[str, float]:
     trainer.stop.flags = clocks["preemption flag"].around(trainer.stop.flags)
     trainer.stop.agree = clocks["preemption flag"].around(trainer.stop.agree)
     wait = clocks["wait"].around(lambda: dist.barrier(group=trainer.world.control_group))
-    World.sum = clocks["reduction"].around(World.sum, before=wait)  # type: ignore[method-assign]
+    Reduction.begin = clocks["reduction"].around(Reduction.begin, before=wait)  # type: ignore[method-assign]
+    Reduction.wait = clocks["reduction"].around(Reduction.wait)  # type: ignore[method-assign]
     for _ in range(warmup):
         ours.step()
     for clock in clocks.values():
@@ -169,19 +167,9 @@ def watching(tokens: str, folder: str, steps: int) -> dict[str, float]:
         ours.step()
     total = time.perf_counter() - began - clocks.pop("wait").seconds
     ours.close()
+    if idle := [name for name, clock in clocks.items() if not clock.seconds]:
+        raise RuntimeError(f"never called in a step: {', '.join(idle)}")
     return {**{name: clock.seconds / total for name, clock in clocks.items()}, "step_s": total / steps}
-
-
-def worker(tokens: str, folder: str, steps: int) -> None:
-    """One rank; rank 0 prints its shares as JSON."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    result = watching(tokens, folder, steps)
-    if dist.get_rank() == 0:
-        print(json.dumps(result), flush=True)
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def compared(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -202,11 +190,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=7)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--parts", nargs="*", default=["first_step", "recovery", "watching"])
-    parser.add_argument("--worker", nargs=2, metavar=("TOKENS", "FOLDER"))
     args = parser.parse_args()
-    if args.worker:
-        worker(args.worker[0], args.worker[1], args.steps)
-        return
     result = {**earlier("launch"), "goals": GOALS}
     result.pop("environment", None)
     with tempfile.TemporaryDirectory() as temp:
@@ -225,8 +209,7 @@ def main() -> None:
             print(f"first step after a rank was killed: {result['recovery']['interval_s']} s", flush=True)
             write_result("launch", result)
         if "watching" in args.parts:
-            out = launch(["benchmarks.launch", "--steps", str(args.steps), "--worker", tokens, str(folder)])
-            result["watching"] = json.loads(out.strip().splitlines()[-1])
+            result["watching"] = on_two_ranks(watching, tokens=tokens, folder=str(folder), steps=args.steps)
             print(f"shares of the step time: {result['watching']}")
     print(f"written: {write_result('launch', result)}")
 

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("|" + "|".join(f" {cell} " if cell != "---" else cell for cell in line) + "|" for line in lines)
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(filter(None, [rows([head]), "|---" * len(head) + "|", rows(lines)]))
+
+
+def rows(lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def listed(lines: Iterable[str]) -> list[str]:
-    """A bulleted list as the one part of a section; no part without lines."""
+    """A bulleted list as one block; none without lines."""
     items = [f"- {line}" for line in lines]
     return ["\n".join(items)] if items else []
 
 
-def section(title: str, *parts: str, environment: dict[str, Any] | None = None) -> str:
-    """A section of the page: its parts with blank lines between them, and the machine that the figures are of.
+def section(template: str, values: Mapping[str, Any]) -> str:
+    """A section of the page: a template with its values, and the machine that the figures are of.
 
-    A part of one line is filled as a paragraph, but for headings, titles in bold and lists. Tables are parts of several
-    lines.
+    Paragraphs are filled; headings, titles in bold, lists, tables and what begins with ~ are not. Empty ones are left
+    out. `measured` among the values takes the machine's line.
     """
-    filled = (part if "\n" in part or part.startswith(("#", "- ", "**")) else paragraph(part) for part in parts)
-    measured = [machine(environment)] if environment else []
-    return "\n\n".join([f"## {title}", *filled, *measured]) + "\n"
+    blocks = filter(None, (block.strip() for block in template.format_map(values).split("\n\n")))
+    filled = [
+        block.removeprefix("~") if block.startswith(("#", "- ", "**", "|", "~")) else paragraph(block)
+        for block in blocks
+    ]
+    return "\n\n".join([*filled, *([] if "measured" in values else [machine(values["environment"])])]) + "\n"
+
+
+@cache
+def templates() -> dict[str, str]:
+    """The sections of page.md by name."""
+    _, *parts = re.split(r"^@@ (\w+)\n", Path(__file__).with_name("page.md").read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def interval(values: Any, digits: int) -> str:

@@ -10,8 +10,6 @@ Draws that are done are kept in build/moments.jsonl: started again with the same
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.slurm import moments
-from tests.slurm.cluster import SCRIPT, Cluster, why_not
+from tests.slurm.cluster import Cluster, running, why_not
 
-from .common import REPO, write_result
+from .common import REPO, read_lines, write_result
 
 PROGRESS = REPO / "build" / "moments.jsonl"
 
@@ -36,14 +34,9 @@ PROGRESS = REPO / "build" / "moments.jsonl"
 def a_cluster(folder: Path) -> Iterator[Cluster]:
     """A cluster whose nodes have room for several jobs."""
     folder.mkdir()
-    environ = {**os.environ, "SLURM_TEST_CPUS": "16"}
-    subprocess.run(["bash", str(SCRIPT), "start", str(folder), "2"], check=True, stdout=subprocess.DEVNULL, env=environ)
-    try:
-        cluster = Cluster(folder)
+    with running(folder, SLURM_TEST_CPUS="16") as cluster:
         assert "CPUTot=16" in cluster.call("scontrol", "show", "node", "n1"), "jobs would wait for each other"
         yield cluster
-    finally:
-        subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=False)
 
 
 class Campaign:
@@ -95,9 +88,7 @@ class Campaign:
 
 def known(seed: int) -> dict[int, dict[str, Any]]:
     """Number → record of the draws of this seed that are done."""
-    lines = PROGRESS.read_text().splitlines() if PROGRESS.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("}")]
-    return {record["number"]: record for record in records if record["seed"] == seed}
+    return {record["number"]: record for record in read_lines(PROGRESS) if record["seed"] == seed}
 
 
 def counts(records: list[dict[str, Any]]) -> dict[str, Any]:

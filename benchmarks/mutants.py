@@ -37,7 +37,7 @@ from typing import Any
 import psutil
 import pytest
 
-from .common import REPO, write_result
+from .common import REPO, add_line, read_lines, write_result
 
 SEED = 1
 COUNT = 12
@@ -255,18 +255,6 @@ def original_run(copy: Path, module: str, tests: Sequence[str]) -> float:
     return whole.seconds
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """What is known; a last line that was cut off is not."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-
-
-def keep(path: Path, line: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
 def run_module(
     copy: Path, module: str, tests: Sequence[str], mutants: Iterable[Mutant], kept: Path, until: float
 ) -> list[dict[str, Any]]:
@@ -276,7 +264,7 @@ def run_module(
         NoResult: the tests say nothing about mutants.
     """
     original, version = (copy / module).read_text(), digest(copy, module, tests)
-    known = {(one["operator"], one["occurrence"]): one for one in lines(kept) if one["version"] == version}
+    known = {(one["operator"], one["occurrence"]): one for one in read_lines(kept) if one["version"] == version}
     found = []
     for mutant in mutants:
         one = known.get((mutant.operator, mutant.occurrence))
@@ -287,7 +275,7 @@ def run_module(
                 seconds = original_run(copy, module, tests)
                 known["original", 0] = {"seconds": round(seconds, 1)}
                 start = {"module": module, "version": version, "operator": "original", "occurrence": 0}
-                keep(kept, {**start, **known["original", 0]})
+                add_line(kept, {**start, **known["original", 0]})
                 print(f"{module}: {seconds:.1f} s without a mutant", flush=True)
             put(copy, module, mutant.source)
             outcome = run_tests(copy, tests, max(AT_LEAST_S, SLOWER * known["original", 0]["seconds"]))
@@ -298,7 +286,7 @@ def run_module(
                 "was": was, "becomes": becomes, "result": outcome.result, "seconds": round(outcome.seconds, 1),
                 "by": outcome.by,
             }  # fmt: skip
-            keep(kept, one)
+            add_line(kept, one)
             print(f"{module}: {outcome.result} {outcome.seconds:.0f} s: {was} → {becomes}  {outcome.by}", flush=True)
         found.append(one)
     return found

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests.ranks import run_ranks
+
 from . import bare
 from .common import REPO, earlier, environment, in_turns, paired_ratio, stamp, unmeasured, write_result
 
@@ -64,22 +66,6 @@ class Ours:
         self._started.__exit__(None, None, None)
 
 
-def worker(mode: str, engine: str, tokens: str, folder: str, count: int) -> None:
-    """One rank of a measurement; rank 0 prints the result as JSON on its last line."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    result: Any = (
-        measure_pairs(engine, tokens, folder, count) if mode == "pairs" else measure_peak(mode, engine, tokens, folder)
-    )
-    if dist.get_rank() == 0:
-        print(json.dumps(result), flush=True)
-    import gc
-
-    gc.collect()
-    dist.destroy_process_group()
-
-
 def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -108,7 +94,7 @@ def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str
     return {"times": times, "spent": spent, "loss_difference": worst, "ledger_share": share}
 
 
-def measure_peak(arm: str, engine: str, tokens: str, folder: str) -> dict[str, Any]:
+def measure_peak(arm: str, engine: str, tokens: str, folder: str) -> int:
     import torch.distributed as dist
 
     from shardkit.memory import TensorTracker
@@ -123,7 +109,7 @@ def measure_peak(arm: str, engine: str, tokens: str, folder: str) -> dict[str, A
             step, data = bare.ENGINES[engine](), bare.batches(tokens, dist.get_rank(), dist.get_world_size())
             for _ in range(4):
                 step(next(data))
-    return {"peak": tracker.peak("cpu")}
+    return tracker.peak("cpu")
 
 
 def torchrun(module_args: list[str]) -> list[str]:
@@ -134,6 +120,13 @@ def rank_environ() -> dict[str, str]:
     """The environment of measured ranks: one thread each, and cached byte code as for an installed package."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return environ | {"OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
+
+
+def on_two_ranks(function: Callable[..., Any], limit_s: float = 3600, **given: Any) -> Any:
+    """Rank 0's result of a function on two fresh processes that form a gloo group."""
+    name = sys.modules[function.__module__].__spec__.name  # type: ignore[union-attr]
+    environ = {"DEEPSPEED_LOG_LEVEL": "error"}
+    return run_ranks(2, f"{name}:{function.__name__}", timeout=limit_s, env=environ, **given)[0]
 
 
 def launch(args: list[str]) -> str:
@@ -175,11 +168,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=9)
     parser.add_argument("--engines", nargs="*", default=list(ENGINES))
     parser.add_argument("--resume", action="store_true", help="leave out engines that this commit has measured")
-    parser.add_argument("--worker", nargs=4, metavar=("MODE", "ENGINE", "TOKENS", "FOLDER"))
     args = parser.parse_args()
-    if args.worker:
-        worker(*args.worker, count=args.pairs)
-        return
     results = earlier("overhead").get("engines", {})
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
@@ -192,19 +181,15 @@ def main() -> None:
 
 
 def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> dict[str, Any]:
-    def work(mode: str) -> dict[str, Any]:
-        run_folder = folder / f"{engine}-{mode}"
-        out = launch(["benchmarks.overhead", "--pairs", str(pairs), "--worker", mode, engine, tokens, str(run_folder)])
-        result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
-        return result
-
-    paired = work("pairs")
+    paired = on_two_ranks(measure_pairs, engine=engine, tokens=tokens, folder=f"{folder}/{engine}-pairs", pairs=pairs)
     times = paired["times"]
     ratios, spent = (paired_ratio(found["shardkit"], found["bare"]) for found in (times, paired["spent"]))
-    peaks = {arm: work(arm)["peak"] for arm in ("shardkit", "bare")}
-    begins = in_turns(
-        {arm: partial(first_step_seconds, arm, engine, tokens, folder) for arm in ("shardkit", "bare")}, starts
-    )
+    arms = ("shardkit", "bare")
+    peaks = {
+        arm: on_two_ranks(measure_peak, arm=arm, engine=engine, tokens=tokens, folder=f"{folder}/{engine}-{arm}")
+        for arm in arms
+    }  # fmt: skip
+    begins = in_turns({arm: partial(first_step_seconds, arm, engine, tokens, folder) for arm in arms}, starts)
     start_ratio = paired_ratio(begins["shardkit"], begins["bare"])
     return {
         "measured": stamp(),

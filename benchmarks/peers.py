@@ -13,7 +13,6 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -22,11 +21,11 @@ from statistics import median
 from typing import Any
 
 from . import bare, peers_arms, peers_env
-from .common import RESULTS, earlier, environment, in_turns, paired_ratio, write_json, write_result
+from .common import RESULTS, earlier, environment, paired_ratio, stamp, write_json, write_result
 from .overhead import write_tokens
 from .peers_arms import ARMS, OURS, REFUSALS
-from .peers_ranks import Ranks, worker
-from .turns import RANKS
+from .peers_ranks import Ranks
+from .turns import RANKS, Arms, peaks_of, side_by_side, starts_of
 
 TOLERANCE = 1e-5  # largest difference of a loss from the hand-written loop's
 WARMUP = 2  # untimed steps after the first
@@ -42,28 +41,17 @@ class DifferentLosses(RuntimeError):
     """An arm does not train like the hand-written loop: its times would say nothing."""
 
 
-def starts(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Each arm's seconds from the command to the end of the first step; nothing else runs meanwhile."""
-
-    def start(arm: str) -> float:
-        with Ranks(engine, arm, tokens, folder, 1) as ranks:
-            return ranks.first_step()[0]
-
-    return in_turns({arm: partial(start, arm) for arm in arms}, rounds)
+def arms_of(engine: str, arms: Sequence[str], tokens: str, folder: Path, count: int, mode: str = "turns") -> Arms:
+    return {arm: partial(Ranks, engine, arm, tokens, folder, count, mode) for arm in arms}
 
 
 def turns(
     engine: str, arms: Sequence[str], tokens: str, folder: Path, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Each arm's seconds per step, and the losses of all its steps, warm-up included."""
-    with ExitStack() as running:
-        alive = {
-            arm: running.enter_context(Ranks(engine, arm, tokens, folder, 1 + WARMUP + steps)) for arm in arms
-        }  # fmt: skip
-        losses = {arm: [ranks.first_step()[1]] for arm, ranks in alive.items()}
-        taken = in_turns({arm: ranks.step for arm, ranks in alive.items()}, WARMUP + steps)
-    seconds = {arm: [took for took, _ in timed[WARMUP:]] for arm, timed in taken.items()}
-    return seconds, {arm: [*losses[arm], *(loss for _, loss in timed)] for arm, timed in taken.items()}
+    first, taken = side_by_side(arms_of(engine, arms, tokens, folder, 1 + WARMUP + steps), WARMUP + steps)
+    seconds = {arm: [took for took, *_ in timed[WARMUP:]] for arm, timed in taken.items()}
+    return seconds, {arm: [first[arm], *(step[1] for step in timed)] for arm, timed in taken.items()}
 
 
 def loss_differences(losses: Samples) -> dict[str, float]:
@@ -102,10 +90,10 @@ def times(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: i
     Raises:
         DifferentLosses: an arm does not train like the hand-written loop.
     """
-    began = starts(engine, arms, tokens, folder, rounds)
+    began = starts_of(arms_of(engine, arms, tokens, folder, 1), rounds)
     taken, losses = turns(engine, arms, tokens, folder, steps)
     result: dict[str, Any] = {
-        "measured": {key: environment()[key] for key in ("commit", "date")},
+        "measured": stamp(),
         "loss_difference": loss_differences(losses),
         "first_step_s": began,
         "step_s": taken,
@@ -120,11 +108,7 @@ def times(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: i
 
 def peaks(engine: str, arms: Sequence[str], tokens: str, folder: Path) -> dict[str, int]:
     """Peak bytes of each arm."""
-    found = {}
-    for arm in arms:
-        with Ranks(engine, arm, tokens, folder, PEAK_STEPS, "peak") as ranks:
-            found[arm] = ranks.peak()
-    return found
+    return peaks_of(arms_of(engine, arms, tokens, folder, PEAK_STEPS, "peak"))
 
 
 def on_card(engine: str, arm: str, tokens: str, model: str, compute: bool, steps: int) -> dict[str, Any]:
@@ -140,7 +124,7 @@ def on_card(engine: str, arm: str, tokens: str, model: str, compute: bool, steps
     )  # fmt: skip
     try:
         with tempfile.TemporaryDirectory() as folder, Ranks(engine, arm, tokens, Path(folder), steps, "card") as ranks:
-            return _of_ranks(ranks.card(), compute)
+            return _of_ranks(ranks.answers(), compute)
     except RuntimeError as error:
         lines = str(error).splitlines()
         return {"error": next((line for line in lines if "Error: " in line), lines[-1]).removeprefix("[rank0]: ")}
@@ -192,7 +176,7 @@ def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:
     found = {}
     for arm in REFUSALS.get(engine, {}):
         with Ranks(engine, arm, tokens, folder, 1, "refusal") as ranks:
-            found[arm] = ranks.refusal()
+            found[arm] = ranks.answers()[0]["refused"]
     return found
 
 
@@ -230,11 +214,7 @@ def main() -> None:
         "`make test-cuda` with lightning-fabric beside",
     )  # fmt: skip
     parser.add_argument("--only", default="", metavar="TEXT", help="of --cuda: only libraries whose names contain this")
-    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        worker(*args.worker)
-        return
     if args.cuda:
         missing = [name for name in ("emucuda", "lightning_fabric", "accelerate") if find_spec(name) is None]
         if missing:

@@ -54,18 +54,9 @@ def accelerate_fsdp2() -> Step:
     if not isinstance(model, FSDPModule):
         raise Unsharded(f"fsdp_plugin(fsdp_version=2) was given and prepare() returned a {type(model).__name__}")
 
-    def step(micro: list[Any]) -> float:
-        losses = []
-        for x, y in micro:
-            loss = model(x, y) / (y.numel() * len(micro))
-            accelerator.backward(loss)
-            losses.append(loss.detach())
-        accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return bare.read(losses)
-
-    return step
+    return bare.loop(
+        model, optimizer, accelerator.backward, lambda: accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+    )
 
 
 def _on_cpu() -> bool:
@@ -147,18 +138,7 @@ def fabric_zero(stage: int) -> Step:
     model, _ = fabric.setup(model, bare.adamw(model))
     # Fabric 2.6.6's optimizer steps an engine that looks like an optimizer. DeepSpeed 0.19.8's has no `param_groups`:
     # ZeRO's own optimizer would then be stepped in each micro-batch, without gradients ("KeyError: 0").
-    engine = fabric.strategy.model
-
-    def step(micro: list[Any]) -> float:
-        losses = []
-        for x, y in micro:  # the engine accumulates, clips, and updates at the last one
-            loss = model(x, y) / y.numel()
-            fabric.backward(loss)
-            engine.step()
-            losses.append(loss.detach() / len(micro))
-        return bare.read(losses)
-
-    return step
+    return bare.engine_loop(model, fabric.backward, fabric.strategy.model.step)
 
 
 def _fabric(strategy: Any) -> Any:
@@ -170,20 +150,9 @@ def _fabric(strategy: Any) -> Any:
 
 
 def _fabric_step(fabric: Any, model: Any, optimizer: Any, reduce_every: bool = False) -> Step:
-    def step(micro: list[Any]) -> float:
-        losses = []
-        for i, (x, y) in enumerate(micro):
-            more = i < len(micro) - 1 and not reduce_every
-            with fabric.no_backward_sync(model) if more else nullcontext():
-                loss = model(x, y) / (y.numel() * len(micro))
-                fabric.backward(loss)
-            losses.append(loss.detach())
-        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return bare.read(losses)
-
-    return step
+    clip = partial(fabric.clip_gradients, model, optimizer, max_norm=MAX_NORM)
+    unreduced = nullcontext if reduce_every else partial(fabric.no_backward_sync, model)
+    return bare.loop(model, optimizer, fabric.backward, clip, unreduced)
 
 
 def trainer(engine: str, tokens: str, folder: str, count: int, after: Callable[[float], None]) -> None:

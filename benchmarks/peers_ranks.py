@@ -29,41 +29,24 @@ class Ranks(turns.Ranks):
     """
 
     def __init__(self, engine: str, arm: str, tokens: str, folder: Path, count: int, mode: str = "turns") -> None:
-        argv = ["benchmarks.peers", "--worker", mode, engine, arm, tokens, str(count)]
-        super().__init__(f"{engine} {arm}", argv, folder, CARD_LIMIT_S if mode == "card" else turns.LIMIT_S)
-
-    def peak(self) -> int:
-        """Peak bytes of the rank that took more."""
-        return max(int(answer["peak"]) for answer in self.answers())
-
-    def card(self) -> list[dict[str, Any]]:
-        """What each rank saw of its card (`seen_of`)."""
-        return self.answers()
-
-    def refusal(self) -> str:
-        said: str = self.answers()[0]["refused"]
-        return said
+        limit_s = CARD_LIMIT_S if mode == "card" else turns.LIMIT_S
+        given = {"mode": mode, "engine": engine, "arm": arm, "tokens": tokens, "count": count}
+        super().__init__(f"{engine} {arm}", "benchmarks.peers_ranks:answers", folder, limit_s, **given)
 
 
-def worker(mode: str, engine: str, arm: str, tokens: str, count: str, scratch: str) -> None:
-    """The process of a rank."""
+def answers(
+    stream: TextIO, scratch: str, mode: str, engine: str, arm: str, tokens: str, count: int
+) -> Iterator[dict[str, Any]]:
+    """What a rank answers."""
     if mode == "card":
-        # A library's engine may keep its group and its threads: the answer is sent, so the process just ends.
-        turns.serve(
-            scratch, lambda _: iter([seen_of(engine, arm, tokens, scratch, int(count))]), end=lambda: os._exit(0)
-        )
-        return
-    steps = steps_of(engine, arm, tokens, scratch, int(count))
-
-    def answers(stream: TextIO) -> Iterator[dict[str, Any]]:
-        yield from {"turns": turns.timed, "peak": _peak, "refusal": _refusal}[mode](steps, stream)
-        steps.close()
-
-    turns.serve(scratch, answers)
-
-
-def _peak(steps: Iterator[float], _: TextIO) -> Iterator[dict[str, int]]:
-    yield {"peak": peak_of(steps)}
+        yield seen_of(engine, arm, tokens, scratch, count)
+        os._exit(0)  # a library's engine may keep its group and its threads
+    steps = steps_of(engine, arm, tokens, scratch, count)
+    if mode == "turns":
+        yield from turns.timed(({"loss": loss} for loss in steps), stream)
+    else:
+        yield {"peak": peak_of(steps)} if mode == "peak" else {"refused": _refusal(steps)}
+    steps.close()
 
 
 def peak_of(steps: Iterator[Any]) -> int:
@@ -126,10 +109,9 @@ def seen_of(engine: str, arm: str, tokens: str, folder: str, count: int) -> dict
     }  # fmt: skip
 
 
-def _refusal(steps: Iterator[float], _: TextIO) -> Iterator[dict[str, str]]:
+def _refusal(steps: Iterator[float]) -> str:
     try:
         loss = next(steps)
     except (RuntimeError, ValueError) as error:
-        yield {"refused": f"{type(error).__name__}: {error}"}
-        return
+        return f"{type(error).__name__}: {error}"
     raise RuntimeError(f"it trains, with a loss of {loss}: move it to ARMS in peers_arms.py")

@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from statistics import median
 from typing import Any
 
-from .common import REPO, RESULTS, environment, write_result
+from tests.ranks import run_ranks
+
+from .common import RESULTS, environment, write_result
 
 TEXT = ["train.micro_batch_size=2", "train.seq_len=256"]
 SIZES: dict[str, dict[str, Any]] = {
@@ -52,6 +50,9 @@ MODELS: dict[str, list[str]] = {
     "gpt2": ["task.name=hf_causal_lm", *TEXT, _hf("gpt2")],
     "llama": ["task.name=hf_causal_lm", *TEXT, _hf("llama")],
     "lora": ["task.name=hf_causal_lm", *TEXT, _hf("llama"), "adapter.type=lora"],
+    "qlora": ["task.name=hf_causal_lm", *TEXT, _hf("llama"), "adapter.type=lora", "model.quantize={bits: 4}"],
+    "qlora-double": ["task.name=hf_causal_lm", *TEXT, _hf("llama"), "adapter.type=lora",
+                     "model.quantize={bits: 4, double: true}"],
     "bert": ["task.name=hf_masked_lm", *TEXT, _hf("bert")],
     "vit": ["task.name=image_classification", "train.micro_batch_size=8", _hf("vit")],
     "swinir": ["task.name=super_resolution", "model.preset=swin2sr-debug", "data.crop_size=128",
@@ -109,7 +110,7 @@ def cases() -> dict[str, tuple[int, list[str]]]:
             *([] if "offload" in strategy else ["optim.implementation=foreach"]),
         ]  # fmt: skip
 
-    for model in (name for name in MODELS if name != "lora"):
+    for model in (name for name in MODELS if "lora" not in name):
         for precision in ("fp32", "bf16"):
             add(model, "single@1", precision, "none", "adamw")
             add(model, "single@1", precision, "full", "adamw")
@@ -129,23 +130,26 @@ def cases() -> dict[str, tuple[int, list[str]]]:
         add("llama", strategy, "fp32", "full", "sgd")
     for strategy in ("single@1", "ddp@2", "fsdp@2", "hsdp@4", "zero1@2", "zero2@2", "zero3@2"):
         add("lora", strategy, "bf16", "full", "adamw")
+    for strategy in ("single@1", "ddp@2", "fsdp@2", "hsdp@4", "zero1@2", "zero2@2"):
+        add("qlora", strategy, "bf16", "full", "adamw")
+        add("qlora-double", strategy, "bf16", "full", "adamw")
     return found
 
 
-def measured(config: Any, world_size: int, rank: int, store: str) -> tuple[int, int]:
+def measured(overrides: list[str]) -> tuple[int, int]:
     """Bytes of torch's CPU allocator on this rank: (peak in the wrap and a few steps, total after them)."""
     import torch
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
+    from shardkit.config.load import load_config
     from shardkit.launch.ranks.env import RankEnv
     from shardkit.parallel.weights import Weights
     from shardkit.parallel.world import World
     from shardkit.plan.simulate.step import sample_batch
     from shardkit.tasks.load import load_task
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    config, rank, world_size = load_config(None, overrides).config, dist.get_rank(), dist.get_world_size()
     env = RankEnv(rank, world_size, rank, world_size, 0, 1, "group")
     group = dist.group.WORLD
     assert group is not None
@@ -162,7 +166,6 @@ def measured(config: Any, world_size: int, rank: int, store: str) -> tuple[int, 
         gc.collect()
         alive = held_addresses()
     dist.barrier()
-    dist.destroy_process_group()
     totals = allocated(profiler, alive)
     after = next(total - size for size, total in reversed(totals) if size == _MARKER)
     return max(total for _, total in totals), after
@@ -239,25 +242,6 @@ def unobserved(config: Any, world: Any, task: Any, batch: Any, weights: Any) -> 
             torch.empty(_MARKER, dtype=torch.uint8)
 
 
-def in_ranks(name: str, world_size: int) -> tuple[int, int]:
-    """Rank 0's measurement; every rank is a process."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.plan_accuracy", "--measure", name, "--store"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        ranks = [
-            subprocess.Popen(
-                [*command, f"{folder}/store", "--rank", str(rank)],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, cwd=REPO, text=True,
-            )
-            for rank in range(world_size)
-        ]  # fmt: skip
-        out = [rank.communicate(timeout=300) for rank in ranks]
-        if any(rank.returncode for rank in ranks):
-            raise RuntimeError(f"{name}: {next(err for (_, err), r in zip(out, ranks, strict=True) if r.returncode)}")
-        peak, resident = out[0][0].strip().splitlines()[-1].split()
-        return int(peak), int(resident)
-
-
 def compare(
     found: dict[str, tuple[int, list[str]]], known: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
@@ -280,7 +264,9 @@ def compare(
                 if known is not None and name in known:
                     peak, resident = known[name]["measured"], known[name]["resident_measured"]
                 else:
-                    peak, resident = in_ranks(name, world_size)
+                    environ = {"DS_ACCELERATOR": "cpu"}  # ranks that hold nothing of this process
+                    case = {"overrides": overrides, "env": environ, "timeout": 300}
+                    peak, resident = run_ranks(world_size, "benchmarks.plan_accuracy:measured", **case)[0]
                 rows[name] = row = {
                     "predicted": estimate.peak.allocated, "measured": peak,
                     "error": estimate.peak.allocated / peak - 1,
@@ -310,16 +296,7 @@ def main() -> None:
     parser.add_argument(
         "--keep-measured", action="store_true", help="predict again; run only cases that are not recorded"
     )
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.measure:
-        from shardkit.config.load import load_config
-
-        world_size, overrides = cases()[args.measure]
-        print(*measured(load_config(None, overrides).config, world_size, args.rank, args.store), flush=True)
-        return
     before = json.loads((RESULTS / "plan_accuracy.json").read_text()) if args.keep_measured else {"cases": {}}
     rows = compare({name: case for name, case in cases().items() if args.only in name}, before["cases"])
     print(summary(rows))

@@ -7,38 +7,24 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
-from .markdown import listed, mib, section, table
+from .markdown import listed, mib
+from .markdown import rows as rendered
 
 KINDS = ("first", "step", "ragged", "evaluation", "resumed")
 
 
-def compiled(result: dict[str, Any]) -> str:
+def compiled(result: dict[str, Any]) -> dict[str, Any]:
     cases: dict[str, dict[str, Any]] = result["cases"]
     ran = {name: found for name, found in cases.items() if "spans" in found}
     whole = {name: found for name, found in ran.items() if " eager " not in name}
     broken = {name: n for name, found in whole.items() if (n := sum(span["breaks"] for span in found["spans"]))}
-    return section(
-        "Compiled training on an emulated card",
-        "`python -m benchmarks compiled`, on **emulated** cards that compute nothing: torch.compile, Triton and "
-        "CUDA graphs are the real ones, and nothing here is a speed. Two blocks, bf16, two micro-batches a step; "
-        "the epoch's last batch is smaller, and so are the batches of evaluations; a resumed run compiles anew, as "
-        "a new process does. Products are ATen's: autotuning them says nothing here.",
-        f"{len(cases)} of the {len(cases) + len(result['not_run'])} cases in benchmarks/compiled_cases.txt were "
-        f"run: {len(whole)} compiled ones work ({len(broken)} with graph breaks), "
-        f"{_number(cases, 'refused')} are refused, {_number(cases, 'error')} fail, {_number(cases, 'unfinished')} "
-        "were not finished in the time given. Nothing is computed, so a number that is saved may not be finite: "
-        "such a run cannot be saved, or has no optimizer state to resume from.",
-        _isolated(result["isolated"], cases),
-        *listed(_reasons(cases)),
-        *listed(_breaks(broken, cases)),
-        "Columns: graphs of the first step; graphs that were compiled later, in steps / in the smaller batch / in "
-        "evaluations / in the resumed run's steps; graph breaks; CUDA graphs replayed in a step (their own pools count "
-        "as reserved, not as allocated); peaks of steady steps, MiB: planned for eager steps, eager, compiled.",
-        _table(whole, cases, result["planned"]),
-        "Peaks of compiled steps by group; cases with other settings are in the last groups alone.",
-        _memory(whole, cases, result["planned"]),
-        environment=result["environment"],
-    )
+    return {
+        "run": len(cases), "listed": len(cases) + len(result["not_run"]), "working": len(whole), "broken": len(broken),
+        "refused": _number(cases, "refused"), "failed": _number(cases, "error"),
+        "unfinished": _number(cases, "unfinished"), "isolation": _isolated(result["isolated"], cases),
+        "reasons": "".join(listed(_reasons(cases))), "breaks": "".join(listed(_breaks(broken, cases))),
+        "rows": _table(whole, cases, result["planned"]), "memory": _memory(whole, cases, result["planned"]),
+    }  # fmt: skip
 
 
 def _isolated(alone: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) -> str:
@@ -51,12 +37,7 @@ def _isolated(alone: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]
         max((abs(x / y - 1) for a, b in both.values() if (x := take(a)) and (y := take(b))), default=0.0)
         for take in (peak, reserved)
     )
-    shared = (
-        "Up to 40 cases ran one after the other in the same processes, with inductor's and Triton's caches kept for "
-        "the next (dynamo, which is counted, starts anew), and the first rank alone compiled. This can raise reserved "
-        "memory: what a case leaves behind parts the allocator's segments. "
-    )
-    return shared + (
+    return (
         f"{len(both)} of the cases ({sum('@1' not in name for name in both)} of several ranks) ran again in processes "
         f"and caches of their own, all ranks compiling: {equal} have equal counts; peaks of steady steps differ by at "
         f"most {100 * off:.2f} %, reserved memory by {100 * off_reserved:.1f} %."
@@ -127,11 +108,7 @@ def _table(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: dic
             _of(own), mib(compiling) if own and compiling and compiling > own else "",
             f"{_of(reserved(plain))} → {_of(reserved(found))}",
         ])  # fmt: skip
-    head = (
-        "", "policy", "mode", "other", "graphs", "later", "breaks", "replayed", "plan", "eager", "compiled",
-        "first step, if more", "reserved, eager → compiled",
-    )  # fmt: skip
-    return table(head, rows)
+    return rendered(rows)
 
 
 def _of(n_bytes: int | None) -> str:
@@ -149,7 +126,7 @@ def _memory(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: di
         if over_eager or over_plan:
             above = sum(ratio > 1 for ratio in over_plan)
             rows.append([group, _range(over_eager), _range(over_plan), f"{above} of {len(over_plan)}"])
-    return table(("", "over eager steps: cases, median, range", "over the plan", "above the plan"), rows)
+    return rendered(rows)
 
 
 def _groups(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -28,10 +27,10 @@ from statistics import median
 from typing import Any, TextIO
 
 from . import peers_env, sft_arms, sft_data, turns
-from .common import earlier, environment, in_turns, paired_ratio, write_result
+from .common import earlier, in_turns, paired_ratio, stamp, write_result
 from .peers import DifferentLosses
 from .peers_ranks import peak_of
-from .sft_arms import AT_ONCE, PEERS, Setting, Taken
+from .sft_arms import AT_ONCE, PEERS, Setting
 
 NAME = "sft"
 OURS = "shardkit"
@@ -48,42 +47,23 @@ class Ranks(turns.Ranks):
     """Two ranks of an arm; `mode` is "turns", or "peak" for one such answer."""
 
     def __init__(self, setting: Setting, arm: str, folder: Path, count: int, mode: str = "turns") -> None:
-        argv = ["benchmarks.sft", "--worker", mode, arm, str(count), json.dumps(asdict(setting))]
-        super().__init__(f"{arm}, {setting.tuned}, {setting.layout}", argv, folder)
-
-    def taken(self) -> tuple[float, float, float]:
-        """One step: (seconds on the slower rank, mean loss, targets of all ranks)."""
-        found = self.answers("step")
-        return max(a["seconds"] for a in found), turns.mean_loss(found), sum(a["tokens"] for a in found)
+        given = {"mode": mode, "arm": arm, "count": count, "setting": asdict(setting)}
+        super().__init__(f"{arm}, {setting.tuned}, {setting.layout}", "benchmarks.sft:answers", folder, **given)
 
 
-def worker(mode: str, arm: str, count: str, setting: str, scratch: str) -> None:
-    """The process of a rank."""
-    steps = _steps(arm, Setting(**json.loads(setting)), int(count), scratch, in_turns=mode == "turns")
-
-    def timed(stream: TextIO) -> Iterator[dict[str, Any]]:
-        loss, tokens = next(steps)
-        yield {"loss": loss, "tokens": tokens, "at": time.time()}
-        while stream.readline():
-            began = time.perf_counter()
-            loss, tokens = next(steps)
-            yield {"loss": loss, "tokens": tokens, "seconds": time.perf_counter() - began}
-
-    def peak(_: TextIO) -> Iterator[dict[str, Any]]:
+def answers(
+    stream: TextIO, scratch: str, mode: str, arm: str, count: int, setting: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """What a rank answers."""
+    chosen = Setting(**setting)
+    peers = PEERS if mode == "turns" else PEERS | AT_ONCE
+    steps = sft_arms.ours(chosen, count, scratch) if arm == OURS else peers[arm](chosen, count)
+    if mode == "turns":
+        yield from turns.timed(({"loss": loss, "tokens": tokens} for loss, tokens in steps), stream)
+    else:
         yield {"peak": peak_of(steps)}
-
-    def answers(stream: TextIO) -> Iterator[dict[str, Any]]:
-        yield from {"turns": timed, "peak": peak}[mode](stream)
-        for _ in steps:  # a library's loop ends after the last step that it was set up for
-            pass
-
-    turns.serve(scratch, answers)
-
-
-def _steps(arm: str, setting: Setting, count: int, scratch: str, in_turns: bool) -> Iterator[Taken]:
-    if arm == OURS:
-        return sft_arms.ours(setting, count, scratch)
-    return (PEERS if in_turns else PEERS | AT_ONCE)[arm](setting, count)
+    for _ in steps:  # a library's loop ends after the last step that it was set up for
+        pass
 
 
 def agree(setting: Setting, folder: Path) -> dict[str, float]:
@@ -95,7 +75,7 @@ def agree(setting: Setting, folder: Path) -> dict[str, float]:
     losses: dict[str, list[float]] = {}
     for arm in ARMS:
         with Ranks(setting, arm, folder, COMPARED) as ranks:
-            losses[arm] = [ranks.first_step()[1], *(ranks.taken()[1] for _ in range(COMPARED - 1))]
+            losses[arm] = [ranks.first_step()[1], *(ranks.step()[1] for _ in range(COMPARED - 1))]
     expected = losses[ARMS[0]]
     found = {
         arm: max(abs(a - b) for a, b in zip(values, expected, strict=True)) for arm, values in losses.items()
@@ -105,35 +85,14 @@ def agree(setting: Setting, folder: Path) -> dict[str, float]:
     return found
 
 
-def starts(setting: Setting, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Each arm's seconds from the command to the end of the first step, tokenisation included: caches are emptied."""
-
-    def start(arm: str) -> float:
-        shutil.rmtree(Path(setting.data).parent / "datasets", ignore_errors=True)  # there is none before the first
-        with Ranks(setting, arm, folder, 1) as ranks:
-            return ranks.first_step()[0]
-
-    return in_turns({arm: partial(start, arm) for arm in ARMS}, rounds)
+def arms_of(setting: Setting, folder: Path, count: int, mode: str = "turns") -> turns.Arms:
+    return {arm: partial(Ranks, setting, arm, folder, count, mode) for arm in ARMS}
 
 
 def steps_in_turn(setting: Setting, folder: Path, steps: int) -> dict[str, list[tuple[float, float]]]:
     """(seconds, targets) of each arm's steps."""
-    with ExitStack() as running:
-        count = 1 + WARMUP + steps
-        alive = {arm: running.enter_context(Ranks(setting, arm, folder, count)) for arm in ARMS}
-        for ranks in alive.values():
-            ranks.first_step()
-        taken = in_turns({arm: ranks.taken for arm, ranks in alive.items()}, WARMUP + steps)
+    _, taken = turns.side_by_side(arms_of(setting, folder, 1 + WARMUP + steps), WARMUP + steps)
     return {arm: [(took, tokens) for took, _, tokens in steps[WARMUP:]] for arm, steps in taken.items()}
-
-
-def peaks(setting: Setting, folder: Path) -> dict[str, int]:
-    """Peak bytes of tensors on the rank that took more."""
-    found = {}
-    for arm in ARMS:
-        with Ranks(setting, arm, folder, PEAK_STEPS, "peak") as ranks:
-            found[arm] = max(int(answer["peak"]) for answer in ranks.answers())
-    return found
 
 
 def tokenisation(setting: Setting, folder: Path, rounds: int) -> dict[str, list[float]]:
@@ -192,11 +151,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each arm")
     parser.add_argument("--settings", nargs="*", default=[" ".join(s) for s in SETTINGS], help="such as 'lora packed'")
     parser.add_argument("--no-data", dest="data", action="store_false", help="leave out tokenisation and packing")
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        worker(*args.worker)
-        return
     if args.settings and min(args.rounds, args.steps) < INTERVAL:
         parser.error(f"--rounds and --steps must be {INTERVAL} or more, for an interval of the median")
     peers_env.enter(NAME)
@@ -211,18 +166,20 @@ def main() -> None:
         for named in args.settings:
             tuned, layout = named.split()
             setting = Setting(tuned, layout, str(model), str(data))
-            found: dict[str, Any] = {"measured": {key: environment()[key] for key in ("commit", "date")}}
+            found: dict[str, Any] = {"measured": stamp()}
             if layout == "padded":
                 found["loss_difference"] = agree(setting, folder)
-            found["peak_bytes"] = peaks(setting, folder)
+            found["peak_bytes"] = turns.peaks_of(arms_of(setting, folder, PEAK_STEPS, "peak"))
             found["steps"] = steps_in_turn(setting, folder, args.steps)
-            found["first_step_s"] = starts(setting, folder, args.rounds)
+            # Tokenisation included: caches are emptied; there is none before the first.
+            empty = partial(shutil.rmtree, Path(setting.data).parent / "datasets", ignore_errors=True)
+            found["first_step_s"] = turns.starts_of(arms_of(setting, folder, 1), args.rounds, empty)
             found["beside"] = beside(found)
             result["settings"][named] = found
             print(named, json.dumps(found["beside"], indent=1), write_result(NAME, result), flush=True)
         if args.data:
             setting = Setting("full", "padded", str(model), str(data))
-            result["data_measured"] = {key: environment()[key] for key in ("commit", "date")} | {"load": load}
+            result["data_measured"] = {**stamp(), "load": load}
             result |= {"tokenise_s": tokenisation(setting, folder, args.rounds), "packing": packing()}
             print({name: median(taken) for name, taken in result["tokenise_s"].items()}, result["packing"])
             print("written:", write_result(NAME, result))

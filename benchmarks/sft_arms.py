@@ -227,7 +227,7 @@ def overrides(setting: Setting, steps: int, folder: str) -> list[str]:
     return [
         "task.name=hf_causal_lm", f"model.init_from={setting.model}", "parallel.strategy=ddp",
         "run.device=cpu", f"run.dir={folder}/run", f"data.path={setting.data}",
-        f"data.cache_dir={folder}/cache", "data.shuffle=false", "data.loss_on=assistant", "data.val_fraction=1e-9",
+        f"data.cache_dir={folder}/cache", "data.shuffle=false", "data.loss_on=assistant",
         f"data.packing={'packed' if setting.layout == 'packed' else 'none'}", f"train.seq_len={SEQ}",
         f"train.micro_batch_size={MICRO}", f"train.max_norm={MAX_NORM}", f"train.max_steps={steps}",
         "train.eval_samples=0", f"optim.lr={LR}", "optim.betas=[0.9, 0.999]", "optim.weight_decay=0",

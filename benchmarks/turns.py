@@ -1,18 +1,25 @@
-"""Runs of two ranks that take a step on request: several runs can take turns."""
+"""Runs of two ranks that take a step on request: several runs can take turns.
+
+`python -m benchmarks.turns MODULE:FUNCTION JSON FOLDER` is a rank.
+"""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from .common import REPO
+from .common import REPO, in_turns
 from .overhead import rank_environ, torchrun
 
 RANKS = 2  # as many as overhead.torchrun starts
@@ -24,15 +31,17 @@ class Ranks:
 
     Args:
         name: for errors.
-        worker: module and arguments of a rank, which calls `serve` with its last argument, the folder.
+        target: `module:function` of a rank, called with the stream of requests, `scratch`, the ranks' folder, and
+            `given`; it yields the answers.
         folder: directory for the ranks' files.
         limit_s: the most seconds that ranks may take to start, and for an answer.
+        given: in JSON's types.
 
     Raises:
         RuntimeError: a rank ended early, or took too long; includes the ranks' output.
     """
 
-    def __init__(self, name: str, worker: Sequence[str], folder: Path, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, name: str, target: str, folder: Path, limit_s: float = LIMIT_S, **given: Any) -> None:
         self.limit_s = limit_s
         self.name, self.scratch = name, Path(tempfile.mkdtemp(dir=folder))
         self.log = self.scratch / "log"
@@ -43,7 +52,7 @@ class Ranks:
             server.settimeout(0.2)
             self.began = time.time()
             self.process = subprocess.Popen(
-                torchrun([*worker, str(self.scratch)]),
+                torchrun(["benchmarks.turns", target, json.dumps(given), str(self.scratch)]),
                 cwd=REPO,
                 env=rank_environ(),
                 stdout=log,
@@ -80,10 +89,18 @@ class Ranks:
         found = self.answers()
         return max(answer["at"] for answer in found) - self.began, mean_loss(found)
 
-    def step(self) -> tuple[float, float]:
-        """(seconds on the slower rank, mean loss: all ranks have the same number of targets)."""
+    def step(self) -> tuple[float, float, float]:
+        """(seconds on the slower rank, mean loss, tokens that the answers count).
+
+        All ranks have the same number of targets.
+        """
         found = self.answers("step")
-        return max(answer["seconds"] for answer in found), mean_loss(found)
+        tokens = sum(answer.get("tokens", 0) for answer in found)
+        return max(answer["seconds"] for answer in found), mean_loss(found), tokens
+
+    def peak(self) -> int:
+        """Peak bytes of the rank that took more."""
+        return max(int(answer["peak"]) for answer in self.answers())
 
     def _failed(self) -> RuntimeError:
         self._end()
@@ -106,29 +123,61 @@ class Ranks:
             raise self._failed()
 
 
+Arms = Mapping[str, Callable[[], Ranks]]
+"""Name → what starts the ranks of an arm."""
+
+
+def starts_of(arms: Arms, rounds: int, before: Callable[[], object] = lambda: None) -> dict[str, list[float]]:
+    """Each arm's seconds from the command to the end of the first step; nothing else runs meanwhile."""
+
+    def start(make: Callable[[], Ranks]) -> float:
+        before()
+        with make() as ranks:
+            return ranks.first_step()[0]
+
+    return in_turns({arm: partial(start, make) for arm, make in arms.items()}, rounds)
+
+
+def side_by_side(arms: Arms, rounds: int) -> tuple[dict[str, float], dict[str, list[tuple[float, float, float]]]]:
+    """All arms alive at once: the first step's loss of each, and its steps (`Ranks.step`), taken in turn."""
+    with ExitStack() as running:
+        alive = {arm: running.enter_context(make()) for arm, make in arms.items()}
+        losses = {arm: ranks.first_step()[1] for arm, ranks in alive.items()}
+        return losses, in_turns({arm: ranks.step for arm, ranks in alive.items()}, rounds)
+
+
+def peaks_of(arms: Arms) -> dict[str, int]:
+    """Peak bytes of each arm, on the rank that took more."""
+
+    def peak(make: Callable[[], Ranks]) -> int:
+        with make() as ranks:
+            return ranks.peak()
+
+    return {arm: peak(make) for arm, make in arms.items()}
+
+
 def mean_loss(answers: Sequence[dict[str, Any]]) -> float:
     return float(sum(answer["loss"] for answer in answers) / len(answers))
 
 
-def serve(
-    scratch: str, answers: Callable[[TextIO], Iterator[dict[str, Any]]], end: Callable[[], None] | None = None
-) -> None:
-    """The rank's side: send each of `answers`, which read the requests; then `end`, by default `leave`."""
+def timed(steps: Iterator[Mapping[str, Any]], stream: TextIO) -> Iterator[dict[str, Any]]:
+    """The first step's answer at once, then one step for each line received."""
+    yield {**next(steps), "at": time.time()}
+    while stream.readline():
+        began = time.perf_counter()
+        yield {**next(steps), "seconds": time.perf_counter() - began}
+
+
+def serve(target: str, given: str, scratch: str) -> None:
+    """A rank: send each answer of the target."""
+    module, _, function = target.partition(":")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{scratch}/turns")
         stream = connection.makefile("rw")
-        for answer in answers(stream):
+        for answer in getattr(importlib.import_module(module), function)(stream, scratch, **json.loads(given)):
             print(json.dumps(answer), file=stream, flush=True)
         stream.close()
-    (end or leave)()
-
-
-def timed(steps: Iterator[float], stream: TextIO) -> Iterator[dict[str, float]]:
-    """The first step's loss at once, then one step for each line received."""
-    yield {"loss": next(steps), "at": time.time()}
-    while stream.readline():
-        began = time.perf_counter()
-        yield {"loss": next(steps), "seconds": time.perf_counter() - began}
+    leave()
 
 
 def leave() -> None:
@@ -137,3 +186,7 @@ def leave() -> None:
     gc.collect()  # an FSDP2 model that outlives the group can abort the process at exit
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

@@ -14,7 +14,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -22,10 +21,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, TextIO
 
 from .common import earlier, in_turns, median_ci, stamp, write_result
-from .markdown import interval, section, table
+from .turns import Ranks
 
 NAME = "watch_cost"
 GOAL = 1.01
@@ -55,12 +54,8 @@ class Turn:
     watching: Any = None
     is_on = True
 
-    def __init__(self, scratch: str) -> None:
-        self._inside = 0.0
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(f"{scratch}/turns")
-        self._stream = connection.makefile("rw")
-        connection.close()
+    def __init__(self, stream: TextIO) -> None:
+        self._inside, self._stream = 0.0, stream
         self._began: tuple[float, float] | None = None
 
     def ended(self) -> bool:
@@ -250,24 +245,16 @@ def lightning(turn: Turn, folder: str) -> None:
     trainer.fit(Net(), DataLoader(tokens(4096), batch_size=MICRO))
 
 
-def work(loop: str, folder: str, scratch: str) -> None:
-    """One rank."""
+def work(stream: TextIO, scratch: str, loop: str) -> Iterator[Any]:
+    """One rank, whose loop answers at the end of each step."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    turn, tool = Turn(scratch), LOOPS[loop]
-    if tool is None:
-        own(turn, folder, SHORT if "short" in loop else SIZES)
-    else:
-        {"accelerate": accelerate, "deepspeed": deepspeed, "transformers": transformers, "lightning": lightning}[tool](
-            turn, folder
-        )
-    from .turns import leave
-
-    leave()
+    run: Callable[..., None] = globals()[LOOPS[loop] or "own"]
+    run(Turn(stream), f"{scratch}/run", **({"sizes": SHORT} if "short" in loop else {}))
+    return iter(())
 
 
 def measure(loop: str, pairs: int, folder: Path) -> dict[str, Any]:
     """Times of steps in turn: the slower rank's, and rank 0's processor time."""
-    from .turns import Ranks
 
     def step(ranks: Ranks, arm: str) -> tuple[float, float, float]:
         answers = ranks.answers(arm)
@@ -276,7 +263,7 @@ def measure(loop: str, pairs: int, folder: Path) -> dict[str, Any]:
             max(answer["inside"] for answer in answers),
         )  # fmt: skip
 
-    with Ranks(loop, [f"benchmarks.{NAME}", "--worker", loop, str(folder / f"run {loop}")], folder) as ranks:
+    with Ranks(loop, "benchmarks.watch_cost:work", folder, loop=loop) as ranks:
         ranks.first_step()
         taken = in_turns({arm: partial(step, ranks, arm) for arm in ARMS}, WARMUP + pairs)
     return figures({arm: steps[WARMUP:] for arm, steps in taken.items()})
@@ -306,37 +293,11 @@ def installed() -> Iterator[str]:
             print(f"{loop}: left out, {tool} is not installed", file=sys.stderr)
 
 
-def watch_cost(result: dict[str, Any]) -> str:
-    """The section of docs/benchmarks.md."""
-    rows = [
-        [
-            loop, f"{1e3 * f['step_s']:.0f}", interval(f["step_time"], 4), interval(f["processor_time"], 4),
-            interval([1e3 * value for value in f["added_processor_s"]], 2), f"{1e3 * f['inside_s']:.2f}",
-            f"{100 * f['inside_s'] / f['step_s']:.2f} %", f"{f['measured']['load']:.1f}",
-        ]
-        for loop, f in result["loops"].items()
-    ]  # fmt: skip
-    text = (
-        "`python -m benchmarks.watch_cost`: a loop on 2 CPU ranks over gloo, one thread each, in the one line of "
-        "shardkit with its defaults. Every other step runs without shardkit's hooks. Ratios and differences are "
-        "medians over neighbours; a step has two micro-batches. Processor time is rank 0's, which writes the records. "
-        "The time in shardkit's calls is a mean on the thread of the slower rank, every tenth step's gather included. "
-        f"Goal: step time ≤ {result['goal']}. The load is the machine's at the end: 2 is this benchmark alone."
-    )
-    head = ["loop", "step, ms", "step time", "processor time", "added to it, ms", "in shardkit's calls, ms",
-            "of a step", "load"]  # fmt: skip
-    return section("One line in other tools' loops", text, table(head, rows), environment=result["environment"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=400, help="measured steps of each kind")
     parser.add_argument("--loops", nargs="*", choices=list(LOOPS), help="default: all that are installed")
-    parser.add_argument("--worker", nargs=3, metavar=("LOOP", "RUN_DIR", "FOLDER"))
     args = parser.parse_args()
-    if args.worker:
-        work(*args.worker)
-        return
     loops: dict[str, Any] = earlier(NAME).get("loops", {})
     with tempfile.TemporaryDirectory() as temp:
         for loop in args.loops or installed():

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import sys
 from pathlib import Path
 
 for library in ("torchao", "torch.utils._pytree"):  # their warnings while transformers loads concern no user of it
     logging.getLogger(library).setLevel(logging.ERROR)
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which transformers imports, warns where it has to guess
 
 # ruff: noqa: E402
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\n' ~ message.content ~ '<|im_end|>\n' }}"
@@ -78,6 +81,7 @@ def main(folder: Path) -> None:
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
     torch.manual_seed(0)
+    disable_progress_bar()
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,

@@ -42,7 +42,9 @@ import logging
 for library in ("torchao", "torch.utils._pytree"):  # their warnings while transformers loads concern no user of it
     logging.getLogger(library).setLevel(logging.ERROR)
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
+disable_progress_bar()
 model = AutoModelForCausalLM.from_pretrained("served")
 tokenizer = AutoTokenizer.from_pretrained("served")
 chat = [{"role": "user", "content": "What is 2 + 2?"}]

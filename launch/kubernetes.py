@@ -77,7 +77,7 @@ def _job(spec: JobSpec, container: dict[str, Any]) -> dict[str, Any]:
         "template": {
             "spec": {
                 "restartPolicy": "Never",
-                "terminationGracePeriodSeconds": _period_s(spec),
+                "terminationGracePeriodSeconds": _END_S + math.ceil(_grace_s(spec)),
                 "containers": [container],
                 "volumes": _volumes(spec),
             }
@@ -177,10 +177,6 @@ def _grace_s(spec: JobSpec) -> float:
     if spec.script is not None:
         return spec.script.grace_s
     return GRACE_S if spec.grace_s is None else spec.grace_s
-
-
-def _period_s(spec: JobSpec) -> int:
-    return _END_S + math.ceil(_grace_s(spec))
 
 
 def _start_variables(spec: JobSpec) -> list[dict[str, Any]]:

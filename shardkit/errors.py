@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class ShardkitError(Exception):
@@ -113,6 +113,15 @@ def printable_lines(text: str) -> str:
     return "\n".join(printable(line.expandtabs()) for line in text.split("\n"))
 
 
+SHOWN = 4
+"""Most names that an error lists; further ones are counted, or left out."""
+
+
+def listed(names: Sequence[object]) -> str:
+    """The first names, and a sign that there are more."""
+    return ", ".join(map(str, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")
+
+
 def gib(n_bytes: float, decimals: int = 2) -> str:
     """Bytes as messages and tables write them: in GiB, or in MiB below a tenth of a GiB."""
     if abs(n_bytes) < 0.1 * 2**30:
@@ -142,8 +151,8 @@ def parse_bytes(text: str, units: Mapping[str, int] = BINARY) -> int:
     Raises:
         ValueError: not a positive number and one of `units` (in a config GB could mean 10^9 or 2^30: binary only).
     """
-    found = _SIZE.fullmatch(text)
-    n_bytes = round(float(found[1]) * units.get(found[2], 0)) if found else 0
+    match = _SIZE.fullmatch(text)
+    n_bytes = round(float(match[1]) * units.get(match[2], 0)) if match else 0
     if n_bytes < 1:
         raise ValueError(f"{text!r} is not a size")
     return n_bytes

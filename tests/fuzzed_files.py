@@ -26,6 +26,8 @@ import torch
 
 from shardkit.cli.__main__ import main
 from shardkit.errors import ShardkitError
+from shardkit.files import bounded
+from tests import fuzzed_runs
 from tests.commands import python_m
 
 MOST_BYTES, MOST_SECONDS, LONGEST_SECONDS = 1 << 30, 20.0, 120.0
@@ -146,10 +148,37 @@ def template(folder: Path) -> tuple[Path, Read]:
     return folder / "chat.jinja", read
 
 
+def directory(*arguments: str) -> Case:
+    """A command on a run directory of a stranger: RUN and OUT in its arguments are folders."""
+
+    def case(folder: Path) -> tuple[Path, Read]:
+        run = fuzzed_runs.write(folder / "run", trained())
+        folders = {"RUN": str(run), "OUT": str(folder / "out")}
+
+        def read() -> None:
+            try:
+                main([folders.get(word, word) for word in arguments])
+            except SystemExit as ended:  # 1 is the answer that a checkpoint is damaged
+                raise SystemExit(2 if "verify" in arguments and ended.code == 1 else ended.code) from None
+
+        return run, read
+
+    return case
+
+
+DIRECTORIES: dict[str, Case] = {
+    "report": directory("report", "RUN"), "comparison": directory("report", "RUN", "RUN", "--out", "OUT"),
+    "profile": directory("profile", "RUN"), "profile --json": directory("profile", "RUN", "RUN", "--json"),
+    "logs": directory("logs", "RUN"), "checkpoint ls": directory("checkpoint", "ls", "RUN"),
+    "checkpoint verify": directory("checkpoint", "verify", "RUN"),
+    "checkpoint rm": directory("checkpoint", "rm", "RUN", "2", "--force"),
+    "convert": directory("convert", "RUN", "--to", "safetensors", "--out", "OUT"),
+}  # fmt: skip
+"""Commands on damaged run directories."""
 CASES: dict[str, Case] = {
     "manifest": manifest, "safetensors": safetensors, ".pt": pt, "DCP": dcp, "tokenizer.json": tokenizer,
     "Parquet": table("parquet"), "Arrow": table("arrow"), "PNG": picture, "config.yaml": config, "metrics": metrics,
-    "trace": trace, "chat template": template,
+    "trace": trace, "chat template": template, **DIRECTORIES,
 }  # fmt: skip
 _trained: list[Path] = []
 
@@ -218,7 +247,7 @@ def outcome(read: Read, size: int) -> str:
         if time.monotonic() - began > LONGEST_SECONDS:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(0.05)
     seconds = usage.ru_utime + usage.ru_stime  # of its children too
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read().decode()
@@ -244,9 +273,9 @@ def _resident(root: int) -> int:
 def _in_child(read: Read) -> str:
     programs: list[str] = []
     sys.addaudithook(lambda event, args: programs.append(f"{event} {args[:1]}") if event in PROGRAMS else None)
-    errors = io.StringIO()
+    errors, output = io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
     text = "taken"
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
         try:
             read()
         except SystemExit as ended:
@@ -255,15 +284,29 @@ def _in_child(read: Read) -> str:
             text = "refused" if "\n" not in error.cause else f"a cause of several lines: {error.cause}"
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
-    if "Traceback" in errors.getvalue():
+    shown = output.buffer.getvalue().decode(errors="surrogateescape") + errors.getvalue()  # type: ignore[attr-defined]
+    if "Traceback (most" in errors.getvalue():
         text = f"traceback: {errors.getvalue()[-300:]}"
+    if controls := sorted({char for char in shown if not char.isprintable() and char not in "\n\t"}):
+        text = f"wrote {controls} to the terminal"
     return f"started {programs[0]}" if programs and "git" not in programs[0] else text
+
+
+def _import_once(cases: list[str]) -> None:
+    """Read an honest file of each format in this process, so that its children have the modules already."""
+    bounded._is_child = True
+    for name in cases:
+        output = contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO()))
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(SystemExit), output:
+            CASES[name](Path(folder))[1]()
+    bounded._is_child = False
 
 
 def fuzz(seeds: range, cases: list[str], keep: Path | None = None) -> tuple[Counter[tuple[str, str]], list[str]]:
     """Counts by format and outcome, and the seeds that broke a rule."""
     counts: Counter[tuple[str, str]] = Counter()
     broken: list[str] = []
+    _import_once(cases)
     for seed in seeds:
         if seed % 10 == 0:
             print(
@@ -272,14 +315,20 @@ def fuzz(seeds: range, cases: list[str], keep: Path | None = None) -> tuple[Coun
         for name in cases:
             with tempfile.TemporaryDirectory() as folder:
                 file, read = CASES[name](Path(folder))
-                content = mutate(file.read_bytes(), random.Random(f"{name} {seed}"))
-                file.write_bytes(content)
-                ends = outcome(read, len(content))
+                rng, content = random.Random(f"{name} {seed}"), b""
+                if file.is_dir():
+                    fuzzed_runs.damage(file, rng, mutate)
+                    size = sum(path.stat().st_blocks * 512 for path in file.rglob("*") if path.is_file())
+                else:
+                    content = mutate(file.read_bytes(), rng)
+                    file.write_bytes(content)
+                    size = len(content)
+                ends = outcome(read, size)
             counts[name, ends if ends in ("taken", "refused") else "broken"] += 1
             if ends not in ("taken", "refused"):
                 broken.append(f"{name} seed {seed}: {ends}")
                 print(broken[-1], flush=True)
-                if keep is not None:
+                if keep is not None and content:
                     keep.mkdir(exist_ok=True)
                     (keep / f"{name.replace(' ', '_')}-{seed}").write_bytes(content)
     return counts, broken

@@ -1,4 +1,5 @@
-"""Fails a test that leaves something behind: variables, signal handlers, threads, processes, process groups, files.
+"""Fails a test that leaves something behind: variables, signal handlers, threads, processes, process groups, files,
+modes of torch.
 
 What was left is taken away again where that is safe, so that the tests after it are not blamed.
 """
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 GRACE_S = 5.0
@@ -44,6 +46,7 @@ class Seen:
     threads: set[threading.Thread]
     processes: set[int]
     group: bool
+    modes: tuple[Any, ...]
     folder: str
     files: dict[str, set[str]]
 
@@ -58,6 +61,7 @@ def look() -> Seen:
         threads={thread for thread in threading.enumerate() if thread.name not in OWN_THREADS},
         processes=_processes(),
         group=_has_group(),
+        modes=_modes(),
         folder=folder,
         files={place: set(os.listdir(place)) - OWN_FILES for place in {folder, str(REPO)}},
     )
@@ -100,6 +104,14 @@ def _left(before: Seen) -> Iterator[str]:
     if now.blocked != before.blocked:
         yield f"blocked signals: {', '.join(one.name for one in now.blocked ^ before.blocked)}"
         signal.pthread_sigmask(signal.SIG_SETMASK, before.blocked)
+    if now.modes:
+        torch = sys.modules["torch"]
+        modes = before.modes or (torch.float32, True, False)
+        if now.modes != modes:
+            yield f"torch's modes (default type, gradients, autocast on the CPU): {now.modes} instead of {modes}"
+            torch.set_default_dtype(modes[0])
+            torch.set_grad_enabled(modes[1])
+            torch.set_autocast_enabled("cpu", modes[2])
     if now.group and not before.group:
         yield "an initialized process group"
         sys.modules["torch.distributed"].destroy_process_group()
@@ -112,6 +124,14 @@ def _left(before: Seen) -> Iterator[str]:
         yield f"process {pid}: {words}"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _modes() -> tuple[Any, ...]:
+    """Empty until torch is imported."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "is_autocast_enabled"):
+        return ()
+    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
 
 def _has_group() -> bool:

@@ -22,7 +22,7 @@ from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 REPO = Path(__file__).resolve().parent.parent
 LEAKS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_")
@@ -65,8 +65,8 @@ def run_ranks(
     """
     context = _context(env, gpu)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        job = (world, target, timeout, env or {}, init_group, gpu, kwargs, folder)
-        ranks: list[BaseProcess] = [context.Process(target=_main, args=(rank, *job)) for rank in range(world)]
+        job = _Job(world, target, timeout, env or {}, init_group, gpu, kwargs, folder)
+        ranks: list[BaseProcess] = [context.Process(target=_main, args=(rank, job)) for rank in range(world)]
         started: list[BaseProcess] = []
         try:
             for process in ranks:
@@ -154,23 +154,27 @@ def _unpickled(data: bytes | None) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _main(
-    rank: int,
-    world: int,
-    target: str,
-    timeout: float,
-    env: dict[str, str],
-    init_group: bool,
-    gpu: bool,
-    kwargs: dict[str, Any],
-    folder: str,
-) -> None:
+class _Job(NamedTuple):
+    """The arguments of `run_ranks`, and the folder of its files."""
+
+    world: int
+    target: str
+    timeout: float
+    env: dict[str, str]
+    init_group: bool
+    gpu: bool
+    kwargs: dict[str, Any]
+    folder: str
+
+
+def _main(rank: int, job: _Job) -> None:
+    folder = job.folder
     os.setsid()
     _die_with_parent()
     with open(f"{folder}/{rank}.stack", "w") as stack:
-        faulthandler.dump_traceback_later(timeout * 0.9, file=stack)  # what a hung rank was doing
+        faulthandler.dump_traceback_later(job.timeout * 0.9, file=stack)  # what a hung rank was doing
         try:
-            result = _call(rank, world, target, timeout, env, init_group, gpu, kwargs, folder)
+            result = _call(rank, *job)
             _write(f"{folder}/{rank}.result", pickle.dumps(result))
         except BaseException as error:
             try:

@@ -53,6 +53,7 @@ def test_a_child_imports_nothing_from_the_current_directory(hostile: Path) -> No
     assert not ran(hostile)
 
 
+@pytest.mark.slow
 def test_tokenising_workers_import_nothing_from_the_current_directory(hostile: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     write_tokenizer(hostile / "tok")
@@ -63,6 +64,7 @@ def test_tokenising_workers_import_nothing_from_the_current_directory(hostile: P
     assert not ran(hostile)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_launch_and_its_ranks_import_nothing_from_the_current_directory(hostile: Path) -> None:
     (hostile / "config.yaml").write_text("run: {dir: run, device: cpu}\ntask: {factory: 'no_such_module:Task'}\n")
@@ -71,6 +73,7 @@ def test_launch_and_its_ranks_import_nothing_from_the_current_directory(hostile:
     assert not ran(hostile)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_that_start_by_a_file_import_nothing_from_the_current_directory(hostile: Path) -> None:
     """As `shardkit launch` starts them on Python 3.10, which knows no PYTHONSAFEPATH."""
@@ -89,6 +92,7 @@ def test_a_batch_script_imports_nothing_from_the_current_directory(template: str
     assert not ran(hostile)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("style", ["torchrun", "srun"])
 def test_a_slurm_step_imports_nothing_from_the_current_directory(style: str, hostile: Path) -> None:
@@ -149,6 +153,74 @@ def test_git_runs_no_program_of_a_strangers_repository(name: str, tmp_path: Path
     git("--no-pager", "diff", "--ext-diff", "HEAD", "--output=/dev/null")
     git("status", "--porcelain")
     assert (tmp_path / "ran").exists(), "git itself would run the program"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with a commit, and beside it a program that leaves `ran`."""
+    (tmp_path / "program").write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\ncat\n")
+    (tmp_path / "program").chmod(0o755)
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    (folder / "file.txt").write_text("one\n")
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+    return folder
+
+
+def git(folder: Path, *words: str) -> str:
+    settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+    return subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_repository_whose_filter_cannot_be_switched_off_is_not_asked(repository: Path) -> None:
+    (repository / ".gitattributes").write_text("*.txt filter=a=b\n")
+    git(repository, "config", "filter.a=b.clean", str(repository.parent / "program"))
+    (repository / "file.txt").write_text("two\n")
+    assert read_git("diff", "HEAD", "--binary", cwd=repository) is None
+    assert not (repository.parent / "ran").exists()
+    git(repository, "diff", "HEAD")
+    assert (repository.parent / "ran").exists(), "git itself would run the program"
+
+
+def test_git_starts_nothing_in_a_submodule(repository: Path) -> None:
+    """A submodule has settings of its own, and `.gitmodules` may ask git to look for changes in it."""
+    outer = repository.parent / "outer"
+    outer.mkdir()
+    git(outer, "init", "-q")
+    git(outer, "submodule", "add", "-q", str(repository), "sub")
+    git(outer, "config", "-f", ".gitmodules", "submodule.sub.ignore", "none")
+    git(outer, "add", ".")
+    git(outer, "commit", "-qm", "first")
+    git(outer, "config", "diff.submodule", "diff")
+    git(outer / "sub", "config", "filter.own.clean", str(repository.parent / "program"))
+    (outer / "sub" / ".gitattributes").write_text("*.txt filter=own\n")
+    (outer / "sub" / "file.txt").write_text("two\n")
+    for words in (["status", "--porcelain"], ["diff", "HEAD", "--binary"]):
+        read_git(*words, cwd=outer)
+        assert not (repository.parent / "ran").exists(), words
+    git(outer, "status", "--porcelain")
+    assert (repository.parent / "ran").exists(), "git itself would run the program"
+
+
+def test_git_fetches_nothing_for_a_partial_clone(repository: Path) -> None:
+    """For an object that is missing, git would start the program that fetches it."""
+    blob = git(repository, "rev-parse", "HEAD:file.txt").strip()
+    (repository / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    for name, text in (
+        ("core.repositoryFormatVersion", "1"), ("extensions.partialClone", "origin"),
+        ("remote.origin.promisor", "true"), ("remote.origin.url", str(repository)),
+        ("remote.origin.uploadpack", str(repository.parent / "program")),
+    ):  # fmt: skip
+        git(repository, "config", name, text)
+    (repository.parent / "program").write_text(f"#!/bin/sh\ntouch {repository.parent / 'ran'}\n")
+    (repository / "file.txt").write_text("two\n")
+    read_git("diff", "HEAD", "--binary", cwd=repository)
+    assert not (repository.parent / "ran").exists()
+    with pytest.raises(subprocess.CalledProcessError):
+        git(repository, "diff", "HEAD")
+    assert (repository.parent / "ran").exists(), "git itself would run the program"
 
 
 def test_git_outside_of_a_repository_is_none(tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+def autocast() -> None:
+    import torch
+
+    torch.set_autocast_enabled("cpu", True)
+
+
 def folder() -> None:
     os.chdir("/")
 
@@ -67,6 +73,7 @@ KINDS: dict[Callable[[], None], str] = {
     variable: "environment variables: LEFT_BEHIND", lost_variable: "environment variables: PATH",
     handler: "a handler of SIGUSR2", mask: "blocked signals: SIGUSR1", thread: "a thread: left behind",
     child: r"process \d+: sleep 60", orphan: r"process \d+: sleep 60", group: "an initialized process group",
+    autocast: r"torch's modes .* instead of \(torch.float32, True, False\)",
     folder: "the working directory /$", file: "files in .*: left_behind$",
 }  # fmt: skip
 

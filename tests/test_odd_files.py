@@ -8,20 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.cli.__main__ import main
 from shardkit.config.load import load_config
 from shardkit.config.schema import ModelConfig
 from shardkit.data.rows.formats import find_records
 from shardkit.data.tokenize.tokenizer import _settings
 from shardkit.errors import ConfigError, DataError, LaunchError
+from shardkit.files import read_object
 from shardkit.foreign.files import read
 from shardkit.foreign.gather import read_model
 from shardkit.launch.failures import oom
 from shardkit.launch.failures.failure import of_launcher
-from shardkit.launch.local.restart import _settings_of
+from shardkit.launch.local.restart import wrote
 from shardkit.launch.slurm import queue
 from shardkit.models.hf import _file_keys
-from shardkit.run.directory import _env, _rewind
+from shardkit.run.directory import _rewind
 from shardkit.run.owner import FOLDER, claim
+from tests.report.samples import write_run
 from tests.report.test_script import launched
 
 pytestmark = pytest.mark.timeout(30)
@@ -53,9 +56,12 @@ def test_a_description_nested_too_deeply_is_two_lines(tmp_path: Path) -> None:
             reader()
 
 
-def test_the_environment_of_an_earlier_start_is_a_regular_file(odd: Path) -> None:
-    odd.rename(odd.with_name("env.json"))
-    assert _env(odd.parent) == _settings_of(odd.parent) == {}
+def test_the_environment_of_an_earlier_start_is_a_regular_file_of_an_object(odd: Path) -> None:
+    assert read_object(odd) == {}
+    for content in ("[" * 200_000, "[1]", "{", ""):
+        (odd.parent / "env.json").write_text(content)
+        assert read_object(odd.parent / "env.json") == {}
+        assert wrote(odd.parent, {}) is False
 
 
 def test_the_logs_of_ranks_are_regular_files(odd: Path, tmp_path: Path) -> None:
@@ -68,6 +74,21 @@ def test_the_logs_of_ranks_are_regular_files(odd: Path, tmp_path: Path) -> None:
     (folder / "torchrun.log").unlink()
     (folder / "torchrun.log").symlink_to(odd)
     assert of_launcher(folder) == []
+
+
+def test_the_target_of_a_link_is_not_in_a_report(tmp_path: Path) -> None:
+    secret = tmp_path / "environ"
+    secret.write_text("HF_TOKEN=hf_secret\n")
+    folder = launched(tmp_path / "script", "110000", failed=True)
+    for log in folder.rglob("stderr.log"):
+        log.unlink()
+        log.symlink_to(secret)
+    (write_run(tmp_path / "run") / "config.yaml").unlink()
+    (tmp_path / "run" / "config.yaml").symlink_to(secret)
+    for run in (tmp_path / "script", tmp_path / "run"):
+        with pytest.raises(SystemExit, match="0"):
+            main(["report", str(run)])
+        assert "hf_secret" not in (run / "report.html").read_text()
 
 
 def test_links_to_nothing_are_no_outputs_of_a_job(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_metadata_states_python_dependencies_and_command(built: Built) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     assert {"torch", "deepspeed", "accelerate", "pydantic", "typer", "transformers", "pytest", "ruff"} <= required
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        *("dev", "docs", "hf", "finetune", "prometheus", "report", "test", "torchao", "vision", "wandb")
+        *("dev", "docs", "hf", "finetune", "prometheus", "quantize", "report", "test", "torchao", "vision", "wandb")
     }
     assert "shardkit = shardkit.cli.__main__:main" in texts["entry_points.txt"]
 

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ...errors import LaunchError
+from ...files.cgroups import memory_limits, text_of
 from ...files.children import module_command
 from ..ranks import affinity
 from ..ranks.affinity import available_cores
@@ -152,9 +153,9 @@ def numa(root: Path = Path("/")) -> list[Check]:
 
 def memory() -> list[Check]:
     """Free host memory, and the cgroup's limit, which the kernel enforces by killing."""
-    fields = dict(line.split(":") for line in _read(Path("/proc/meminfo")).splitlines() if ":" in line)
+    fields = dict(line.split(":") for line in text_of(Path("/proc/meminfo")).splitlines() if ":" in line)
     total, available = (int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    limit = cgroup_memory_limit()
+    limit = min((n_bytes for n_bytes, _ in memory_limits()), default=None)
     bound = min(available, limit) if limit else available
     summary = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
     summary += f", cgroup limit {limit / _GIB:.1f} GiB" if limit and limit < total else ""
@@ -162,23 +163,6 @@ def memory() -> list[Check]:
     low = bound < 4 * _GIB
     fix = "close other programs, or raise the container's or the job's memory (--mem)" if low else ""
     return [Check("host memory", "warn" if low else "pass", summary, fix, data)]
-
-
-def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that this process's control group may use: the tightest limit up to the root; None = no limit."""
-    limits = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
-        for depth in range(len(parts), -1, -1):
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            text = _read(mount.joinpath(*parts[:depth]) / name).strip()
-            if text.isdigit() and int(text) < 2**60:  # v1 writes a huge number for "none"
-                limits.append(int(text))
-    return min(limits, default=None)
 
 
 def limits() -> list[Check]:
@@ -281,10 +265,3 @@ def _installed(package: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from ...files.cgroups import cgroup_folders, text_of
+
 OK, FAILED, USER_ERROR, OUT_OF_MEMORY, UNSAVED, SUPERSEDED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 5, 6, 75, 130
 FINAL = (USER_ERROR, OUT_OF_MEMORY, UNSAVED, SUPERSEDED)
 """Codes after which a restart would end the same way."""
@@ -78,29 +80,12 @@ def likely_cause(code: int, oom_kills: int = 0) -> tuple[str, str]:
 
 
 def oom_kill_count(root: Path = Path("/")) -> int:
-    """Number of the kernel's OOM kills in this cgroup, else on this machine; 0 if unknown."""
-    for path in (*_cgroup_records(root), root / "proc/vmstat"):
-        try:
-            text = path.read_text()
-        except OSError:
-            continue
-        counts = [int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")]
+    """Number of the kernel's OOM kills in the nearest cgroup that counts them, else on this machine; 0 if unknown."""
+    groups = (
+        folder / ("memory.events" if v2 else "memory.oom_control") for folder, v2 in cgroup_folders("memory", root)
+    )
+    for path in (*groups, root / "proc/vmstat"):
+        counts = [int(line.split()[1]) for line in text_of(path).splitlines() if line.startswith("oom_kill ")]
         if counts:
             return counts[0]
     return 0
-
-
-def _cgroup_records(root: Path) -> list[Path]:
-    """Files in which the kernel may count a cgroup's OOM kills (v2 and v1); a container sees its cgroup as the root."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    top, paths = root / "sys/fs/cgroup", list[Path]()
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            paths += [top / path.lstrip("/") / "memory.events", top / "memory.events"]
-        elif "memory" in controllers.split(","):
-            paths += [top / "memory" / path.lstrip("/") / "memory.oom_control", top / "memory/memory.oom_control"]
-    return paths

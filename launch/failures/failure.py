@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ...errors import ShardkitError, printable_lines
-from ...files import parse_json, read_regular, write_whole
+from ...files import read_object, read_regular, write_whole
 from . import exit_codes, stderr
 
 TORCHRUN_LOG = "torchrun.log"
@@ -198,12 +198,7 @@ def read(paths: Iterable[Path]) -> list[Failure]:
     """The failures in these files, likely origin first; other programs' files count by torch's entry."""
     failures = []
     for path in paths:
-        try:
-            data = parse_json(read_regular(path))
-        except (OSError, ValueError):  # still being written, or not ours
-            continue
-        if not isinstance(data, dict):
-            continue
+        data = read_object(path)  # empty while it is being written, or if it is not ours
         if recorded := _own_record(data.get("shardkit")):
             failures.append(recorded)
         elif isinstance(data.get("message"), dict):

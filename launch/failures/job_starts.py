@@ -62,7 +62,7 @@ def note_start(run_dir: Path, job_id: str, restart: int, nodes: str, step: int |
 def note_end(run_dir: Path, job_id: str, restart: int, reason: str, step: int | None = None) -> None:
     """Record why this start ended."""
     event = {"event": "end", "job": job_id, "restart": restart, "step": last_step(run_dir) if step is None else step}
-    _append(run_dir, {**event, "reason": _one_line(reason), "refused": IN_USE in reason})
+    _append(run_dir, {**event, "reason": reason.partition("\n")[0][:200], "refused": IN_USE in reason})
 
 
 def note_restart(run_dir: Path, reason: str, lost_peer: bool = False) -> None:
@@ -212,10 +212,6 @@ def last_step(run_dir: Path) -> int:
     rows = read_objects(run_dir / "metrics.jsonl", TAIL)
     step = rows[-1].get("step") if rows else None
     return step if isinstance(step, int) else 0
-
-
-def _one_line(text: str) -> str:
-    return text.partition("\n")[0][:200]
 
 
 def _append(run_dir: Path, event: dict[str, Any]) -> None:

@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 
 from ..failures import failure
 from ..script import PREEMPT_FILE, Script
@@ -47,17 +45,9 @@ class Guard:
         added |= {} if environ.get("PYTHONFAULTHANDLER") else {"PYTHONFAULTHANDLER": "1"}
         return added | ({} if self._beats is None else self._beats.variables())
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> contextlib.AbstractContextManager[None]:
         """Take SIGUSR2 as the announcement of a preemption."""
-        before = signal.signal(signal.SIGUSR2, self._note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGUSR2, before)
-
-    def _note(self, _: int, __: FrameType | None) -> None:
-        self._announce()
+        return processes.handling([signal.SIGUSR2], lambda *_: self._announce())
 
     def _announce(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: the ranks of this node are told all the same

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from ...errors import ConfigError, LaunchError, printable_lines
 from .. import kubernetes
@@ -91,7 +90,7 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         oom_before = exit_codes.oom_kill_count()
         endpoint = spec.rendezvous.endpoint if spec.nodes[1] > 1 else None
         patience = math.inf if endpoint is None else rendezvous_timeout_s
-        log_dir, run_dir, shows_rank_0 = Path(spec.log_dir), Path(spec.run_dir), _shows_rank_0(spec)
+        log_dir, run_dir, shows_rank_0 = Path(spec.log_dir), Path(spec.run_dir), spec.rendezvous.node_rank in (None, 0)
         # In an elastic job torchrun itself tells the ranks, which end with a failure for it to see.
         save_s = 0.0 if spec.is_elastic else grace_s({**environ, **added})
         if not spec.is_elastic and _has_no_grace(spec, environ):
@@ -133,10 +132,6 @@ def _cpu_shares(spec: JobSpec, environ: Mapping[str, str]) -> list[list[int]]:
 def _has_no_grace(spec: JobSpec, environ: Mapping[str, str]) -> bool:
     """Whether a save has all the time until Slurm ends the step: nobody named a shorter one."""
     return "SLURM_STEP_ID" in environ and spec.script is None and spec.grace_s is None and not environ.get(GRACE)
-
-
-def _shows_rank_0(spec: JobSpec) -> bool:
-    return spec.rendezvous.node_rank in (None, 0)
 
 
 def _new_log_dir(spec: JobSpec, environ: Mapping[str, str]) -> Path:
@@ -202,7 +197,8 @@ def _run(
     processes.adopt_orphans()
     out, err = sys.stdout.buffer, sys.stderr.buffer
     rank_0 = RankOutput(log_dir, out, err, patient=guard is not None) if shows_rank_0 else None
-    warned = _ignored(signal.SIGUSR2) if guard is None else guard.listening()
+    # Slurm's warning goes to every process of a step and would end the agents; ranks catch it.
+    warned = processes.handling([signal.SIGUSR2], signal.SIG_IGN) if guard is None else guard.listening()
     with (log_dir / failure.TORCHRUN_LOG).open("wb") as log, _caught(_SIGNALS) as signals, warned:
         try:
             process = processes.start(argv, environ, log)
@@ -319,7 +315,8 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
     if failures:
         if ended.shown and failures[0].rank == 0:
             failures[0] = replace(failures[0], trace="")
-        began = max((_mtime(folder) for folder in last_attempt), default=0.0)  # when its ranks' folders were created
+        # When the folders of its ranks were created.
+        began = max((folder.stat().st_mtime for folder in last_attempt if folder.exists()), default=0.0)
         memory = oom.words(failures, oom.read(run_dir, began))
         print(failure.explain(failures, str(log_dir), oom_kills, memory), file=sys.stderr, flush=True)
         return failure.exit_code_of(failures)
@@ -339,10 +336,6 @@ def _overwrites(run_dir: Path) -> bool:
         return False
 
 
-def _mtime(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
-
-
 def _last_lines(path: Path, count: int = 20) -> str:
     try:
         return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
@@ -360,19 +353,5 @@ def _caught(signals: tuple[signal.Signals, ...]) -> Iterator[list[int]]:
 
     # Under nohup SIGHUP is ignored, and stays so.
     heard = [number for number in signals if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before: dict[signal.Signals, Any] = {number: signal.signal(number, note) for number in heard}
-    try:
+    with processes.handling(heard, note):
         yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _ignored(number: signal.Signals) -> Iterator[None]:
-    """Ignore Slurm's warning, which goes to every process of a step and would end the agents (ranks catch it)."""
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)

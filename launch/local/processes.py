@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO, Protocol
 
 from ...files import open_regular
 
@@ -28,6 +28,17 @@ def end_with_torchrun(environ: Mapping[str, str]) -> None:
     """Let this rank get SIGTERM when its torchrun dies. Nothing else would end it while it waits for peers."""
     if "TORCHELASTIC_RUN_ID" in environ:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
+    """Handle signals by a function, or by signal.SIG_IGN, in this block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def start(argv: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:

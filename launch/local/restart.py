@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...errors import LaunchError
-from ...files import read_regular
+from ...files import read_object, read_regular
 from ..failures import exit_codes, failure, job_starts
 from ..ranks.placement import integer
 from .torchrun import is_elastic
@@ -87,7 +85,7 @@ def wrote(run_dir: Path, environ: Mapping[str, str] | None = None) -> bool | Non
     environ = os.environ if environ is None else environ
     if is_elastic(environ):
         return True
-    start, recorded = this_start(environ), _settings_of(run_dir)
+    start, recorded = this_start(environ), read_object(run_dir / "env.json")
     if start.job is None and start.agent is None and start.attempt > 0:
         return True  # torchrun on several nodes, which has restarted its ranks
     if not recorded:
@@ -121,15 +119,6 @@ def agent(environ: Mapping[str, str]) -> str | None:
     if "TORCHELASTIC_RUN_ID" not in environ or is_elastic(environ) or environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return None
     return f"{os.getppid()} on {os.uname().nodename}"
-
-
-def _settings_of(run_dir: Path) -> dict[str, Any]:
-    """The env.json of a directory's last start; empty if there is none."""
-    try:
-        settings = json.loads(read_regular(run_dir / "env.json"))
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def grace_s(environ: Mapping[str, str] | None = None) -> float:

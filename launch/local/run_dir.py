@@ -28,14 +28,30 @@ def has_run(path: Path) -> bool:
     return any((path / "checkpoints").glob("step_*"))
 
 
+def refuse_blocked(path: Path) -> None:
+    """Check that no file lies where the directory, or a folder above it, has to be.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    for folder in (path, *path.parents):
+        if folder.exists():
+            if not folder.is_dir():
+                below = "" if folder == path else f" lies below {folder}, which"
+                raise ConfigError(f"run.dir={path}{below} is a file", "set run.dir to a directory")
+            return
+
+
 def refuse_without_run(path: Path, resume: bool | str, environ: Mapping[str, str] | None = None) -> None:
     """Check that a run may begin in a directory that holds none.
 
     `run.resume=true` is right at the first start of a scheduler's job, which has the same command at every start.
 
     Raises:
-        ConfigError: the directory holds other things, or a person asks to continue the run that it does not hold.
+        ConfigError: the directory holds other things, a file lies in its way, or a person asks to continue the run that
+            it does not hold.
     """
+    refuse_blocked(path)
     entries = foreign_entries(path)
     if entries:
         foreign_entry, kind = entries[0], "holds no run and is not empty"

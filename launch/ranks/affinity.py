@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...errors import LaunchError
+from ...files.cgroups import cgroup_folders, n_cpus, text_of
 from .env import RankEnv
 from .gpus import pci_addresses
 from .placement import integer, shown, slurm_step
@@ -39,9 +40,8 @@ def default_omp_threads(local_world_size: int, environ: Mapping[str, str] | None
 
 def available_cores() -> int:
     """Logical CPUs that this process may keep busy: its affinity mask, limited by the cgroup's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_cpu_quota()
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+    return n_cpus() if quota is None else max(1, min(n_cpus(), math.floor(quota)))
 
 
 def cgroup_cpu_quota(root: Path = _ROOT) -> float | None:
@@ -51,42 +51,14 @@ def cgroup_cpu_quota(root: Path = _ROOT) -> float | None:
     container `/proc/self/cgroup` may name a host path that is not mounted: then the mount's root applies.
     """
     quotas: list[float] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        names = controllers.split(",")
-        if controllers and "cpu" not in names:
-            continue
-        mount = root / "sys/fs/cgroup"
-        if controllers:
-            mount = next((m for m in (mount / controllers, mount / "cpu") if m.is_dir()), mount)
-        for directory in _upwards(mount, path):
-            quota = _v1_quota(directory) if controllers else _v2_quota(directory)
-            if quota is not None:
-                quotas.append(quota)
+    for folder, is_v2 in cgroup_folders("cpu", root):
+        if is_v2:
+            quota, period = [*text_of(folder / "cpu.max").split(), "", ""][:2]
+        else:
+            quota, period = (text_of(folder / f"cpu.cfs_{field}_us") for field in ("quota", "period"))
+        if quota.isdigit() and period.isdigit() and int(period):  # -1 and max: no limit
+            quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
-
-
-def _upwards(mount: Path, path: str) -> list[Path]:
-    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
-    return [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
-
-
-def _v2_quota(directory: Path) -> float | None:
-    quota, period = [*_text(directory / "cpu.max").split(), "", ""][:2]
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
-
-
-def _v1_quota(directory: Path) -> float | None:
-    quota, period = (_text(directory / f"cpu.cfs_{field}_us").strip() for field in ("quota", "period"))
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None  # -1: no limit
-
-
-def _text(path: Path) -> str:
-    """A file's text, stripped; empty if this kernel or container lacks the file."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _outermost(threads: str) -> int:
@@ -230,9 +202,9 @@ def topology(root: Path = Path("/")) -> dict[int, CpuLocation]:
     """The place of each CPU, from the kernel; empty if it does not say."""
     locations: dict[int, CpuLocation] = {}
     for node in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        for cpu in parse(text) if (text := _text(node / "cpulist")) else []:
+        for cpu in parse(text) if (text := text_of(node / "cpulist")) else []:
             core = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-            package, number = (_text(core / name) for name in ("physical_package_id", "core_id"))
+            package, number = (text_of(core / name) for name in ("physical_package_id", "core_id"))
             locations[cpu] = (int(node.name[4:]), int(package or 0), int(number or cpu))
     return locations
 
@@ -244,7 +216,7 @@ def gpu_nodes(environ: Mapping[str, str], root: Path = Path("/")) -> list[int | 
 
 def _numa_node(address: str, root: Path) -> int | None:
     """The NUMA node of a PCI device; None if the machine has only one, or does not say (−1)."""
-    text = _text(root / "sys/bus/pci/devices" / address.lower() / "numa_node")
+    text = text_of(root / "sys/bus/pci/devices" / address.lower() / "numa_node")
     return int(text) if text.isdigit() else None
 
 

@@ -12,8 +12,13 @@ from ...errors import LaunchError
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> int:
-    """GPUs that a process started here would see: CUDA_VISIBLE_DEVICES, else the driver's devices."""
+    """GPUs that a process started here would see: CUDA_VISIBLE_DEVICES, else the driver's devices.
+
+    The emulated GPUs of a rehearsal have no device files: there their number is a variable.
+    """
     environ = os.environ if environ is None else environ
+    if environ.get("SHARDKIT_REHEARSAL") and environ.get("EMUCUDA_DEVICES", "").isdecimal():
+        return int(environ["EMUCUDA_DEVICES"])
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     present = len([path for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     if listed is None:

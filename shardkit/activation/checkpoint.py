@@ -16,6 +16,7 @@ from ..config.schema import ActivationConfig
 from ..errors import ConfigError
 from ..parallel import compat
 from ..parallel.blocks import attention_modules, chosen_blocks
+from ..parallel.compat import caller_recomputes
 from .buffers import BufferRecord, has_buffers
 from .products import contexts, keep_products
 from .segments import recompute_together
@@ -75,12 +76,18 @@ def _recompute(options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _recompute_with_buffers(replaced: Callable[..., Any] | None, options: dict[str, Any]) -> Callable[..., Any]:
-    """A recomputing `forward` that treats the buffers which it changes as `BufferRecord` says."""
+    """A recomputing `forward` that treats the buffers which it changes as `BufferRecord` says.
+
+    Inside of a region that the model recomputes itself it only runs: that region changes the buffers twice, as without
+    a policy.
+    """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inner = replaced or MethodType(type(self).forward, self)
+        if caller_recomputes():
+            return inner(*args, **kwargs)
         contexts = options.get("context_fn", lambda: None)
         record = BufferRecord(self)
-        inner = replaced or MethodType(type(self).forward, self)
         settings = options | {"context_fn": lambda: record.contexts(contexts())}
         return checkpoint(inner, *args, **settings, **kwargs)
 

@@ -45,21 +45,34 @@ class _Segment:
         self.blocks = list(blocks)
         self.forwards = [Around(partial(self.forward, index), block.forward) for index, block in enumerate(blocks)]
         self.replay: _Replay | None = None
+        self._inside = False
         self._open: weakref.ref[_Pass] | None = None  # weak: only the graph may keep a pass alive
 
     def forward(self, position: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # a block that calls itself, or another one: a part of the outer call
+            return inner(*args, **kwargs)
         if self.replay is not None:
-            return self.replay.forward(position)
+            with self._within():
+                return self.replay.forward(position)
         if not torch.is_grad_enabled() or caller_recomputes():  # then nothing is kept here
             return inner(*args, **kwargs)
         current = self._open() if self._open is not None else None
         if current is None or current.calls[-1].position + 1 != position:
             current = _Pass(self)
             self._open = weakref.ref(current)
-        return current.forward(position, args, kwargs)
+        with self._within():
+            return current.forward(position, args, kwargs)
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
 
     def __getstate__(self) -> dict[str, Any]:  # a copied model gets its own segment
-        return {**self.__dict__, "replay": None, "_open": None}
+        return {**self.__dict__, "replay": None, "_open": None, "_inside": False}
 
 
 class _Handle:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError
+from ..parallel.blocks import n_values
 from ..strategies import Strategy
 
 _CHUNK = 2**18
@@ -47,8 +48,8 @@ def digest_of(sums: Mapping[str, int]) -> str:
 
 
 @torch.no_grad()
-def base_digest(strategy: Strategy, names: Mapping[str, str], group: dist.ProcessGroup) -> str:
-    """The digest of a wrapped model's frozen weights, in the types in which the model stores them; collective.
+def frozen_sums(strategy: Strategy, names: Mapping[str, str], group: dist.ProcessGroup) -> dict[str, int]:
+    """The checksums of a wrapped model's frozen weights, in the types in which the model stores them; collective.
 
     Args:
         names: `model.<fqn>` of each frozen parameter → its name in the model without the adapter.
@@ -60,11 +61,11 @@ def base_digest(strategy: Strategy, names: Mapping[str, str], group: dist.Proces
         if shard.name in order and shard.replica == 0 and shard.local.numel():
             sums[order[shard.name]] += tensor_sum(shard.local, shard.start)
     dist.all_reduce(sums, group=group)
-    return digest_of({names[name]: int(sums[index]) for name, index in order.items()})
+    return {names[name]: int(sums[index]) for name, index in order.items()}
 
 
 def digest_of_pieces(tensors: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
-    """The digest, as of `base_digest`, of tensors that come as consecutive 1-D pieces."""
+    """The digest, as of `FrozenBase.identify`, of tensors that come as consecutive 1-D pieces."""
     sums = dict[str, int]()
     for name, pieces in tensors:
         at = 0
@@ -80,6 +81,7 @@ class FrozenBase:
 
     Attributes:
         names: `model.<fqn>` of each frozen parameter → its name in the model without the adapter.
+        dtype: of the frozen weights; packed ones were packed from it.
         about: entry for checkpoints: the adapter's settings and, after `identify`, the base's digest, dtype, source.
         line: how many of the model's values are trained, as text.
     """
@@ -95,17 +97,30 @@ class FrozenBase:
         plain = {fqn.removeprefix("module."): param for fqn, param in model.named_parameters()}
         frozen = {fqn: param for fqn, param in plain.items() if not param.requires_grad}
         self.names = {f"model.{fqn}": base_name(fqn) or fqn for fqn in frozen}
-        self._dtype = str(next(iter(frozen.values())).dtype).removeprefix("torch.")
+        self._packed = {name for name, param in frozen.items() if param.dtype == torch.uint8}
+        self.dtype = next(param.dtype for param in frozen.values() if param.dtype != torch.uint8)
         self._source = None if source is None else os.path.abspath(os.path.expanduser(source))
         self.about: dict[str, Any] = {**settings}
-        numel = [int(getattr(param, "ds_numel", param.numel())) for param in plain.values()]
+        numel = [n_values(fqn, param) for fqn, param in plain.items()]
         trained = sum(n for n, param in zip(numel, plain.values(), strict=True) if param.requires_grad)
         self.line = f"{trained:,} of {sum(numel):,} values are trained ({trained / sum(numel):.2%})"
 
-    def identify(self, strategy: Strategy, group: dist.ProcessGroup) -> None:
-        """Compute the base's digest and add it to `about`; collective."""
-        digest = base_digest(strategy, self.names, group)
-        self.about["base"] = {"digest": digest, "dtype": self._dtype, "source": self._source}
+    def identify(
+        self, strategy: Strategy, group: dist.ProcessGroup, unpacked_sums: Mapping[str, int] | None = None
+    ) -> None:
+        """Compute the base's digest and add it to `about`; collective.
+
+        Args:
+            unpacked_sums: checksums of the weights that the model holds packed, before they were; their packed bytes
+                get a digest of their own.
+        """
+        sums = frozen_sums(strategy, self.names, group)
+        packed = {name: sums.pop(name) for name in [self.names[f"model.{fqn}"] for fqn in self._packed]}
+        digest = digest_of({**sums, **(unpacked_sums or {})})
+        dtype = str(self.dtype).removeprefix("torch.")
+        self.about["base"] = {"digest": digest, "dtype": dtype, "source": self._source}
+        if packed:
+            self.about["base"]["packed"] = digest_of(packed)
 
     def check(self, entry: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of another adapter, or of one over another base.
@@ -122,8 +137,9 @@ class FrozenBase:
             raise CheckpointError(
                 "the checkpoint does not say which model its adapter is for", "use another checkpoint"
             )
+        _compare_quantization(self.about.get("quantize"), entry.get("quantize"))
         for key, value in self.about.items():
-            if key not in ("base", "fan_in_fan_out") and entry.get(key) != value:
+            if key not in ("base", "fan_in_fan_out", "quantize") and entry.get(key) != value:
                 raise ConfigError(
                     f"adapter.{key}={_shown(value)}, but the checkpoint's is {_shown(entry.get(key))}",
                     f"set adapter.{key}={_shown(entry.get(key))}",
@@ -142,6 +158,29 @@ class FrozenBase:
                 f"there {saved_source}, and their weights differ",
                 f"set model.init_from to the weights it was trained on ({saved_source})",
             )
+        if run_base.get("packed") != saved_base.get("packed"):
+            raise CheckpointError(
+                "the same weights were packed to other bytes than those under the saved adapter: digest "
+                f"{run_base.get('packed')} here, {saved_base.get('packed')} there",
+                "resume with the bitsandbytes and on the kind of device that it was saved with",
+            )
+
+
+def _compare_quantization(run_settings: Any, saved_settings: Any) -> None:
+    """Refuse a checkpoint whose base was quantised otherwise.
+
+    Raises:
+        ConfigError: names the saved settings.
+    """
+    if run_settings != saved_settings:
+        shown = "null" if saved_settings is None else _as_mapping(saved_settings)
+        present = "null" if run_settings is None else _as_mapping(run_settings)
+        raise ConfigError(f"model.quantize={present}, but the checkpoint's is {shown}", f"set model.quantize='{shown}'")
+
+
+def _as_mapping(settings: Mapping[str, Any]) -> str:
+    """Settings as one writes them on the command line."""
+    return "{" + ", ".join(f"{key}: {_shown(settings[key])}" for key in sorted(settings)) + "}"
 
 
 def _shown(value: object) -> str:

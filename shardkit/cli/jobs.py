@@ -50,8 +50,9 @@ def doctor(
 ) -> None:
     """Look for problems that make training fail or crawl; under torchrun or srun also measure the ranks together."""
     from ..errors import LaunchError
+    from ..files import cache_dir
     from ..hardware import calibration
-    from ..launch.doctor import finding
+    from ..launch.doctor import finding, speeds
     from ..launch.doctor.examine import examine
     from ..launch.ranks.env import detect
 
@@ -70,9 +71,9 @@ def doctor(
         if measured is None:
             return
         if calibrate:
-            calibration.save(measured[1])
-    checks = examine(Path(run_dir), calibration.cache_dir()) + (measured[0] if measured else [])
-    extra = {"measured": measured[1]} if measured else {}
+            calibration.save(measured[0])
+    checks = examine(Path(run_dir), cache_dir()) + (speeds.findings(*measured) if measured else [])
+    extra = {"measured": measured[0]} if measured else {}
     typer.echo(finding.as_json(checks, extra) if json_output else finding.render(checks))
     raise typer.Exit(1 if finding.worst(checks) == "fail" else 0)
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from .program import Config, Overrides, RankOptions, RunDir, Text, load, read_program
+from .rehearse_first import RehearseHere, card_here, rehearse_first
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,15 @@ def launch(
     overrides: Overrides = None,
     *,
     torchrun: TorchrunOptions,
+    rehearsal: RehearseHere,
     bind_cpus: Annotated[bool, typer.Option(help="Divide the CPUs among the ranks.")] = True,
     run_dir: RunDir = None,
     ranks: RankOptions,
 ) -> None:
-    """Run CONFIG or a script with torchrun: rank 0 on the terminal, every rank's log in the run directory."""
+    """Run CONFIG or a script with torchrun: rank 0 on the terminal, every rank's log in the run directory.
+
+    With --rehearse it runs on emulated cards first, and starts only if it fits them.
+    """
     from ..launch import kubernetes
     from ..launch.local import run_dir as run_dirs
     from ..launch.local.launcher import launch as run
@@ -51,6 +56,7 @@ def launch(
     from ..launch.ranks.gpus import ranks_per_node, visible_gpus
     from ..launch.spec import JobSpec, Rendezvous, parse_nnodes
 
+    rehearsal.check(ctx)
     program = read_program(ctx, config, overrides or [], ranks, run_dir)
     nnodes, nproc_per_node = kubernetes.sizes(os.environ, torchrun.nnodes, torchrun.nproc_per_node)
     run_config = None if program.script is not None else load(str(config), overrides or []).config
@@ -73,4 +79,6 @@ def launch(
     if run_config is not None and not run_dirs.has_run(path := Path(run_config.run.dir)):
         run_dirs.refuse_without_run(path, run_config.run.resume)
     check_ranks(spec, run_config)
+    if rehearsal.rehearse:
+        rehearse_first(program, spec, card_here(run_config or load("-", []).config, spec, rehearsal))
     raise typer.Exit(run(spec, rendezvous_timeout_s=600 if run_config is None else run_config.run.init_timeout_s))

@@ -14,7 +14,7 @@ from .program import Overrides, Text, Words
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
     from ..foreign.translate import ForeignJob
-    from ..plan.advise import Change
+    from ..plan.advise import Changes
     from ..plan.client import Planner
     from ..plan.model.estimate import MemoryEstimate
     from ..plan.target import Target
@@ -199,8 +199,8 @@ def subject_of_config(
         search.run(path, overrides, target, cards.memory_cap, as_json)
         return None
 
-    def advisor(estimate: MemoryEstimate, planner: Planner) -> list[Change]:
-        return changes_that_fit(config, estimate, target, lambda changes: planner.predict(loaded(changes)))
+    def advisor(estimate: MemoryEstimate, planner: Planner) -> Changes:
+        return changes_that_fit(config, estimate, planner, lambda changes: (loaded(changes), None))
 
     return PlanJob("the defaults" if path is None else Path(path).name, config, target, advisor)
 

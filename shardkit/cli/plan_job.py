@@ -13,7 +13,7 @@ import typer
 from ..config.schema import RunConfig, RunSection
 from ..errors import ConfigError, printable
 from ..launch.local import run_dir
-from ..plan.advise import Change
+from ..plan.advise import LIMIT_S, Change, Changes
 from ..plan.client import Planner
 from ..plan.model.estimate import MemoryEstimate
 from ..plan.show import first_look, show, show_changes
@@ -87,7 +87,7 @@ def print_plan(subject: PlanJob, as_json: bool, advice: bool) -> int:
         advice: whether to plan changes of a job that does not fit.
     """
     work = f"planning {subject.name}: tracing one step of the whole model"
-    changes: list[Change] = []
+    changes = Changes()
     with Planner(subject.target, loop=subject.loop) as planner, Waiting(work) as waiting:
         if not as_json and (rough_estimate := planner.first_look(subject.config)):
             say(first_look(rough_estimate, subject.not_planned))
@@ -100,10 +100,11 @@ def print_plan(subject: PlanJob, as_json: bool, advice: bool) -> int:
                 typer.echo(line)
         advises = misfit and advice and not subject.not_planned
         if advises:
-            waiting.now(f"{subject.name}: planning changes that would fit, one after the other")
+            waiting.now(f"{subject.name}: planning changes that would fit, for at most {LIMIT_S:.0f} s")
             changes = subject.advisor(estimate, planner)
     if as_json:
         tree = {**estimate.to_json(), "changes": [change_as_json(change) for change in changes], **details.fields}
+        tree |= {"not_tried": list(changes.left_out)} if changes.left_out else {}
         typer.echo(json.dumps(tree, indent=1))
     elif advises:
         typer.echo("\n" + show_changes(changes))
@@ -116,4 +117,5 @@ def change_as_json(change: Change) -> dict[str, Any]:
         "settings": change.settings, "saving": change.saving, "cost": change.cost, "needs": change.estimate.needed,
         "verdict": change.estimate.verdict,
     }  # fmt: skip
-    return tree | ({"in_the_files": change.said} if change.said else {})
+    tree |= {"rough": True} if change.rough else {}
+    return tree | ({"in_the_files": change.in_the_files} if change.in_the_files else {})

@@ -180,7 +180,7 @@ def read_program(
         cause = f"both a config ({config}) and a script ({' '.join(words[:2])}) were given"
         raise LaunchError(cause, "remove one of them; the script's own arguments follow its name")
     refuse_options(ctx, ("bind_cpus",), "applies to a config, and this is a script", "remove it")
-    if not ctx.params.get("from_files"):
+    if not (ctx.params.get("from_files") or ctx.params.get("rehearse")):
         fix = "add --from with the files of its trainer and --model, or remove it"
         refuse_options(ctx, _FOR_PLANS, "plans a config, and this is a script", fix)
     if ranks.heartbeat is None:

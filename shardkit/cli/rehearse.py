@@ -16,18 +16,32 @@ class RehearsedCards:
     """The emulated cards."""
 
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")] = "h100"
-    gpus: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="GPUs of the machine.")] = 1
+    gpus: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", min=1, max=64, help="GPUs of a machine; 1, with --ranks up to 8."),
+    ] = None
     gpu_memory: Annotated[Text, typer.Option(metavar="80GB", help="Per GPU, if not the card's.")] = None
 
 
 @dataclass(frozen=True)
 class RehearsalOptions:
-    """When the rehearsal ends, and what the program may touch."""
+    """Which ranks run, when the rehearsal ends, and what the program may touch."""
 
+    ranks: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", min=1, help="Run a few of N ranks, and pretend the others."),
+    ] = None
+    live: Annotated[
+        Text, typer.Option(metavar="0,64", help="The ranks that run; rank 0, and those it turns out to need.")
+    ] = None
+    until: Annotated[
+        Text, typer.Option(metavar="save", help="End once a step follows the first save, not after K steps.")
+    ] = None
     steps: Annotated[int, typer.Option(metavar="K", min=1, help="End after K optimizer steps of every rank.")] = 3
     time_limit: Annotated[float, typer.Option(metavar="S", min=1, help="End after S seconds.")] = 600.0
     allow_writes: Annotated[bool, typer.Option("--allow-writes", help="Let the program's writes be real.")] = False
     network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False
+    expect: Annotated[Text, typer.Option(metavar="LIMIT", help="'peak < 70 GiB': else exit code 4.")] = None
     keep: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="DIR", help="Keep what the program wrote, and its records, in this new folder."),
@@ -70,6 +84,9 @@ def rehearse(
 
     from ..errors import LaunchError
     from ..hardware.cards import find_gpu, parse_bytes
+    from ..plan.target import known_here
+    from ..rehearse.expect import parse_expectation
+    from ..rehearse.ranks import command_of_rank, parse_ranks
     from ..rehearse.rehearsal import Limits
     from ..rehearse.rehearsal import rehearse as run
 
@@ -80,10 +97,24 @@ def rehearse(
     card = find_gpu(cards.gpu)
     if cards.gpu_memory is not None:
         card = replace(card, memory=parse_bytes(cards.gpu_memory, "--gpu-memory"))
-    limits = Limits(options.steps, options.time_limit, options.allow_writes, options.network, options.keep)
+    card = known_here(card, options.ranks or cards.gpus or 1)
+    if options.until not in (None, "save"):
+        raise LaunchError(f"--until {options.until} is no event", "--until save, or --steps K")
+    expectation = None if options.expect is None else parse_expectation(options.expect)
+    limits = Limits(
+        options.steps, options.until == "save", options.time_limit, options.allow_writes, options.network, options.keep
+    )
+    ranks = None
+    if options.ranks is not None:
+        ranks = parse_ranks(options.ranks, cards.gpus, options.live)
+        command = command_of_rank(command)
+    elif options.live is not None:
+        raise LaunchError("--live names ranks of --ranks, which is not given", "--ranks 128 --live 0,64")
+    gpus = ranks.per_node if ranks is not None else cards.gpus or 1
     try:
-        verdict = run(command, card, cards.gpus, limits)
+        verdict = run(command, card, gpus, limits, ranks)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    verdict = verdict if expectation is None else expectation.applied(verdict)
     typer.echo(json.dumps(verdict.as_json(), indent=1) if json_output else verdict.text())
     raise typer.Exit(verdict.exit_code)

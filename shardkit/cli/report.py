@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -43,11 +44,16 @@ def report(
         save(run_page(contents, path) if second is None else compare_page(contents, read_run(second)), path)
         return status(contents)[1] if second is None else ""
 
-    folders = [run] if second is None else [run, second]
-    read = [path for folder in folders for part in ("*", "trace/*", "oom/*") for path in folder.glob(part)]
-    files = [path for path in read if path.suffix != ".html"]
-    verdict = in_child("run directory", " and ".join(map(str, folders)), files, write, DataError)
+    verdict = _bounded([run] if second is None else [run, second], write)
     typer.echo(printable(f"{verdict}; report: {path}" if verdict else f"comparison: {path}"))
+
+
+def _bounded(folders: Sequence[Path], function: Callable[[], str]) -> str:
+    """The result of a function that reads these run directories, which may be strangers', within limits."""
+    parts = ("*", "trace/*", "oom/*", "profile/*.json")
+    read = [path for folder in folders for part in parts for path in folder.glob(part)]
+    files = [path for path in read if path.suffix != ".html" and not path.is_symlink()]
+    return in_child("run directory", " and ".join(map(str, folders)), files, function, DataError)
 
 
 def profile(
@@ -63,12 +69,15 @@ def profile(
 
     from ..report.profile.show import compare, read_summaries, show
 
-    names = [str(run)] + ([] if second is None else [str(second)])
-    runs = [read_summaries(Path(name)) for name in names]
-    if json_output:
-        summaries = [{"run": name, "ranks": ranks} for name, ranks in zip(names, runs, strict=True)]
-        typer.echo(json.dumps({"runs": summaries}, indent=1))
-    elif len(runs) == 1:
-        typer.echo(printable_lines(show(names[0], runs[0])))
-    else:
-        typer.echo(printable_lines(compare((names[0], names[1]), (runs[0][0], runs[1][0]))))
+    folders = [run] if second is None else [run, second]
+    names = list(map(str, folders))
+
+    def text() -> str:
+        runs = [read_summaries(folder) for folder in folders]
+        if json_output:
+            summaries = [{"run": name, "ranks": ranks} for name, ranks in zip(names, runs, strict=True)]
+            return json.dumps({"runs": summaries}, indent=1)
+        shown = show(names[0], runs[0]) if second is None else compare((names[0], names[1]), (runs[0][0], runs[1][0]))
+        return printable_lines(shown)
+
+    typer.echo(_bounded(folders, text))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from .program import Config, Overrides, Program, RankOptions, RunDir, Text, Words, read_program, refuse_options
-from .submit_plan import PlanOptions, files_of_script, plan_job, verdict
+from .rehearse_first import card_of_cluster, rehearse_first
+from .submit_plan import PlanOptions, files_of_script, plan_first
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
@@ -153,10 +154,13 @@ def submit(
     """Queue CONFIG or a script on a cluster; it is checked first, and continues after preemptions and time limits.
 
     With --gpu or --gpu-memory, a config's memory is predicted too, and a job that cannot fit is not queued. So is a
-    script's with --from, by its files of Accelerate, DeepSpeed or transformers' Trainer.
+    script's with --from, by its files of Accelerate, DeepSpeed or transformers' Trainer. With --rehearse the job runs
+    on emulated cards first, and is queued only if it fits them.
     """
     from ..launch.cluster import choose
+    from ..launch.slurm.submit import array_indices
 
+    planning.check()
     render = choose(manifest.to).render
     files = None
     if planning.describes_script:
@@ -165,10 +169,12 @@ def submit(
     program = read_program(ctx, config, overrides or [], ranks, run_dir, checkpoints)
     cluster.check()
     job = _prepare(program, cluster)
-    plan = None
-    if (planning.gpu or planning.gpu_memory) and not planning.force:
-        plan = plan_job(program, files, job.spec, planning, cluster.mem)
-        typer.echo(verdict(plan[0]), err=dry_run or manifest.to != "slurm")  # stdout is then a script or a manifest
+    card = card_of_cluster(job.spec, planning.gpu, planning.gpu_memory) if planning.rehearse else None
+    # stdout is a script or a manifest in the second case
+    plan = plan_first(program, files, job.spec, planning, cluster.mem, err=dry_run or manifest.to != "slurm")
+    if card is not None:
+        index = None if cluster.array is None else str(array_indices(cluster.array)[0])
+        rehearse_first(program, job.spec, card, index)
     if manifest.to != "slurm":
         refuse_options(ctx, _FOR_SLURM, f"applies to Slurm, not to --to {manifest.to}", "remove it")
         pods = cluster.pod_options(manifest)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..config.schema import RunConfig
     from ..foreign.translate import ForeignJob
     from ..launch.spec import JobSpec
-    from ..plan.advise import Change
+    from ..plan.advise import Changes
     from ..plan.client import Planner
     from ..plan.model.estimate import MemoryEstimate
 
@@ -33,11 +33,25 @@ class PlanOptions:
     model: Model = None
     peft: Peft = None
     force: Annotated[bool, typer.Option("--force", help="Submit it even if it would not fit.")] = False
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="First rehearse it on emulated cards of --gpu; submit it if it fits.")
+    ] = False
 
     @property
     def describes_script(self) -> bool:
         """Whether files describe a script's job, or an option that belongs to them was given."""
         return bool(self.from_files or self.model or self.peft)
+
+    def check(self) -> None:
+        """Refuse a rehearsal whose verdict would not count.
+
+        Raises:
+            LaunchError: --rehearse and --force.
+        """
+        from ..errors import LaunchError
+
+        if self.rehearse and self.force:
+            raise LaunchError("--force submits a job that does not fit, and --rehearse one that does", "remove one")
 
 
 @dataclass(frozen=True)
@@ -112,10 +126,37 @@ def plan_job(
     n_ranks = spec.nproc_per_node * spec.nodes[1]
     target = choose_target(config, n_ranks, spec.nproc_per_node, options.gpu, options.gpu_memory, host_memory)
 
-    def advisor(estimate: MemoryEstimate, planner: Planner) -> list[Change]:
-        return changes_that_fit(config, estimate, target, lambda changes: planner.predict(program.load(changes).config))
+    def advisor(estimate: MemoryEstimate, planner: Planner) -> Changes:
+        return changes_that_fit(config, estimate, planner, lambda changes: (program.load(changes).config, None))
 
     return refuse_misfit(config, target, advisor), config
+
+
+def plan_first(
+    program: Program, files: ScriptFiles | None, spec: JobSpec, options: PlanOptions, mem: str | None, err: bool
+) -> tuple[MemoryEstimate, RunConfig] | None:
+    """Plan a job if an option asks for it, and show the verdict; None where there is no plan.
+
+    Where a rehearsal follows, it judges a script without files, and keys that no plan models.
+
+    Args:
+        err: whether the verdict goes to stderr.
+    """
+    from ..errors import NotPlannedError
+
+    if not (options.gpu or options.gpu_memory) or options.force:
+        return None
+    if options.rehearse and files is None and program.script is not None:
+        return None
+    try:
+        plan = plan_job(program, files, spec, options, mem)
+    except NotPlannedError as error:
+        if not options.rehearse:
+            raise
+        typer.echo(f"{error.cause}: the rehearsal decides", err=True)
+        return None
+    typer.echo(verdict(plan[0]), err=err)
+    return plan
 
 
 def verdict(estimate: MemoryEstimate) -> str:
@@ -145,7 +186,7 @@ def _plan_by_files(
         config, job.gpus, spec.nproc_per_node, options.gpu, options.gpu_memory, host_memory, expandable=job.expandable
     )
 
-    def advisor(estimate: MemoryEstimate, planner: Planner) -> list[Change]:
+    def advisor(estimate: MemoryEstimate, planner: Planner) -> Changes:
         return changes_in_files(job, overrides, estimate, planner)
 
     estimate = refuse_misfit(config, target, advisor, job.loop)

@@ -39,10 +39,7 @@ _BEYOND_KEYS = (
     Capability("frozen parameters", name="frozen_params"),
     Capability(
         "parameters that the loss does not use, not frozen",
-        {
-            "ddp": "DDP waits for a gradient of every parameter, unless `find_unused` is set",
-            "zero1 zero2 zero3": "it would still decay them and count them in its norm",
-        },
+        {"zero1 zero2 zero3": "it would still decay them and count them in its norm"},
         name="unused_params",
     ),
     Capability("computed buffers that are not saved (rotary frequencies)", name="buffers"),
@@ -79,7 +76,7 @@ class Declared:
     def setting(self, config: RunConfig) -> str:
         """The key and its value, as a message shows them."""
         setting = _value(config, self.dotted)
-        if isinstance(setting, dict):
+        if isinstance(setting, dict | Section):
             return self.dotted
         return f"{self.dotted}={setting:g}" if isinstance(setting, float) else f"{self.dotted}={setting}"
 
@@ -195,6 +192,11 @@ def _refuse_missing_libraries(config: RunConfig) -> None:
             f"logging.wandb_project={config.logging.wandb_project} needs wandb, which is not installed",
             "pip install 'shardkit[wandb]', or remove logging.wandb_project",
         )
+    if config.model.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "model.quantize needs bitsandbytes, which is not installed",
+            "pip install 'shardkit[quantize]', or remove model.quantize",
+        )
     if strategy in ZERO and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             f"parallel.strategy={strategy} needs deepspeed, which is not installed",
@@ -269,8 +271,8 @@ def write_table(path: Path) -> None:
     begin, end = MARKERS
     try:
         text = path.read_text(encoding="utf-8")
-        before, found_begin, rest = text.partition(begin)
-        _, found_end, after = rest.partition(end)
+        before, found_begin, tail = text.partition(begin)
+        _, found_end, after = tail.partition(end)
         if not (found_begin and found_end):
             raise ConfigError(f"{path} has no {begin} … {end}", "put both markers where the table belongs")
         path.write_text(f"{before}{begin}\n{markdown_table()}\n{end}{after}", encoding="utf-8")

@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -104,13 +104,10 @@ _REFUSED = {
     "adapter.lora_alpha": ("is written adapter.alpha here", "set adapter.alpha"),
     "adapter.lora_dropout": ("is written adapter.dropout here", "set adapter.dropout"),
     "adapter.target_modules": ("is written adapter.targets here", "set adapter.targets"),
-    "adapter.quantization": (
-        "is not supported: a base in 4 or 8 bits (QLoRA) needs quantized layers, which shardkit does not have",
-        "remove it; with precision.mode=bf16 the frozen base takes 2 bytes a value",
-    ),
+    "adapter.quantization": ("is written model.quantize here (QLoRA)", "set model.quantize={bits: 4}"),
     "adapter.type=qlora": (
-        "is not supported: a base in 4 or 8 bits (QLoRA) needs quantized layers, which shardkit does not have",
-        "set adapter.type=lora; with precision.mode=bf16 the frozen base takes 2 bytes a value",
+        "is written adapter.type=lora with model.quantize here (QLoRA)",
+        "set adapter.type=lora and model.quantize={bits: 4}",
     ),
     "adapter.use_dora": (
         "is not supported: peft takes DoRA's magnitudes from the base's weights when it makes the layers, which is "
@@ -187,6 +184,8 @@ def expected(section: str, key: str) -> str:
 def _in_words(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return ", or ".join(_in_words(option) for option in schema["anyOf"])
+    if "$ref" in schema:
+        return "a mapping"
     if "enum" in schema:
         return "one of " + ", ".join(str(value) for value in schema["enum"])
     if "const" in schema:
@@ -245,6 +244,8 @@ def wrong_value(path: Path, value: Any, source: str) -> ConfigError:
         fix = f"set {dotted}=null: {_OFF[dotted]}"
     elif dotted == "data.columns":
         fix = _columns_fix(value)
+    elif dotted == "model.quantize":
+        fix = "set 'model.quantize={bits: 4}', with a space behind the colon"
     elif accepted == "a mapping":
         fix = f"quote it, with a space behind each colon: '{dotted}={{key: value}}'"
     elif isinstance(value, str) and accepted.startswith("one of "):
@@ -281,7 +282,12 @@ def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate
     errors: dict[str, ConfigError] = {}
     for item in error.errors(include_url=False):
         path = tuple(str(part) for part in item["loc"])
-        if item["type"] == "conflict":
+        if path[:2] == ("model", "quantize") and len(path) > 2:
+            if ":" in path[2]:
+                errors.setdefault(".".join(path[:2]), _without_space(path[:2], tree, locate(path[:2])))
+            else:
+                errors.setdefault(".".join(path[:3]), _nested(path[:3], item, locate(path[:2])))
+        elif item["type"] == "conflict":
             cause = item["ctx"]["cause"]
             errors.setdefault(cause, ConfigError(cause + _in(_origins(cause, tree, locate)), item["ctx"]["fix"]))
         else:
@@ -289,6 +295,31 @@ def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate
             value = tree.get(path[0], {}).get(path[1])
             errors.setdefault(dotted, wrong_value(path, value, locate(path[:2])))
     return list(errors.values())
+
+
+def _without_space(path: Path, tree: dict[str, Any], source: str) -> ConfigError:
+    """The error for a mapping with keys that YAML reads as key, colon and value in one word: `{bits:4}`."""
+    dotted, keys = ".".join(path), tree[path[0]][path[1]]
+    glued = one_line(", ".join(key for key in keys if ":" in key), 80)
+    spaced = [key.replace(":", ": ", 1) if ":" in key else f"{key}: {shown(setting)}" for key, setting in keys.items()]
+    mapping = one_line(", ".join(spaced)).replace("'", "")
+    return ConfigError(
+        f"{dotted} has {glued} without a space behind the colon, which YAML reads as one word{_in(source)}",
+        f"write the space, and quote it: '{dotted}={{{mapping}}}'",
+    )
+
+
+def _nested(path: Path, problem: Mapping[str, Any], source: str) -> ConfigError:
+    """The error for a key of `model.quantize`."""
+    dotted, properties = ".".join(path), json_schema()["$defs"]["QuantizeConfig"]["properties"]
+    if path[2] not in properties:
+        close = difflib.get_close_matches(path[2], properties, n=1, cutoff=0.6)
+        fix = f"did you mean {'.'.join([*path[:2], *close])}?" if close else f"its keys: {', '.join(properties)}"
+        return ConfigError(f"unknown key {one_line(dotted, 80)}{_in(source)}", fix)
+    accepted, default = _in_words(properties[path[2]]), shown(properties[path[2]]["default"])
+    return ConfigError(
+        f"{dotted}={shown(problem['input'])}{_in(source)}, expected {accepted}", f"the default is {dotted}={default}"
+    )
 
 
 def _origins(cause: str, tree: dict[str, Any], locate: Locate) -> str:

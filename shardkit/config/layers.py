@@ -42,23 +42,24 @@ class Layers:
         self._file, self._lines = one_line(name), document.lines
         value = {} if document.value is None else document.value
         if not isinstance(value, dict):
+            kind = "list" if isinstance(value, list) else "single value"
             raise ConfigError(
-                f"{self._file} holds a {_kind(value)}, not a mapping of sections",
+                f"{self._file} holds a {kind}, not a mapping of sections",
                 "start it like this: train: {max_steps: 100}",
             )
         for section, keys in value.items():
             keys = {} if keys is None else keys  # `train:` with every key commented out
             if section in section_fields() and not isinstance(keys, dict):
                 error = ConfigError(
-                    f"{section}={shown(keys)} ({self._where((section,))}), expected a mapping of keys",
+                    f"{section}={shown(keys)} ({self._source_of((section,))}), expected a mapping of keys",
                     f"write its keys indented below `{section}:`, or set {section}.<key>=… on the command line",
                 )
                 self._problems.append(error)
                 continue
             paths: list[Path] = [(section, key) for key in keys] if isinstance(keys, dict) else []
-            unknown = [path for path in paths or [(section,)] if not _known(path)]
+            unknown = [path for path in paths or [(section,)] if not _is_key(path)]
             self._replaced |= {path: keys[path[1]] for path in unknown if path == EVAL_BATCHES}
-            self._problems += [unknown_key(path, self._where(path)) for path in unknown if path != EVAL_BATCHES]
+            self._problems += [unknown_key(path, self._source_of(path)) for path in unknown if path != EVAL_BATCHES]
             if section in section_fields():
                 self._tree[section] = {key: value for key, value in keys.items() if (section, key) not in unknown}
 
@@ -74,7 +75,7 @@ class Layers:
             self._replaced[path] = read_yaml(str(value), "value").value if raw else value
             self._overridden.add(path)
             return
-        if not _known(path):
+        if not _is_key(path):
             raise unknown_key(path, COMMAND_LINE)
         value = _parse_value(path, dotted, value) if raw else check_plain(value, dotted)
         if len(path) > 2 and not _is_mapping_field(path):
@@ -109,12 +110,12 @@ class Layers:
         self._problems += self._bools_as_numbers()
         train = self._tree.get("train", {})
         self._problems += [
-            counted_micro_batches(count, train, self._where(path)) for path, count in self._replaced.items()
+            counted_micro_batches(count, train, self._source_of(path)) for path, count in self._replaced.items()
         ]
         try:
             config = RunConfig.model_validate(self._tree)
         except ValidationError as error:
-            raise combined([*self._problems, *from_validation(error, self._tree, self._where)]) from None
+            raise combined([*self._problems, *from_validation(error, self._tree, self._source_of)]) from None
         if self._problems:
             raise combined(self._problems)
         return config, self._sources(config, set_keys, sizes)
@@ -146,7 +147,7 @@ class Layers:
                     and ("int" in annotation or "float" in annotation)
                 ):
                     path = (section, key)
-                    problems.append(wrong_value(path, value, self._where(path)))
+                    problems.append(wrong_value(path, value, self._source_of(path)))
                     del keys[key]
         return problems
 
@@ -164,9 +165,9 @@ class Layers:
     def _is_overridden(self, path: Path) -> bool:
         return any(path[:end] in self._overridden for end in range(2, len(path) + 1))
 
-    def _where(self, path: Path) -> str:
+    def _source_of(self, path: Path) -> str:
         """`file:line` or `command line`, for messages."""
-        if self._is_overridden(path) or any(done[: len(path)] == path for done in self._overridden):
+        if self._is_overridden(path) or any(overridden[: len(path)] == path for overridden in self._overridden):
             return COMMAND_LINE
         line = self._lines.get(path)
         return f"{self._file}:{line}" if line else self._file
@@ -176,8 +177,8 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Two trees as one; where both have a value, that of `over`."""
     out = dict(base)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = merged(out[key], value) if both else value
+        are_mappings = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merged(out[key], value) if are_mappings else value
     return out
 
 
@@ -221,23 +222,20 @@ def _parse_value(path: Path, dotted: str, text: str) -> Any:
         raise ConfigError(f"{dotted}={shown(text)} ({COMMAND_LINE}): {error.cause}", error.fix) from None
 
 
-def _known(path: Path) -> bool:
+def _is_key(path: Path) -> bool:
     fields = section_fields()
     return path[0] in fields and (len(path) == 1 or path[1] in fields[path[0]])
 
 
 def _is_mapping_field(path: Path) -> bool:
-    return "dict" in str(section_fields()[path[0]][path[1]].annotation)
+    annotation = str(section_fields()[path[0]][path[1]].annotation)
+    return "dict" in annotation or "QuantizeConfig" in annotation
 
 
 def _leaves(tree: dict[str, Any], prefix: Path = ()) -> list[Path]:
     """Key paths down to values that are not mappings; an empty mapping is a value."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for key, value in tree.items():
         path = (*prefix, key)
-        found += _leaves(value, path) if isinstance(value, dict) and value else [path]
-    return found
-
-
-def _kind(value: Any) -> str:
-    return "list" if isinstance(value, list) else "single value"
+        paths += _leaves(value, path) if isinstance(value, dict) and value else [path]
+    return paths

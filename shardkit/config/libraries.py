@@ -33,7 +33,7 @@ ABSENT = "(not installed)"
 _LOG = logging.getLogger(__name__)
 
 
-_CHATTY = ("torchao", "torch.utils._pytree")
+_CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 
 def quiet() -> None:
@@ -82,9 +82,9 @@ class Private:
         Raises:
             NameGone: there is none.
         """
-        owner, rest = _holder(self.path)
+        owner, attributes = _holder(self.path)
         try:
-            for part in rest:
+            for part in attributes:
                 owner = getattr(owner, part)
         except AttributeError:
             raise self.gone() from None
@@ -95,13 +95,13 @@ class Private:
         version = installed(self.library)
         if version == ABSENT or (self.cuda and not _has_cuda()):
             return False
-        here = _number(version)
-        return here >= _number(self.since) and (not self.until or here < _number(self.until))
+        release = _number(version)
+        return release >= _number(self.since) and (not self.until or release < _number(self.until))
 
     def exists(self) -> bool:
         """Whether the name exists, also as an attribute that a class gives to its instances."""
-        owner, rest = _holder(self.path)
-        for part in rest:
+        owner, attributes = _holder(self.path)
+        for part in attributes:
             if hasattr(owner, part):
                 owner = getattr(owner, part)
             elif not isinstance(owner, type) or not _given_to_instances(owner, part):
@@ -109,9 +109,9 @@ class Private:
         return True
 
     def gone(self) -> NameGone:
-        return NameGone(f"{self.said()}, which {self.feature} needs", f"install {tested(self.library)}")
+        return NameGone(f"{self.description()}, which {self.feature} needs", f"install {tested(self.library)}")
 
-    def said(self) -> str:
+    def description(self) -> str:
         return f"{self.library} {installed(self.library)} has no {self.path}"
 
 
@@ -127,7 +127,7 @@ class Feature:
         self.name = name
         self.names: list[Private] = []
         self._missing: list[Private] = []
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def take(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False, since: str = "") -> Any:
         """The object of that name; if it is gone, a class that cannot be instantiated."""
@@ -144,23 +144,23 @@ class Feature:
         self.names.append(private)
         return private
 
-    def works(self, what: str = "", instead: str = "") -> bool:
-        """Whether all names that `take` looked up exist; if not, rank 0 says so, once for each `what`.
+    def works(self, part: str = "", instead: str = "") -> bool:
+        """Whether all names that `take` looked up exist; if not, rank 0 says so, once for each `part`.
 
         Args:
-            what: the part that is switched off; empty for the whole feature.
+            part: the part that is switched off; empty for the whole feature.
             instead: the behaviour without it.
         """
         if self._missing:
-            self.lost(self._missing[0], what, instead)
+            self.lost(self._missing[0], part, instead)
         return not self._missing
 
-    def lost(self, private: Private, what: str = "", instead: str = "") -> None:
+    def lost(self, private: Private, part: str = "", instead: str = "") -> None:
         """Say once, on rank 0, that a part is off because a name is missing."""
-        what = what or self.name
-        if what not in self._said and is_first_rank():
-            _LOG.warning("%s is off%s: %s", what, f" ({instead})" if instead else "", private.said())
-        self._said.add(what)
+        part = part or self.name
+        if part not in self._warned and is_first_rank():
+            _LOG.warning("%s is off%s: %s", part, f" ({instead})" if instead else "", private.description())
+        self._warned.add(part)
 
     def require(self) -> None:
         """Raise if a name is gone.
@@ -195,7 +195,7 @@ def say_untested(library: str = "torch") -> None:
 
 def _number(version: str) -> tuple[int, ...]:
     """`2.15.0a1` → (2, 15, 0): a pre-release counts as its release."""
-    return tuple(int(found[0]) for part in version.split(".")[:3] if (found := re.match(r"\d+", part)))
+    return tuple(int(digits[0]) for part in version.split(".")[:3] if (digits := re.match(r"\d+", part)))
 
 
 def _has_cuda() -> bool:

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from .errors import json_schema, one_line, section_fields
 from .layers import Layers, split_override
 from .schema import RunConfig
-from .yaml import Document, read_yaml
+from .yaml import Document, read_text, read_yaml
 
 COMMENT_COLUMN = 44
 
@@ -146,8 +146,8 @@ def resolve_batch(config: RunConfig, world_size: int) -> int:
     if train.global_batch_size is None:
         return train.grad_accum_steps or 1
     pass_size = train.micro_batch_size * world_size
-    steps, left = divmod(train.global_batch_size, pass_size)
-    if left or not steps:
+    steps, remainder = divmod(train.global_batch_size, pass_size)
+    if remainder or not steps:
         below = steps * pass_size
         near = f"{below} or {below + pass_size}" if below else f"{pass_size}"
         cause = "is not a multiple of" if steps else "is less than"
@@ -172,22 +172,9 @@ def resolve_batch(config: RunConfig, world_size: int) -> int:
 def _read(path: FilePath) -> Document:
     name = one_line(str(path))
     try:
-        if path.is_fifo() or path.is_char_device():  # a pipe would be waited for, and a device has no end
-            raise ConfigError(f"config file {name} cannot be read: not a regular file", "name a YAML file")
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, f"config file {name}", "YAML", "name a YAML file inside it")
     except FileNotFoundError:
         raise ConfigError(f"config file {name} does not exist", _nearby(path)) from None
-    except IsADirectoryError:
-        raise ConfigError(f"config file {name} is a directory", "name a YAML file inside it") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"config file {name} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a YAML file at all?"
-        ) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(
-            f"config file {name} cannot be read: {reason}", "check the path and its permissions"
-        ) from None
     return read_yaml(text, name)
 
 

@@ -59,6 +59,37 @@ class TaskConfig(Section):
         return self
 
 
+class QuantizeConfig(Section):
+    bits: Literal[4, 8] = 4
+    """Bits of a stored weight; 8 is refused so far."""
+    type: Literal["nf4", "fp4", "int8"] = "nf4"
+    """The 16 numbers that a weight may be in its block: nf4 (Dettmers et al. 2023) or fp4; int8 is refused so far."""
+    double: bool = False
+    """Double quantisation: a scale is one byte, in blocks of 256 scales of a layer."""
+    skip: tuple[str, ...] = ()
+    """Ends of the names of linear layers that stay as they are, or of modules around them; the output head always is
+    left out."""
+    experts: bool = False
+    """Quantise experts that are 3-D parameters and no linear layers; refused so far."""
+    block_size: Literal[64, 128, 256, 512, 1024, 2048, 4096] = 64
+    """Neighbouring weights of a row that share a scale; must divide the layers' input features."""
+
+    @model_validator(mode="after")
+    def _supported(self) -> QuantizeConfig:
+        refused = {
+            "bits=8": (self.bits == 8, "layers of 8 bits are not among the frozen layers here"),
+            "type=int8": (self.type == "int8", "layers of 8 bits are not among the frozen layers here"),
+            "experts=true": (self.experts, "experts that are 3-D parameters stay in 16 bits"),
+        }
+        for setting, (is_set, reason) in refused.items():
+            if is_set:
+                raise conflict(
+                    f"model.quantize.{setting} is not supported: {reason}",
+                    f"remove {setting.partition('=')[0]}: model.quantize={{bits: 4}} packs linear layers in nf4",
+                )
+        return self
+
+
 class ModelConfig(Section):
     preset: PresetName | None = None
     """Model sizes by name; keys set beside it override the preset's."""
@@ -69,6 +100,16 @@ class ModelConfig(Section):
     """Keys of the transformers config; they override `hf_config`'s. Without a file, set `model_type` here."""
     init_from: str | None = Field(None, min_length=1)
     """Weights to start from: a run, a shardkit checkpoint, or anything `shardkit convert` reads (safetensors, …)."""
+    quantize: Annotated[
+        QuantizeConfig | None,
+        Capability(
+            "frozen weights in 4 bits (`model.quantize`, QLoRA)",
+            {"zero3": "DeepSpeed partitions parameters of the compute type alone, and packed bytes are none"},
+            fix="set parallel.strategy=fsdp, which shards the packed bytes",
+        ),
+    ] = None
+    """With an adapter: keep the frozen linear layers in 4 bits (needs bitsandbytes), `{bits: 4}` or more keys. See
+    docs/adapters.md."""
     resize_embeddings: Annotated[
         bool,
         Capability(
@@ -458,9 +499,9 @@ class ParallelConfig(Section):
         ),
     ] = None
     """Average the gradient of a parameter that some ranks do not use in a step (an expert without tokens), and do not
-    update it if no rank uses it. Null: where the model has lists whose members the data may choose. true (ddp): for
-    every parameter. false: every rank uses every parameter; ddp then saves a graph traversal per step, zero3 gathers
-    the members of such lists one by one."""
+    update it if no rank uses it. Null: ddp for every parameter, zero for lists whose members the data may choose. true
+    (ddp): torch looks for such parameters in every forward, which costs less than to notice them after backward where
+    most steps have some. false: every rank uses every parameter; zero3 gathers the members of such lists one by one."""
     prefetch: Annotated[
         int,
         Capability(
@@ -843,6 +884,8 @@ class RunConfig(Section):
             )
         if adapted:
             self._adapter()
+        if self.model.quantize is not None:
+            self._quantize()
         self._optimizer_in_backward()
         self._activations_and_compile()
         if self.data.packing != "none" and self.compile.enabled:
@@ -889,6 +932,18 @@ class RunConfig(Section):
             raise conflict(
                 f"{setting} with precision.mode=fp8: torchao would replace the adapter's own linear layers",
                 "set precision.mode=bf16",
+            )
+
+    def _quantize(self) -> None:
+        if self.adapter.type == "none":
+            raise conflict(
+                "model.quantize without an adapter: packed weights have no gradient, so nothing could train",
+                "set adapter.type=lora, or remove model.quantize",
+            )
+        if self.compile.enabled:
+            raise conflict(
+                "model.quantize with compile.enabled=true: the packed layers are not compiled",
+                "set compile.enabled=false",
             )
 
     def _activations_and_compile(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path as FilePath
 from typing import Any
 
 import yaml
@@ -18,6 +19,7 @@ from .errors import Path, one_line, shown
 MAX_DEPTH = 50
 MAX_VALUES = 100_000
 MAX_INT_BITS = 64
+_MAX_BYTES = 2**24
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -37,6 +39,37 @@ class Document:
 
     value: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
+
+
+def read_text(path: FilePath, name: str, kind: str, inside: str) -> str:
+    """The text of a config file.
+
+    Args:
+        name: the file's name, for messages.
+        kind: which kind of file is expected.
+        inside: the fix where the path is a directory.
+
+    Raises:
+        ConfigError: it cannot be read, is a directory, a pipe or a device, too large or not text.
+        FileNotFoundError: there is none.
+    """
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{name} is a directory", inside)
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{name} is larger than {_MAX_BYTES >> 20} MiB", f"name a {kind} file")
+        if not path.is_file():  # a pipe would be waited for, and a device has no end
+            raise ConfigError(f"{name} cannot be read: not a regular file", f"name a {kind} file")
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name} is not UTF-8 text (byte {error.start})", f"save it as UTF-8; is it a {kind} file at all?"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{name} cannot be read: {reason}", "check the path and its permissions") from None
 
 
 def read_yaml(text: str, source: str) -> Document:
@@ -72,20 +105,17 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str, source: str) -> None:
         super().__init__(text)
-        self.source, self.count, self.n_nodes = source, 0, 0
+        self.source, self.count, self.n_nodes, self.depth = source, 0, 0, 0
         self.lines: dict[Path, int] = {}
 
-    def fetch_flow_collection_start(self, token_class: Any) -> None:
-        # PyYAML looks at every open bracket again for each token: 20,000 of them would take half a minute.
-        if self.flow_level > MAX_DEPTH:
-            raise _too_deep(self.source)
-        super().fetch_flow_collection_start(token_class)
-
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        self.n_nodes += 1
-        if self.n_nodes > 2 * MAX_VALUES:  # keys are nodes too
+        self.n_nodes, self.depth = self.n_nodes + 1, self.depth + 1
+        # Keys are nodes too. PyYAML looks at every open bracket again for each token: the time grows with the depth.
+        if self.n_nodes > 2 * MAX_VALUES or self.depth > MAX_DEPTH + 2:
             raise _too_deep(self.source)
-        return super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

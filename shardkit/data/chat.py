@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import date
 from string import ascii_letters
@@ -23,8 +23,6 @@ from .rows.columns import TOOLS, Columns, RowError, plain
 
 LossOn = Literal["all", "assistant", "completion"]
 Span = tuple[int, int]
-_LONGEST = 1 << 26
-"""Most characters that a template may make of one conversation, whatever its length."""
 _ADDED, _GROWTH = 1 << 14, 64
 """A template may write this many characters of its own, and this many for each character of the conversation."""
 _REASON = 300
@@ -105,18 +103,12 @@ class Template:
         except Exception as error:  # a template can raise any error of Python: {{ 1 / 0 }}
             raise RowError(f"the chat template rejects it: {_reason(error)}") from error
         text, spans = texts[0], [(start, end) for start, end in (marked[0] if marked else []) if start < end]
-        if len(text) > self._most(len(text), messages, tools):
+        n_allowed = _ADDED + len(self.source) * (len(messages) + 1)
+        if len(text) > n_allowed and len(text) > n_allowed + _GROWTH * len(json.dumps([messages, tools], default=str)):
             raise _unusable(f"it makes {len(text):,} characters of one conversation")
         if len(spans) > len(text):
             raise _unusable(f"it marks {len(spans):,} parts of {len(text):,} characters")
         return text, spans
-
-    def _most(self, n_characters: int, messages: list[dict[str, Any]], tools: Any) -> int:
-        """The most characters that a template may make of a conversation; exact only where `found` may be more."""
-        n_allowed = _ADDED + len(self.source) * (len(messages) + 1)
-        if n_characters <= n_allowed:
-            return min(n_allowed, _LONGEST)
-        return min(n_allowed + _GROWTH * len(json.dumps([messages, tools], default=str)), _LONGEST)
 
 
 def at_date(source: str, day: date) -> str:
@@ -162,16 +154,11 @@ def limits() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def memory_limits() -> Iterator[None]:
+def memory_limits() -> AbstractContextManager[None]:
     """Stop a template when the process has grown by more than the limit of a conversation in this block."""
     n_bytes, _ = LIMITS["chat template"].at()
-    try:
-        with memory_limit(n_bytes):
-            yield
-    except MemoryError as error:
-        most = f"{n_bytes / 2**30:.3g} GiB"
-        raise _unusable(f"one conversation takes it more memory than it may have, {most} at most") from error
+    words = "one conversation takes it more memory than it may have, {:.3g} GiB at most"
+    return memory_limit(n_bytes, lambda: _unusable(words.format(n_bytes / 2**30)))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -65,11 +67,10 @@ class StepLoader:
         self._schedule = schedule
         self._state = state or State()
         self._steps_left = n_steps
-        self._batches: Iterator[Batch] | None = iter(
-            _data_loader(
-                dataset, _MicroBatches(schedule, self._state, n_steps), collate, schedule, workers, prefetch, pin_memory
-            )
-        )
+        batches = _MicroBatches(schedule, self._state, n_steps)
+        loader = _data_loader(dataset, batches, collate, schedule, workers, prefetch, pin_memory)
+        with _fork_without_garbage():
+            self._batches: Iterator[Batch] | None = iter(loader)
 
     def __iter__(self) -> StepLoader:
         return self
@@ -90,6 +91,21 @@ class StepLoader:
         """End the workers. May be called twice."""
         # Dropping the last reference to DataLoader's iterator is its public way to join the worker processes.
         self._batches = None
+
+
+@contextmanager
+def _fork_without_garbage() -> Iterator[None]:
+    """Processes forked in this block never collect what is garbage in this one.
+
+    Destructors of process groups and stores join threads, which a fork does not have: a worker would wait for ever.
+    """
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
 
 
 class _MicroBatches:

@@ -91,6 +91,11 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
         raise
 
 
+def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/shardkit (default ~/.cache/shardkit), shared by this user's jobs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
+
+
 @contextmanager
 def locked(path: Path, wait_s: float | None = None, optional: bool = False) -> Iterator[IO[str] | None]:
     """Hold an exclusive lock on a file, which is created and kept; it is released when the process ends.
@@ -176,15 +181,15 @@ def open_regular(path: str | Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: str | Path, most: int = 2**30) -> bytes:
+def read_regular(path: str | Path) -> bytes:
     """The content of a file that another program may have written.
 
     Raises:
-        OSError: it cannot be read, is a pipe, a device or a folder, or holds more than `most` bytes.
+        OSError: it cannot be read, is a pipe, a device or a folder, or holds more than a GiB.
     """
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+        if os.fstat(file.fileno()).st_size > 1 << 30:
+            raise OSError(errno.EFBIG, f"larger than {1 << 30:,} bytes", str(path))
         return file.read()
 
 
@@ -287,6 +292,14 @@ def read_objects(path: Path, last_bytes: int | None = None) -> list[dict[str, An
     except OSError:
         return []
     return [content for line in lines[1 if start else 0 :] if (content := parsed(line))]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if the file cannot be read or holds anything else."""
+    try:
+        return parsed(read_regular(path))
+    except OSError:
+        return {}
 
 
 def parsed(line: str | bytes) -> dict[str, Any]:

@@ -6,30 +6,30 @@ in the child does so in its parent as well. The limits are those of the kernel, 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import math
 import os
 import pickle
+import re
 import resource
-import select
 import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import ConfigError, ShardkitError, gib, printable
+from .cgroups import n_cpus
 
 T = TypeVar("T")
 VARIABLE = "SHARDKIT_FILE_LIMITS"
 """The variable with a factor for every limit: 4 allows four times the memory and the time."""
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """Limits for one kind of file: a fixed part, and a part in proportion to the file's size.
 
     Attributes:
@@ -71,13 +71,9 @@ def factor() -> float:
         ConfigError: it is not a positive number.
     """
     text = os.environ.get(VARIABLE, "1")
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e6:
+    if not re.fullmatch(r"(?=.*[1-9])[0-9]{1,5}(\.[0-9]+)?", text):
         raise ConfigError(f"{VARIABLE}={text!r} is not a positive number", f"unset it, or set {VARIABLE}=4")
-    return number
+    return float(text)
 
 
 _is_child = False
@@ -99,33 +95,34 @@ def in_child(kind: str, name: str, files: Iterable[Path], function: Callable[[],
     """
     if _is_child:
         return function()
-    n_bytes, seconds = LIMITS[kind].at(sum(path.stat().st_size for path in files if path.is_file()))
+    # A file of holes takes no space; in an archive it is as small as a link.
+    sizes = [min(path.stat().st_size, 512 * path.stat().st_blocks) for path in files if path.is_file()]
+    n_bytes, seconds = LIMITS[kind].at(sum(sizes))
 
     def attempt() -> bytes:
-        problem: ShardkitError
         try:
-            with memory_limit(n_bytes, resource.RLIMIT_AS):
+            with memory_limit(
+                n_bytes, lambda: beyond(name, kind, f"{gib(n_bytes)} of memory", error), resource.RLIMIT_AS
+            ):
                 return pickle.dumps((function(), None))
-        except MemoryError:
-            problem = beyond(name, kind, f"{gib(n_bytes)} of memory", error)
-        except ShardkitError as refusal:
-            problem = refusal
+        except ShardkitError as problem:
+            return pickle.dumps((None, problem))
         except BaseException as unexpected:  # tokenizers' panics are no Exceptions
             reason = printable(f"{type(unexpected).__name__}: {unexpected}")
-            problem = error(f"{name} cannot be read: {reason}", _FIX)
-        return pickle.dumps((None, problem))
+            return pickle.dumps((None, error(f"{name} cannot be read: {reason}", _FIX)))
 
     answer, signum = _forked(attempt, seconds)
-    if answer and signum in (0, signal.SIGKILL):  # SIGKILL is the parent's own; any other may have cut the answer
+    if signum == 0 and answer:
         result, problem = pickle.loads(answer)
         if problem is not None:
             raise problem
         return result  # type: ignore[no-any-return]
     if signum == signal.SIGPROF:
         raise slow_row(name, error)
-    if signum == signal.SIGXCPU:
+    if signum in (signal.SIGXCPU, signal.SIGALRM):
         raise beyond(name, kind, f"{seconds:.3g} s", error)
-    raise error(f"{name} cannot be read: the process that parsed it was ended by signal {signum}", _FIX)
+    end = f"was ended by signal {signum}" if signum else "had no memory left to say why"
+    raise error(f"{name} cannot be read: the process that parsed it {end}", _FIX)
 
 
 def _forked(attempt: Callable[[], bytes], seconds: float) -> tuple[bytes, int]:
@@ -140,40 +137,39 @@ def _forked(attempt: Callable[[], bytes], seconds: float) -> tuple[bytes, int]:
             _is_child = True
             gc.freeze()  # to collect the parent's objects here would copy their pages
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            faulthandler.disable()  # the parent says how this process ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             _lower(resource.RLIMIT_CORE, 0)
             _lower(resource.RLIMIT_CPU, math.ceil(seconds))
+            signal.setitimer(signal.ITIMER_REAL, _WALL * seconds)
             with os.fdopen(writer, "wb") as pipe:
                 pipe.write(attempt())
         finally:
             os._exit(0)
     os.close(writer)
-    answer = b""
-    in_time: list[Any] = []
     try:
         with os.fdopen(reader, "rb") as pipe:
-            in_time, _, _ = select.select([pipe], [], [], _WALL * seconds)
-            answer = pipe.read() if in_time else b""
-    finally:
+            answer = pipe.read()
+    except BaseException:  # Ctrl-C
         os.kill(child, signal.SIGKILL)
-        signum = os.waitpid(child, 0)[1] & 127
-    return answer, signum if in_time else signal.SIGXCPU
+        raise
+    finally:
+        status = os.waitpid(child, 0)[1]
+    return answer, os.WTERMSIG(status)
 
 
 def beyond(name: str, kind: str, amount: str, error: type[ShardkitError]) -> ShardkitError:
     """The error for a file that reached a limit; `amount` says which."""
     return error(
-        f"{name} takes more than {amount} to read, the limit for a {kind} of its size",
+        f"{name} takes more than {amount}, the limit for a {kind}",
         f"do not trust this file; if it is yours, set {VARIABLE}=4 for four times the limits",
     )
 
 
 def slow_row(name: str, error: type[ShardkitError]) -> ShardkitError:
     """The error for a process that SIGPROF ended, the alarm for a row with a chat template."""
-    return error(
-        f"a row of {name} takes the chat template more than {LIMITS['chat template'].at()[1]:g} s",
-        "correct the template, or set data.chat_template to a file with another one",
-    )
+    return beyond(f"a row of {name}", "chat template", f"{LIMITS['chat template'].at()[1]:g} s", error)
 
 
 @contextmanager
@@ -185,7 +181,6 @@ def time_limit(seconds: float, error: ShardkitError) -> Iterator[None]:
     used that much if the block took too long: the seconds, times the CPUs.
     """
     began = time.thread_time()
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def stop(*_: Any) -> None:
         if time.thread_time() - began >= seconds:
@@ -194,7 +189,7 @@ def time_limit(seconds: float, error: ShardkitError) -> Iterator[None]:
     handler = signal.signal(signal.SIGVTALRM, stop)
     # Repeated each second: jinja2 swallows any exception while it computes a template's constants.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
-    profiler = signal.setitimer(signal.ITIMER_PROF, (seconds + 2) * cpus)
+    profiler = signal.setitimer(signal.ITIMER_PROF, (seconds + 2) * n_cpus())
     try:
         yield
     finally:
@@ -204,25 +199,20 @@ def time_limit(seconds: float, error: ShardkitError) -> Iterator[None]:
 
 
 @contextmanager
-def memory_limit(n_bytes: int, limit: int = resource.RLIMIT_DATA) -> Iterator[int]:
-    """Let the process's private memory grow by at most `n_bytes` in this block, or less; on Linux alone.
+def memory_limit(n_bytes: int, error: Callable[[], ShardkitError], limit: int = resource.RLIMIT_DATA) -> Iterator[None]:
+    """Raise `error()` when the process's private memory grows by more than `n_bytes` in this block; on Linux alone.
 
-    Beyond it, allocations raise MemoryError. The limit holds for all threads, so that others should need little
-    meanwhile. A lower limit of the user's stays.
+    The limit holds for all threads, so that others should need little meanwhile. A lower limit of the user's stays.
 
     Args:
         limit: RLIMIT_AS counts mapped files, too.
-
-    Yields:
-        The bytes by which it may grow.
     """
     used = used_bytes(limit)
-    if used is None:
-        yield n_bytes
-        return
-    soft, hard = _lower(limit, used + n_bytes)
+    soft, hard = resource.getrlimit(limit) if used is None else _lower(limit, used + n_bytes)
     try:
-        yield resource.getrlimit(limit)[0] - used
+        yield
+    except MemoryError:
+        raise error() from None
     finally:
         resource.setrlimit(limit, (soft, hard))
 

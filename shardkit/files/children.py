@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,31 +36,41 @@ def code_command(code: str, python: str = sys.executable) -> list[str]:
     return [python, "-c", _WITHOUT_CURRENT_DIRECTORY + code]
 
 
-_NO_PROGRAMS = (
-    "core.fsmonitor=false", "core.hooksPath=/dev/null", "diff.external=", "diff.ignoreSubmodules=dirty",
-)  # fmt: skip
-"""Settings that keep `git status` and `git diff` from starting programs. Submodules have settings of their own."""
+_OFF = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "diff.external=")
+"""Settings of a repository that name programs, and the values with which git starts none."""
+_OPTIONS = {
+    "diff": ("--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty", "--submodule=short"),
+    "status": ("--ignore-submodules=dirty",),
+}
+"""Options that keep git from starting programs. Submodules have settings of their own: git may not enter them."""
 
 
 def read_git(*arguments: str, cwd: Path | None = None) -> str | None:
-    """The output of a git command that only reads, stripped; None without git or a repository.
+    """The output of a git command that only reads, stripped; None without git or a repository that can be asked safely.
 
-    A repository's own `.git/config` may name programs for git to run: a file-system monitor, diff drivers, filters. A
-    downloaded repository is a stranger's, so none of its programs runs. Those in the user's own settings do.
+    A repository's own `.git/config` may name programs for git to run: a file-system monitor, diff drivers, filters, and
+    whatever fetches the objects that a partial clone lacks. A downloaded repository is a stranger's, so none of its
+    programs runs. Filters and diff drivers in the user's own settings do.
     """
     subcommand, *options = arguments
-    if subcommand == "diff":
-        options = ["--no-ext-diff", "--no-textconv", *options]
-    listed = _git(["config", "--includes", "--show-scope", "--name-only", "--get-regexp", r"^filter\."], cwd) or ""
-    rows = [line.split("\t", 1) for line in listed.splitlines()]
-    filters = [name for scope, name in rows if scope in ("local", "worktree")]
-    off = [*_NO_PROGRAMS, *(f"{name}={'false' if name.endswith('.required') else ''}" for name in filters)]
-    return _git([*(word for setting in off for word in ("-c", setting)), subcommand, *options], cwd)
+    listed = (
+        _git(["config", "--includes", "--show-scope", "--name-only", "-z", "--get-regexp", r"^filter\."], cwd) or ""
+    )
+    words = listed.split("\0")
+    filters = [name for scope, name in zip(words[::2], words[1::2], strict=False) if scope in ("local", "worktree")]
+    if any("=" in name for name in filters):  # `-c` would switch another one off
+        return None
+    off = [*_OFF, *(f"{name}={'false' if name.endswith('.required') else ''}" for name in filters)]
+    words = [word for setting in off for word in ("-c", setting)]
+    return _git([*words, subcommand, *_OPTIONS.get(subcommand, ()), *options], cwd)
 
 
 def _git(words: list[str], cwd: Path | None) -> str | None:
+    env = {**os.environ, "GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
     try:
-        process = subprocess.run(["git", *words], cwd=cwd, capture_output=True, text=True, timeout=30, check=True)
+        process = subprocess.run(
+            ["git", *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     return process.stdout.strip()

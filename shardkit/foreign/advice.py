@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
+from ..config.schema import RunConfig
 from ..errors import ShardkitError, gib
 from ..oom.advice import Advice
-from ..plan.advise import Change, changes_that_fit
+from ..plan.advise import Change, Changes, changes_that_fit
 from ..plan.client import Planner
 from ..plan.model.estimate import MemoryEstimate
 from ..plan.search.ladder import Rung, Step
@@ -30,7 +31,7 @@ def changes_in_files(
     estimate: MemoryEstimate,
     planner: Planner,
     has_checkpointing: bool = True,
-) -> list[Change]:
+) -> Changes:
     """Like `changes_that_fit`, for a job of other tools: each change that its files can express, planned in their loop.
 
     Args:
@@ -39,13 +40,18 @@ def changes_in_files(
     """
     texts: dict[str, str] = {}
 
-    def predict(settings: Sequence[str]) -> MemoryEstimate:
-        changed = change_files(job, overrides, settings, has_checkpointing)
-        texts[" ".join(settings)] = changed.text
-        return planner.predict(changed.load().config, loop=changed.job.loop)
+    def changed(settings: Sequence[str]) -> tuple[RunConfig, Mapping[str, Any]]:
+        changed_job = change_files(job, overrides, settings, has_checkpointing)
+        texts[" ".join(settings)] = changed_job.text
+        return changed_job.load().config, changed_job.job.loop
 
-    changes = changes_that_fit(job.load(overrides).config, estimate, planner.target, predict)
-    return [replace(change, said=texts[change.settings]) for change in changes]
+    changes = changes_that_fit(job.load(overrides).config, estimate, planner, changed)
+    worded = Changes(replace(change, in_the_files=texts[change.settings]) for change in changes)
+    for settings in changes.left_out:
+        with suppress(ShardkitError):  # no key means it
+            changed(settings.split(" "))
+    worded.left_out = [texts[settings] for settings in changes.left_out if settings in texts]
+    return worded
 
 
 def climb(job: ForeignJob, overrides: Sequence[str], rungs: Sequence[Rung], target: Target) -> Iterator[Step]:
@@ -55,8 +61,10 @@ def climb(job: ForeignJob, overrides: Sequence[str], rungs: Sequence[Rung], targ
 
     Raises:
         ConfigError: the job's files leave something open.
+        NotPlannedError: without its techniques the job is one that no plan models.
     """
     below = without_techniques(job, overrides)
+    below.job.refuse_unplanned()
     plain_name = f"plain {below.load().config.parallel.strategy}"
     with Planner(target) as planner:
 
@@ -121,7 +129,7 @@ class ToolKeys:
         estimate, changes = self._changes(job, target, overrides)
         planned = []
         for change in changes:
-            text, verdict = change.said or self._worded(change.settings), change.estimate.verdict
+            text, verdict = change.in_the_files or self._worded(change.settings), change.estimate.verdict
             if text is not None and verdict is not None and target.device_memory is not None:
                 figures = f"planned: {gib(change.estimate.needed)} of {gib(target.device_memory)}, {verdict}"
                 reason = f"{gib(estimate.needed)} are planned without it"
@@ -136,19 +144,13 @@ class ToolKeys:
     ) -> tuple[MemoryEstimate, list[Change]]:
         """The job's estimate, and planned changes of the job: all that `LIMIT_S` leaves time for."""
         config = job.load(overrides).config
-        with Planner(target, loop=job.loop) as planner:
-            timer = threading.Timer(LIMIT_S, planner.stop)
-            timer.daemon = True
-            timer.start()
-            try:
-                estimate = planner.predict(config)
-                if self.tool in READERS:
-                    return estimate, changes_in_files(job, overrides, estimate, planner, self.has_checkpointing)
-                return estimate, changes_that_fit(
-                    config, estimate, target, lambda changes: planner.predict(job.load([*overrides, *changes]).config)
-                )
-            finally:
-                timer.cancel()
+        with Planner(target, loop=job.loop) as planner, planner.stopping_after(LIMIT_S):
+            estimate = planner.predict(config)
+            if self.tool in READERS:
+                return estimate, changes_in_files(job, overrides, estimate, planner, self.has_checkpointing)
+            return estimate, changes_that_fit(
+                config, estimate, planner, lambda changes: (job.load([*overrides, *changes]).config, None)
+            )
 
     def _worded(self, change: str) -> str | None:
         if "=" not in change or change.startswith("PYTORCH_"):

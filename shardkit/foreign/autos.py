@@ -56,10 +56,10 @@ def _filled(job: Together, file_key: FileKey, setting: str) -> tuple[Settings, s
     key = "precision.mode" if setting in PSEUDO else setting
     if key and key in job.command_line:
         return {}, f"from the command line: {key}"
-    others = (other for other in job.file_keys if (other.file, other.key) != (file_key.file, file_key.key))
-    other = next((other for other in others if setting in other.settings), None)
-    if other is not None:
-        return {setting: other.settings[setting]}, f"from {other.file}: {other.key}"
+    candidates = (entry for entry in job.file_keys if (entry.file, entry.key) != (file_key.file, file_key.key))
+    source_key = next((entry for entry in candidates if setting in entry.settings), None)
+    if source_key is not None:
+        return {setting: source_key.settings[setting]}, f"from {source_key.file}: {source_key.key}"
     if trainer and file_key.key.startswith("scheduler.params."):
         return {}, "the Trainer computes it"
     if file_key.key.startswith(_NEUTRAL):

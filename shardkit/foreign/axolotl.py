@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import tables
-from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, norm, number, to, truth, unplanned, whole
+from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, number, one_of, to, truth, unplanned, whole
 
 _REWARDS = "it trains with pairs, rewards or generated answers, whose batches and second model no plan here has"
 _KERNELS = "kernels of its own keep other activations"
@@ -38,10 +38,10 @@ def optimizer(value: Any) -> Settings:
     Raises:
         NoCounterpart: shardkit has none with the same state.
     """
-    known = {**tables.OPTIMIZERS, "ao_adamw_8bit": {"optim.name": "adamw8bit"}, "muon": {"optim.name": "muon"}}
-    settings = known.get(str(value).lower())
+    optimizers = {**tables.OPTIMIZERS, "ao_adamw_8bit": {"optim.name": "adamw8bit"}, "muon": {"optim.name": "muon"}}
+    settings = optimizers.get(str(value).lower())
     if settings is None:
-        raise NoCounterpart(f"the optimizer's state is planned as AdamW's: shardkit has only {', '.join(known)}")
+        raise NoCounterpart(f"the optimizer's state is planned as AdamW's: shardkit has only {', '.join(optimizers)}")
     return dict(settings)
 
 
@@ -68,6 +68,10 @@ def _adapter(value: Any) -> Settings:
     raise NoCounterpart(_ADAPTERS)
 
 
+def _four_bits(switch: Any) -> Settings:
+    return {"model.quantize.bits": 4} if truth(switch) else {}
+
+
 def _targets(value: Any) -> Settings:
     if value == "all-linear" or (isinstance(value, list) and "all-linear" in value):
         return {"adapter.targets": "all-linear"}
@@ -88,27 +92,24 @@ def _plugins(value: Any) -> Settings:
     return {}
 
 
+_OF_THE_TRAINER = (
+    "gradient_accumulation_steps", "max_steps", "max_grad_norm", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "warmup_steps", "seed", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "dataloader_num_workers",
+    "dataloader_drop_last", "fsdp",
+)  # fmt: skip
 AXOLOTL: dict[str, Key] = {
+    **{key: tables.TRAINER[key] for key in _OF_THE_TRAINER},
     "base_model": Key(lambda value: {}, note="the model"),
     "micro_batch_size": to("train.micro_batch_size", whole),
-    "gradient_accumulation_steps": to("train.grad_accum_steps", whole),
     "sequence_len": to("train.seq_len", whole),
     "sample_packing": Key(lambda value: {}, note=_ROWS),
     "pad_to_sequence_len": Key(lambda value: {}, note=_ROWS),
     "batch_flattening": Key(lambda value: {}, note=_ROWS),
     "pretraining_sample_concatenation": Key(lambda value: {}, note=_ROWS),
-    "max_steps": many(lambda value: {"train.max_steps": whole(value)} if number(value) > 0 else {}),
-    "max_grad_norm": to("train.max_norm", norm),
     "learning_rate": to("optim.lr", learning_rate),
-    "weight_decay": to("optim.weight_decay", number),
-    "adam_beta1": to("optim.betas.0", number),
-    "adam_beta2": to("optim.betas.1", number),
-    "adam_epsilon": to("optim.eps", number),
     "optimizer": Key(optimizer, only="optim.name"),
     "lr_scheduler": many(schedule),
     "cosine_min_lr_ratio": to("optim.min_lr_ratio", number),
-    "warmup_steps": many(tables.warmup),
-    "seed": to("train.seed", whole),
     "bf16": _half("bf16"),
     "fp16": _half("fp16"),
     "tf32": _half("tf32"),
@@ -117,12 +118,11 @@ AXOLOTL: dict[str, Key] = {
     "gradient_checkpointing": Key(_checkpointing, only="activation.policy"),
     "torch_compile": many(lambda value: {} if value == "auto" else {"compile.enabled": truth(value)}),
     "torch_compile_mode": to("compile.mode"),
-    "ddp_bucket_cap_mb": to("parallel.bucket_mb", number),
-    "ddp_find_unused_parameters": to("parallel.find_unused", truth),
-    "dataloader_num_workers": to("data.workers", whole),
-    "dataloader_drop_last": to("data.drop_last", truth),
     "attn_implementation": many(attention),
     "adapter": Key(_adapter, only="adapter.type"),
+    "load_in_4bit": many(_four_bits),
+    "bnb_config_kwargs.bnb_4bit_use_double_quant": to("model.quantize.double", truth),
+    "bnb_config_kwargs.bnb_4bit_quant_type": one_of("model.quantize.type", tables.FOUR_BITS),
     "lora_r": to("adapter.r", whole),
     "lora_alpha": to("adapter.alpha", whole),
     "lora_dropout": to("adapter.dropout", number),
@@ -131,10 +131,10 @@ AXOLOTL: dict[str, Key] = {
     "peft_use_rslora": to("adapter.use_rslora", truth),
     "dp_replicate_size": many(tables.replicas),
     "dp_shard_size": many(lambda value: {"parallel.dp_shard": value} if whole(value) > 1 else {}),
-    "fsdp": many(tables.trainer_fsdp),
     **{f"fsdp_config.{name}": key for name, key in tables.FSDP.items()},
     "fsdp_config.offload_params": many(tables.offload_param),
     "plugins": many(_plugins),
+    **absent("bnb_config_kwargs.bnb_4bit_quant_storage"),
     **absent("fsdp_version fsdp_config.fsdp_version fsdp_config.final_state_dict_type fsdp_final_state_dict_type"),
     **absent("fsdp_config.cpu_offload_pin_memory fsdp_config.mixed_precision_policy fsdp_config deepspeed"),
     **absent(
@@ -177,8 +177,8 @@ AXOLOTL: dict[str, Key] = {
         lr_scheduler_kwargs.* lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor lr_groups adam_epsilon2
         adam_beta3 num_epochs jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps
         lora_model_dir lora_fan_in_fan_out peft_layers_pattern peft_init_lora_weights peft_ensure_weight_tying
-        lora_on_cpu loraplus_lr_ratio loraplus_lr_embedding merge_lora merge_method bnb_config_kwargs
-        bnb_config_kwargs.* qlora_sharded_model_loading quantization quantization.* lm_eval_tasks lm_eval_batch_size
+        lora_on_cpu loraplus_lr_ratio loraplus_lr_embedding merge_lora merge_method
+        qlora_sharded_model_loading quantization quantization.* lm_eval_tasks lm_eval_batch_size
         lm_eval_post_train lm_eval_model heads_k_stride ring_attn_func embeddings_skip_upcast trl vllm qat ebft
         swanlab_project swanlab_experiment_name swanlab_description swanlab_mode swanlab_workspace swanlab_api_key
         swanlab_log_model swanlab_web_host swanlab_api_host swanlab_lark_webhook_url swanlab_lark_secret
@@ -241,7 +241,8 @@ AXOLOTL: dict[str, Key] = {
     **unplanned(
         _BITS,
         """
-        load_in_8bit load_in_4bit gptq quantize_moe_experts qat.* fp8 fp8_enable_fsdp_float8_all_gather
+        load_in_8bit bnb_config_kwargs bnb_config_kwargs.* gptq quantize_moe_experts qat.* fp8
+        fp8_enable_fsdp_float8_all_gather
         model_quantization_config model_quantization_config_kwargs model_quantization_config_kwargs.*
         use_onebitllms llmcompressor.* nonexpert_quantization dsv4_fp8_nonexpert_mode gemma4_fp8_nonexpert
         gemma4_nf4_nonexpert nvfp4_merge_aware

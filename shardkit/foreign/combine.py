@@ -15,7 +15,7 @@ from .recipes import check_recipe, defaults, ignored_in_a_recipe, refuse_unnamed
 from .tables import AUTO, NoCounterpart, Problem, Settings, WrongValue
 from .together import PSEUDO, Fate, FileKey, Together
 from .tools import ALIASES, KEYS, RECIPES, RENAMED, VERSIONS, base, find
-from .trl import OWN
+from .trl import TRL_KEYS
 from .unplanned import effect_of, is_off
 
 _NO_FSDP = "on CPUs Accelerate shards nothing and trains with DDP"
@@ -60,10 +60,10 @@ def _sorted(job: Together, file: File, key: str, value: Any) -> FileKey:
         if effect:
             return ended("unplanned", note=effect)
         if release := _newer_release(file.tool, key):
-            known = f"shardkit knows the keys of {VERSIONS[file.tool]}"
-            note = f"the installed {family(file.tool)} {release} has this key, and {known}: it may change memory"
+            coverage = f"shardkit knows the keys of {VERSIONS[file.tool]}"
+            note = f"the installed {family(file.tool)} {release} has this key, and {coverage}: it may change memory"
             return ended("unplanned", note=note)
-        if file.tool == "trainer" and key in OWN:
+        if file.tool == "trainer" and key in TRL_KEYS:
             return ended("absent", note="an argument of the script, such as TRL's have")
         return ended("unknown", note=nearest_key(file.tool, key))
     reason = "it does nothing any more" if entry.dead else _ignored(job, file.tool, key)
@@ -261,10 +261,10 @@ def _key_for(tool: str, key: str) -> str:
 
 def unknown_key(tool: str, key: str) -> str:
     """What a tool does with a key that it does not know: refuse or ignore it, and by which release."""
-    section, _, rest = key.partition(".")
+    section, _, option = key.partition(".")
     strict = {
-        "accelerate": not rest,
-        "deepspeed": section in ("zero_optimization", "fp16", "bf16") and bool(rest),
+        "accelerate": not option,
+        "deepspeed": section in ("zero_optimization", "fp16", "bf16") and bool(option),
         "trainer": True,
         "trl": True,
         "llamafactory": True,

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from ..config import yaml as yaml_files
 from ..config.errors import one_line, section_fields, shown
 from ..config.yaml import read_yaml
 from ..errors import ConfigError
@@ -25,7 +26,6 @@ _MARKS = {
 }
 _MARKED = ("peft",)
 """Tools whose files always have one of their marks."""
-_SIZE = 2**24
 
 
 @dataclass(frozen=True)
@@ -96,24 +96,12 @@ def read_text(name: str) -> str:
     Raises:
         ConfigError: it cannot be read, is a directory, too large or not text.
     """
-    path, shown_name = Path(name), one_line(name)
     try:
-        if path.is_dir():
-            raise ConfigError(
-                f"{shown_name} is a directory", "name the file in it; a model's folder belongs to --model"
-            )
-        if path.stat().st_size > _SIZE:
-            raise ConfigError(f"{shown_name} is larger than {_SIZE >> 20} MiB", "name a config file")
-        if not path.is_file():  # a pipe would be waited for, and a device has no end
-            raise ConfigError(f"{shown_name} cannot be read: not a regular file", "name a config file")
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{shown_name} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a config file at all?"
-        ) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{shown_name} cannot be read: {reason}", "check the path and its permissions") from None
+        folder_fix = "name the file in it; a model's folder belongs to --model"
+        return yaml_files.read_text(Path(name), one_line(name), "config", folder_fix)
+    except FileNotFoundError as error:
+        cause = f"{one_line(name)} cannot be read: {error.strerror}"
+        raise ConfigError(cause, "check the path and its permissions") from None
 
 
 def read_object(value: Any) -> File:
@@ -148,25 +136,25 @@ def given(value: Any) -> dict[str, Any]:
     values: dict[str, Any] = value.to_dict()
     if not is_dataclass(value):
         return values
-    for one in fields(value):  # TrainingArguments.to_dict() leaves ParallelismConfig out
-        attribute = getattr(value, one.name, None)
-        if values.get(one.name) is None and is_dataclass(attribute):
-            values[one.name] = attribute
+    for entry in fields(value):  # TrainingArguments.to_dict() leaves ParallelismConfig out
+        attribute = getattr(value, entry.name, None)
+        if values.get(entry.name) is None and is_dataclass(attribute):
+            values[entry.name] = attribute
     defaults = {
-        one.name: one.default_factory() if one.default_factory is not MISSING else one.default
-        for one in fields(value)
-        if one.init
+        entry.name: entry.default_factory() if entry.default_factory is not MISSING else entry.default
+        for entry in fields(value)
+        if entry.init
     }
     return {
-        name: found
-        for name, found in values.items()
-        if found is not None and (name == "peft_type" or (name in defaults and found != defaults[name]))
+        name: content
+        for name, content in values.items()
+        if content is not None and (name == "peft_type" or (name in defaults and content != defaults[name]))
     }
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):  # Accelerate's ParallelismConfig in TrainingArguments
-        return {one.name: getattr(value, one.name) for one in fields(value)}
+        return {entry.name: getattr(value, entry.name) for entry in fields(value)}
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
 
@@ -192,8 +180,8 @@ def parse(text: str, name: str) -> dict[str, Any]:
     else:
         value = read_yaml(text, name).value
     if not isinstance(value, dict) or not value:
-        found = "empty" if not value else f"a {type(value).__name__}"
-        raise ConfigError(f"{name} is {found}, not a mapping of keys", "name a config file of one of the tools")
+        kind = "empty" if not value else f"a {type(value).__name__}"
+        raise ConfigError(f"{name} is {kind}, not a mapping of keys", "name a config file of one of the tools")
     return value
 
 
@@ -207,12 +195,12 @@ def line_numbers(text: str, name: str) -> dict[str, int]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in content:
             raise ValueError(f"the key {shown(key)} is set twice, which DeepSpeed refuses")
-        found[key] = value
-    return found
+        content[key] = value
+    return content
 
 
 def recognise(value: dict[str, Any], name: str) -> str:
@@ -269,13 +257,13 @@ def foreign_file_error(name: str, content: dict[str, Any]) -> ConfigError | None
 
 def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted keys of all values; a mapping is never a value, and an empty one nothing."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, inner in value.items():
         if isinstance(inner, dict):
-            found |= flatten(inner, f"{prefix}{key}.")
+            flat |= flatten(inner, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = inner
-    return found
+            flat[f"{prefix}{key}"] = inner
+    return flat
 
 
 def _text_numbers(text: str, values: dict[str, Any]) -> dict[str, str]:
@@ -284,10 +272,10 @@ def _text_numbers(text: str, values: dict[str, Any]) -> dict[str, str]:
     if text.lstrip().startswith(("{", "[")):
         return quoted
     try:
-        theirs = yaml.safe_load(text)
+        plain = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):  # read_yaml is stricter: it read the text
         return quoted
-    flat = flatten(theirs) if isinstance(theirs, dict) else {}
+    flat = flatten(plain) if isinstance(plain, dict) else {}
     unquoted = {
         key: flat[key] for key, value in values.items() if isinstance(value, float) and isinstance(flat.get(key), str)
     }

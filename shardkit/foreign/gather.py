@@ -28,11 +28,11 @@ def gather(names: Iterable[Any]) -> tuple[list[File], list[Problem]]:
     Raises:
         ConfigError: a file cannot be read, or there are two of one tool.
     """
-    given = [read(str(name)) if isinstance(name, (str, Path)) else read_object(name) for name in names]
-    found: list[File] = []
+    named = [read(str(name)) if isinstance(name, (str, Path)) else read_object(name) for name in names]
+    files: list[File] = []
     problems: list[Problem] = []
-    for file in given:
-        values, place = dict(file.values), len(found)
+    for file in named:
+        values, position = dict(file.values), len(files)
         for key, tool in (("deepspeed", "trainer"), ("deepspeed_config.deepspeed_config_file", "accelerate")):
             off = tool == "accelerate" and str(values.get("distributed_type")).upper() != "DEEPSPEED"
             if base(file.tool) != tool or off:
@@ -40,32 +40,32 @@ def gather(names: Iterable[Any]) -> tuple[list[File], list[Problem]]:
             inner = replace(file, values=values).section(key)
             if inner:  # a whole DeepSpeed config in place of a path
                 lines = replace(file, values=file.lines).section(key)
-                found.append(
+                files.append(
                     File(f"{file.name}: {key}", "deepspeed", prefixed("deepspeed", inner),
                          lines=prefixed("deepspeed", lines))
                 )  # fmt: skip
                 values = {name: value for name, value in values.items() if not name.startswith(f"{key}.")}
-            elif values.get(key) and not any(other.tool == "deepspeed" for other in given):
-                _follow(file, key, str(values[key]), found, problems)
+            elif values.get(key) and not any(named_file.tool == "deepspeed" for named_file in named):
+                _follow(file, key, str(values[key]), files, problems)
         if base(file.tool) == "trainer" and isinstance(values.get("fsdp_config"), str):
             values |= _fsdp_file(file, values, problems)
-        found.insert(place, replace(file, values=prefixed(file.tool, values), lines=prefixed(file.tool, file.lines)))
+        files.insert(position, replace(file, values=prefixed(file.tool, values), lines=prefixed(file.tool, file.lines)))
     for tool in ("accelerate", "deepspeed", "trainer", "model", "peft"):
-        same = [file for file in found if base(file.tool) == tool]
+        same = [file for file in files if base(file.tool) == tool]
         if len(same) > 1:
             names, tools = " and ".join(file.name for file in same), dict.fromkeys(family(file.tool) for file in same)
             raise ConfigError(
                 f"{names} are both files of {' and '.join(tools)}", "name the files of one job: one of each tool"
             )
-    return found, problems
+    return files, problems
 
 
-def _follow(file: File, key: str, path: str, found: list[File], problems: list[Problem]) -> None:
-    for place in (Path(path), file.folder / path):
-        if place.is_file():
-            other = read(str(place))
-            values, lines = prefixed(other.tool, other.values), prefixed(other.tool, other.lines)
-            found.append(replace(other, values=values, lines=lines))
+def _follow(file: File, key: str, path: str, files: list[File], problems: list[Problem]) -> None:
+    for candidate in (Path(path), file.folder / path):
+        if candidate.is_file():
+            named_file = read(str(candidate))
+            values, lines = prefixed(named_file.tool, named_file.values), prefixed(named_file.tool, named_file.lines)
+            files.append(replace(named_file, values=values, lines=lines))
             return
     problems.append(_missing(file, key, path))
 
@@ -81,9 +81,9 @@ def _fsdp_file(file: File, values: dict[str, Any], problems: list[Problem]) -> d
     path = values.pop("fsdp_config")
     if path.startswith("{"):
         return flatten({"fsdp_config": parse(path, f"{file.name}: fsdp_config")})
-    for place in (Path(path), file.folder / path):
-        if place.is_file():
-            return flatten({"fsdp_config": parse(read_text(str(place)), str(place))})
+    for candidate in (Path(path), file.folder / path):
+        if candidate.is_file():
+            return flatten({"fsdp_config": parse(read_text(str(candidate)), str(candidate))})
     problems.append(_missing(file, "fsdp_config", path))
     return {}
 
@@ -96,14 +96,14 @@ def prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:
     """
 
     def name(key: str) -> str:
-        section, _, rest = key.partition(".")
+        section, _, option = key.partition(".")
         if base(tool) == "trainer" and section == "fsdp_config":
-            return f"{section}.{rest.removeprefix('fsdp_')}" if rest else key
-        if tool == "accelerate" and section in ("fsdp_config", "dynamo_config") and rest:
+            return f"{section}.{option.removeprefix('fsdp_')}" if option else key
+        if tool == "accelerate" and section in ("fsdp_config", "dynamo_config") and option:
             prefix = section.removesuffix("config")
-            return key if rest.startswith(prefix) else f"{section}.{prefix}{rest}"
-        if tool == "deepspeed" and f"{section}.stage3_{rest}" in DEEPSPEED and key not in DEEPSPEED:
-            return f"{section}.stage3_{rest}"
+            return key if option.startswith(prefix) else f"{section}.{prefix}{option}"
+        if tool == "deepspeed" and f"{section}.stage3_{option}" in DEEPSPEED and key not in DEEPSPEED:
+            return f"{section}.stage3_{option}"
         return key
 
     return {name(key): value for key, value in values.items()}
@@ -115,9 +115,9 @@ def adapter_file(path: str) -> str:
     Raises:
         ConfigError: there is none, or it is another tool's file.
     """
-    place = Path(path).expanduser()
-    name = str(place / "adapter_config.json" if place.is_dir() else place)
-    if place.is_dir() and not Path(name).is_file():
+    location = Path(path).expanduser()
+    name = str(location / "adapter_config.json" if location.is_dir() else location)
+    if location.is_dir() and not Path(name).is_file():
         raise ConfigError(
             f"--peft {one_line(path)} has no adapter_config.json", "name peft's file, or the folder that holds one"
         )
@@ -139,10 +139,10 @@ def read_model(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it cannot be read, or only code of its own could build the model.
     """
-    place = Path(path).expanduser()
-    file = place / "config.json" if place.is_dir() else place
+    location = Path(path).expanduser()
+    file = location / "config.json" if location.is_dir() else location
     if not file.is_file():
-        fault = "has no config.json" if place.is_dir() else "does not exist"
+        fault = "has no config.json" if location.is_dir() else "does not exist"
         raise ConfigError(
             f"--model {one_line(path)} {fault}", "name a transformers config.json, or the folder that holds one"
         )
@@ -155,8 +155,8 @@ def read_model(path: str) -> dict[str, Any]:
             f"--model {file} is no transformers config: it has no model_type", "name the model's own config.json"
         )
     if not (config.get("dtype") or config.get("torch_dtype")):
-        found = next((_stored_dtype(one) for one in sorted(file.parent.glob("*.safetensors"))), "")
-        config |= {"dtype": found} if found else {}
+        dtype = next((_stored_dtype(weights) for weights in sorted(file.parent.glob("*.safetensors"))), "")
+        config |= {"dtype": dtype} if dtype else {}
     return config
 
 
@@ -174,7 +174,7 @@ def _stored_dtype(file: Path) -> str:
             if size > _HEADER:
                 raise ValueError("its header is too long")
             header = json.loads(stream.read(size))
-            types = [_TYPES.get(one.get("dtype")) for name, one in header.items() if name != "__metadata__"]
+            types = [_TYPES.get(entry.get("dtype")) for name, entry in header.items() if name != "__metadata__"]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"--model: {file} cannot be read: {one_line(str(error))}", "copy the file again, or remove it"

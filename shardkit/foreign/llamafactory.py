@@ -6,8 +6,9 @@ from typing import Any
 
 from . import tables
 from .axolotl import attention, schedule
-from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, number, to, truth, unplanned, whole
+from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, number, one_of, to, truth, unplanned, whole
 from .trl import EARLIER
+from .unplanned import is_off
 
 _REWARDS = "it trains with pairs or rewards, whose batches and second model no plan here has"
 _MEGATRON = "Megatron's loop divides and recomputes in its own way"
@@ -36,6 +37,20 @@ def _targets(value: Any) -> str | list[str]:
     return "all-linear" if names == ["all"] else tables.targets(names)
 
 
+def _bits(bits: Any) -> Settings:
+    if is_off("quantization_bit", bits):
+        return {}
+    if str(bits) != "4":
+        raise NoCounterpart("the model's weights are stored in fewer bits")
+    return {"model.quantize.bits": 4}
+
+
+def _method(method: Any) -> Settings:
+    if method not in ("bnb", "bitsandbytes"):
+        raise NoCounterpart("the model's weights are packed otherwise than by bitsandbytes")
+    return {}
+
+
 def _attention(value: Any) -> Settings:
     return attention("eager" if value == "disabled" else value)
 
@@ -49,6 +64,10 @@ TUNING: dict[str, Key] = {
     "lora_dropout": to("adapter.dropout", number),
     "lora_target": to("adapter.targets", _targets),
     "use_rslora": to("adapter.use_rslora", truth),
+    "quantization_bit": many(_bits),
+    "quantization_method": many(_method),
+    "quantization_type": one_of("model.quantize.type", tables.FOUR_BITS),
+    "double_quantization": to("model.quantize.double", truth),
     "cutoff_len": to("train.seq_len", whole),
     "packing": Key(lambda value: {}, note=_ROWS),
     "flash_attn": many(_attention),
@@ -81,8 +100,8 @@ TUNING: dict[str, Key] = {
         include_effective_tokens_per_second freeze_vision_tower freeze_multi_modal_projector use_swanlab
         swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir
         swanlab_lark_webhook_url swanlab_lark_secret sortish_sampler predict_with_generate generation_max_length
-        generation_num_beams generation_config quantization_method quantization_type double_quantization
-        quantization_device_map freeze_trainable_layers freeze_trainable_modules freeze_extra_modules
+        generation_num_beams generation_config quantization_device_map
+        freeze_trainable_layers freeze_trainable_modules freeze_extra_modules
         module_dropout oft_rank oft_block_size oft_target galore_target galore_rank galore_update_interval
         galore_scale galore_proj_type galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale
         apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front badam_mode
@@ -111,7 +130,7 @@ TUNING: dict[str, Key] = {
     **unplanned("router losses keep more activations", "moe_aux_loss_coef"),
     **unplanned("norms or logits are kept in fp32", "upcast_layernorm upcast_lmhead_output"),
     **unplanned("a second loss keeps more outputs", "use_dft_loss use_asft_loss use_eaft_loss"),
-    **unplanned("the model's weights are stored in fewer bits", "quantization_bit fp8"),
+    **unplanned("the model's weights are stored in fewer bits", "fp8"),
     **unplanned("experts are computed on the host", "use_kt kt_num_threads kt_tp_enabled kt_backend"),
     **unplanned("tokens are divided over ranks", "use_hyper_parallel hyper_parallel_args hyper_parallel_cp_size"),
     **unplanned(

@@ -76,10 +76,10 @@ def _quoted_switches(job: Together) -> Iterator[Note]:
 
 def _reads_any_text_as_true(tool: str, key: str) -> bool:
     """Whether the tool takes a switch without looking at text: DeepSpeed at the top, and the Trainer."""
-    section, _, rest = key.partition(".")
+    section, _, option = key.partition(".")
     if tool == "trainer":
-        return not rest or (section == "fsdp_config" and rest in ("xla", "cpu_offload", "xla_fsdp_v2"))
-    return tool == "deepspeed" and not rest
+        return not option or (section == "fsdp_config" and option in ("xla", "cpu_offload", "xla_fsdp_v2"))
+    return tool == "deepspeed" and not option
 
 
 def _numbers_read_as_text(job: Together) -> Iterator[Note]:

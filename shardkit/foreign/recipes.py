@@ -78,18 +78,30 @@ def check_recipe(job: Together) -> None:
         )  # fmt: skip
     if not job.adapted or job.has("peft"):
         return
-    known = {*job.settings, *(problem.setting for problem in job.problems)}
-    if "adapter.r" not in known:
+    keys = {*job.settings, *(problem.setting for problem in job.problems)}
+    if "adapter.r" not in keys:
         name = _R[file.tool]
         job.problem(
             "unsaid", f"{file.name}: the adapter has no {name}, and {file.tool} has no default",
             f"write {name}: 16, or set adapter.r=16 on the command line", "adapter.r", (name,),
         )  # fmt: skip
-    if "adapter.targets" not in known:
+    if "adapter.targets" not in keys:
         job.problem(
             "unsaid", f"{file.name} does not say which layers have adapters: peft then goes by the model's type",
             f"write {_TARGETS[file.tool]}, or set adapter.targets=all-linear on the command line", "adapter.targets",
         )  # fmt: skip
+
+
+def lora_kernels(job: Together) -> list[str]:
+    """A line about kernels that axolotl turns on by itself beside an adapter; empty if it does not."""
+    file = job.file("trainer")
+    if file is None or file.tool != "axolotl" or not job.adapted:
+        return []
+    switches = [f"lora_{name}_kernel" for name in ("mlp", "qkv", "o", "embedding")]
+    is_set = any(file.values.get(key) is not None for key in (*switches, "rl"))
+    if is_set or _is_on(file.values.get("trust_remote_code")):
+        return []
+    return ["axolotl's LoRA kernels, which it turns on unless a lora_*_kernel key is set: planned are peft's layers"]
 
 
 def model_named(files: Sequence[File]) -> tuple[str, str]:

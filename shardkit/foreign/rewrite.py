@@ -90,6 +90,8 @@ def change_files(
                 files = _with_keys(files, tool, tree)
     changed_job = _reread(job, files, all_overrides, script_changes)
     config = changed_job.load().config
+    if changed_job.job.not_planned and not job.not_planned:
+        raise NoKey(f"with {changed_job.text}: {changed_job.job.not_planned[0]}", "plan another change")
     for key, value in requested.items():
         section, _, name = key.partition(".")
         if not _means(getattr(getattr(config, section), name), value):
@@ -164,7 +166,7 @@ def _tools_to_change(job: ForeignJob, files: Sequence[File], key: str, engine: s
 
 def _means(setting: Any, requested: str) -> bool:
     """Whether a config's setting is the requested one, as written on the command line."""
-    text = {None: "null", True: "true", False: "false"}.get(setting, str(setting))
+    text = str(setting).lower() if isinstance(setting, bool) else "null" if setting is None else str(setting)
     return text == requested or (requested, text) == ("bf16", "pure_bf16")  # a bf16 model keeps its type there
 
 

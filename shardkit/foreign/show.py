@@ -82,8 +82,9 @@ def moments(job: ForeignJob, config: RunConfig, estimate: MemoryEstimate) -> lis
         shards = mesh_shape(config, shards, min(shards, job.gpus_per_node or 8))[-1]
     sizes = Sizes(estimate.n_params, estimate.largest, estimate.largest_block, shards)
     return [
-        Moment(transfer.phase, transfer.ranks, transfer.on_device(sizes, estimate.resident), transfer.on_host(sizes),
-               transfer.in_file(sizes), transfer.text, transfer.expected, transfer.fix)
+        Moment(transfer.phase, transfer.ranks, transfer.on_device(sizes, estimate.resident),
+               transfer.on_host(sizes, estimate.resident), transfer.in_file(sizes), transfer.text,
+               transfer.expected, transfer.fix)
         for transfer in job.transfers
     ]  # fmt: skip
 

@@ -116,10 +116,10 @@ def norm(value: Any) -> float | None:
 def _chosen(value: Any, values: Mapping[Any, Any]) -> Any:
     if not isinstance(value, (str, int)):
         raise WrongValue("it is neither a word nor a number")
-    found = values.get(value.lower() if isinstance(value, str) else value)
-    if found is None:
+    counterpart = values.get(value.lower() if isinstance(value, str) else value)
+    if counterpart is None:
         raise NoCounterpart(f"shardkit has only {', '.join(dict.fromkeys(map(str, values)))}")
-    return found
+    return counterpart
 
 
 def on(setting: str, value: Any, cause: Any = True) -> Settings:
@@ -131,12 +131,12 @@ def recompute(value: Any) -> Settings:
     return on("activation.policy", "full", value)
 
 
-def unless_off(why: str) -> Key:
+def unless_off(reason: str) -> Key:
     """A key that shardkit cannot follow if it is set."""
 
     def settings(value: Any) -> Settings:
         if value not in (None, False, "none", [], ""):
-            raise NoCounterpart(why)
+            raise NoCounterpart(reason)
         return {}
 
     return Key(settings)
@@ -284,14 +284,14 @@ SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_S
 
 def halves(value: Any) -> Settings:
     """`mixed_precision`: the pseudo-keys fp16 and bf16 become `precision.mode` when all files are read."""
-    known = {"no": (False, False), "fp16": (True, False), "bf16": (False, True)}
+    switches = {"no": (False, False), "fp16": (True, False), "bf16": (False, True)}
     if value == "fp8":
         return {"precision.mode": "fp8"}
     if value is False:  # an unquoted no
         value = "no"
-    if not isinstance(value, str) or value not in known:
+    if not isinstance(value, str) or value not in switches:
         raise WrongValue("it is none of no, fp16, bf16, fp8")
-    return dict(zip(("fp16", "bf16"), known[value], strict=True))
+    return dict(zip(("fp16", "bf16"), switches[value], strict=True))
 
 
 def sharding(value: Any) -> Settings:
@@ -417,6 +417,8 @@ OPTIMIZERS: dict[str, Settings] = {
     "adamw_bnb_8bit": {"optim.name": "adamw8bit"},
     "adamw_8bit": {"optim.name": "adamw8bit"},
 }
+FOUR_BITS = {"nf4": "nf4", "fp4": "fp4"}
+"""bitsandbytes' types of 4 bits, named alike here."""
 SCHEDULES: dict[str, Settings] = {
     "linear": {"optim.schedule": "linear", "optim.min_lr_ratio": 0.0},
     "cosine": {"optim.schedule": "cosine", "optim.min_lr_ratio": 0.0},
@@ -432,13 +434,13 @@ def trainer_fsdp(value: Any) -> Settings:
         return {}
     if value is True or str(value).lower() == "true":
         return {"parallel.strategy": "fsdp"}
-    found: Settings = {}
+    chosen: Settings = {}
     for word in value if isinstance(value, list) else str(value).split():
         if word == "offload":
-            found["parallel.offload_param"] = "cpu"
+            chosen["parallel.offload_param"] = "cpu"
         elif word != "auto_wrap":
-            found |= sharding(word)
-    return found
+            chosen |= sharding(word)
+    return chosen
 
 
 def warmup(value: Any) -> Settings:

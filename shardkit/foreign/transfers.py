@@ -46,6 +46,7 @@ class Transfer:
             the largest block, or of embedding and head together if they are larger.
         host_shard: private bytes on the host for each value of a rank's shard.
         beside: whether it comes on top of the state that stays between two steps.
+        host_copy: whether the host gets a copy of the device's state.
         expected: `False` for an order of calls that no file shows.
         fix: a change of their keys or script that takes less; empty if there is none.
     """
@@ -61,18 +62,20 @@ class Transfer:
     unit: float = 0
     host_shard: float = 0
     beside: bool = False
+    host_copy: bool = False
     expected: bool = True
     fix: str = ""
 
     def on_device(self, sizes: Sizes, resident: int) -> int:
         """Bytes on the device at most; `resident`: those that training holds there between two steps."""
         unit = max(sizes.largest_block, 2 * sizes.largest)
-        own = self.device * sizes.params + self.gathered * sizes.largest + self.unit * unit
-        return int(own + self.shard * sizes.params / sizes.shards) + (resident if self.beside else 0)
+        copies = self.device * sizes.params + self.gathered * sizes.largest + self.unit * unit
+        return int(copies + self.shard * sizes.params / sizes.shards) + (resident if self.beside else 0)
 
-    def on_host(self, sizes: Sizes) -> int:
-        """Private bytes of one rank on the host at most."""
-        return int(self.host * sizes.params + self.host_shard * sizes.params / sizes.shards)
+    def on_host(self, sizes: Sizes, resident: int = 0) -> int:
+        """Private bytes of one rank on the host at most; `resident` as for `on_device`."""
+        state = resident if self.host_copy else 0
+        return int(self.host * sizes.params + self.host_shard * sizes.params / sizes.shards) + state
 
     def in_file(self, sizes: Sizes) -> int:
         return int(self.mapped * sizes.params)
@@ -85,19 +88,30 @@ def transfers(job: Together, strategy: str, half: bool, stored: int) -> tuple[Tr
         half: whether mixed precision is on.
         stored: bytes of a value in the model's own files: 2 or 4.
     """
+    if "model.quantize.bits" in job.settings:
+        return tuple(_of_four_bits(strategy, stored))
     return (*_loading(job, strategy, half, stored), *_saving(job, strategy, half, stored))
+
+
+def _of_four_bits(strategy: str, stored: int) -> Iterator[Transfer]:
+    """Loading and saving where bitsandbytes packs the weights on the device, one after another."""
+    text = "every rank maps the model's file, and packs one weight after another on the device"
+    yield Transfer("loading", "every rank", text, mapped=stored, gathered=stored, beside=True)
+    if strategy in _ZERO12:
+        text = "get_state_dict clones the packed model on the host of every rank, and rank 0 alone writes it"
+        yield Transfer("saving", "every rank", text, host_copy=True)
 
 
 def _loading(job: Together, strategy: str, half: bool, stored: int) -> Iterator[Transfer]:
     device = 0 if job.on_cpu else 1
     trained = 2 if half else stored
-    whole = "every rank maps the model's file"
+    maps = "every rank maps the model's file"
     if strategy == "zero3":
-        first = f"{_early(job)}: each layer is sharded at once, and gathered to be filled"
+        early_text = f"{_early(job)}: each layer is sharded at once, and gathered to be filled"
         late = f"{_late(job)}: every rank loads the whole model, and DeepSpeed moves it to the device before it shards"
         early = makes_config_first(job)
         yield Transfer(
-            "loading", "every rank", first, shard=trained, gathered=trained, host_shard=trained, expected=early
+            "loading", "every rank", early_text, shard=trained, gathered=trained, host_shard=trained, expected=early
         )
         yield Transfer("loading", "rank 0", "rank 0 alone maps the model's file", mapped=stored, expected=early)
         cast = trained if trained != stored else 0
@@ -108,53 +122,53 @@ def _loading(job: Together, strategy: str, half: bool, stored: int) -> Iterator[
     elif strategy in _ZERO12:
         cast = trained if trained != stored else 0
         yield Transfer(
-            "loading", "every rank", f"{whole}, casts it on the host and moves it to the device" if cast else
-            f"{whole} and moves it to the device", mapped=stored, host=cast, device=device * trained,
+            "loading", "every rank", f"{maps}, casts it on the host and moves it to the device" if cast else
+            f"{maps} and moves it to the device", mapped=stored, host=cast, device=device * trained,
             fix=f"set {_stage_key(job)}: 3, which shards the weights too",
         )  # fmt: skip
     elif strategy in _SHARDED:
-        kept = 4 if half else stored
-        cast = kept if kept != stored else 0
-        into = f"{whole}, casts it to fp32 on the host" if cast else whole
+        loaded = 4 if half else stored
+        cast = loaded if loaded != stored else 0
+        into = f"{maps}, casts it to fp32 on the host" if cast else maps
         if _loads_on_rank_0(job):
             text = f"{into}; rank 0 sends one parameter after another"
-            yield Transfer("loading", "every rank", text, mapped=stored, host=cast, shard=kept, gathered=kept)
+            yield Transfer("loading", "every rank", text, mapped=stored, host=cast, shard=loaded, gathered=loaded)
         else:
             text = (
                 f"{into} and shards one block after another on the device; embedding and head stay whole until the end"
             )
             yield Transfer(
-                "loading", "every rank", text, mapped=stored, host=cast, shard=kept, unit=kept,
+                "loading", "every rank", text, mapped=stored, host=cast, shard=loaded, unit=loaded,
                 fix=f"set {_fsdp_key(job, 'cpu_ram_efficient_loading')}: true",
             )  # fmt: skip
     else:
         yield Transfer(
-            "loading", "every rank", f"{whole} and copies it to the device", mapped=stored, device=device * stored
+            "loading", "every rank", f"{maps} and copies it to the device", mapped=stored, device=device * stored
         )
 
 
 def _saving(job: Together, strategy: str, half: bool, stored: int) -> Iterator[Transfer]:
-    kept = (4 if half else stored) if strategy in _SHARDED else 2 if half and strategy.startswith("zero") else stored
+    saved = (4 if half else stored) if strategy in _SHARDED else 2 if half and strategy.startswith("zero") else stored
     if strategy in _SHARDED and saves_whole(job, strategy):
-        yield Transfer("saving", "every rank", "a parameter is gathered on every device", gathered=kept, beside=True)
+        yield Transfer("saving", "every rank", "a parameter is gathered on every device", gathered=saved, beside=True)
         fix = f"set {_fsdp_key(job, 'state_dict_type')}: SHARDED_STATE_DICT"
-        yield Transfer("saving", "rank 0", "FULL_STATE_DICT: the whole model on the host", host=kept, fix=fix)
+        yield Transfer("saving", "rank 0", "FULL_STATE_DICT: the whole model on the host", host=saved, fix=fix)
         if job.has("trainer"):
             text = "FULL_STATE_DICT: the optimizer's whole moments, in a checkpoint"
             yield Transfer("saving", "rank 0", text, host=8, fix=fix)
     elif strategy in _ZERO12:
         text = "get_state_dict clones the whole model on the host of every rank, and rank 0 alone writes it"
         fix = f"set {_stage_key(job)}: 3, whose checkpoints hold shards"
-        yield Transfer("saving", "every rank", text, host=kept, fix=fix)
+        yield Transfer("saving", "every rank", text, host=saved, fix=fix)
     elif strategy == "zero3" and saves_whole(job, strategy):
         text, fix = f"{_GATHER}: a layer is gathered on every device", f"set {_gather_key(job)}: false, and convert "
         fix += "checkpoints with zero_to_fp32.py"
-        yield Transfer("saving", "every rank", text, gathered=kept, beside=True, fix=fix)
-        yield Transfer("saving", "rank 0", f"{_GATHER}: the whole model on the host", host=kept, fix=fix)
+        yield Transfer("saving", "every rank", text, gathered=saved, beside=True, fix=fix)
+        yield Transfer("saving", "rank 0", f"{_GATHER}: the whole model on the host", host=saved, fix=fix)
     elif strategy == "zero3":
         yield Transfer("saving", "every rank", "DeepSpeed's own checkpoint: a rank's fp32 values", host_shard=4)
     elif strategy in ("single", "ddp") and not job.on_cpu:
-        yield Transfer("saving", "rank 0", "safetensors copies the whole file to the host", host=kept)
+        yield Transfer("saving", "rank 0", "safetensors copies the whole file to the host", host=saved)
 
 
 _GATHER = tables.GATHER.partition(".")[2]
@@ -219,4 +233,6 @@ def saves_whole(job: Together, strategy: str) -> bool:
         default = "SHARDED_STATE_DICT" if of_accelerate and job.fsdp_version() == 2 else "FULL_STATE_DICT"
         return str(job.value(tool, f"{prefix}state_dict_type", default)) == "FULL_STATE_DICT"
     inline = job.value("accelerate", "deepspeed_config.zero3_save_16bit_model")
-    return job.stage == 3 and any(str(one).lower() == "true" for one in (job.value("deepspeed", tables.GATHER), inline))
+    return job.stage == 3 and any(
+        str(switch).lower() == "true" for switch in (job.value("deepspeed", tables.GATHER), inline)
+    )

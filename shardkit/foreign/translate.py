@@ -17,9 +17,10 @@ from . import tables
 from .autos import in_few_lines
 from .combine import combine
 from .files import File, family
+from .four_bits import bnb_layers, settle
 from .gather import adapter_file, gather, read_model
 from .notes import Note, notes
-from .recipes import loaded_type, model_named
+from .recipes import loaded_type, lora_kernels, model_named
 from .tables import Problem, Settings
 from .together import PSEUDO, FileKey, Together
 from .transfers import Transfer, makes_config_first, transfers
@@ -122,7 +123,7 @@ class ForeignJob:
             NotPlannedError: a key of the files changes memory, and no plan models it; each has a line.
         """
         if self.not_planned:
-            fix = "to plan the job without, remove the key from a copy of the file"
+            fix = "to plan without it, remove the key from a copy of the file; with it, shardkit rehearse -- COMMAND"
             raise NotPlannedError("\n".join(self.not_planned), f"{fix}, or {otherwise}" if otherwise else fix)
 
     def load(self, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -135,16 +136,16 @@ class ForeignJob:
         still = [problem for problem in self.problems if problem.setting not in keys]
         if still:
             raise combined([ConfigError(cause, fix) for cause, fix in in_few_lines(still)])
-        given = [split_override(item) for item in overrides]
+        pairs = [split_override(item) for item in overrides]
         settings = dict(self.settings)
-        if ("adapter.type", "lora") in [(str(key), value) for key, value in given]:
+        if ("adapter.type", "lora") in [(str(key), value) for key, value in pairs]:
             settings |= self.adapter
-        on_cpu = ("run.device", "cpu") in [(str(key), value) for key, value in given]
+        on_cpu = ("run.device", "cpu") in [(str(key), value) for key, value in pairs]
         if on_cpu and settings.get("optim.implementation") == "foreach":
             settings["optim.implementation"] = "for_loop"  # torch's own choice there
         layers = Layers()
         layers.add_file(self.name, Document(nested(settings)))
-        for dotted, value in given:
+        for dotted, value in pairs:
             layers.add_override(dotted, value, raw=True)
         return LoadedConfig(*layers.resolve())
 
@@ -171,9 +172,9 @@ def read_job(
     Raises:
         ConfigError: a file cannot be read; two files of one tool; or `model` has no config.
     """
-    given, problems = gather([*names, *([] if peft is None else [adapter_file(str(peft))])])
+    sources, problems = gather([*names, *([] if peft is None else [adapter_file(str(peft))])])
     if model is None:
-        model = next((file.name for file in given if file.tool == "model"), None) or model_named(given)[0] or None
+        model = next((file.name for file in sources if file.tool == "model"), None) or model_named(sources)[0] or None
     path = None if model is None else str(model)
     config = {} if path is None else read_model(path)
     command_line = {str(key): value for key, value in map(split_override, overrides)}
@@ -182,7 +183,7 @@ def read_job(
         job = translate(combine(list(files), config, list(problems), command_line), path, gpus)
         return replace(job, reread=made)
 
-    return made(given)
+    return made(sources)
 
 
 def nested(settings: Settings) -> dict[str, Any]:
@@ -202,6 +203,8 @@ def translate(job: Together, model: str | None, gpus: int | None) -> ForeignJob:
     work = _Translation(job, model, gpus)
     work.strategy()
     work.precision()
+    defaults = settle(job, work.halves, work.stored).items()
+    work.added += [(key, choice, f"{family(job.recipe)}'s default") for key, choice in defaults]
     work.batch()
     work.task()
     work.loop()
@@ -226,13 +229,13 @@ class _Translation:
         self.added: list[tuple[str, Any, str]] = []
         self.in_file = str(self.model.get("dtype") or self.model.get("torch_dtype") or "").removeprefix("torch.")
         self.stored = loaded_type(job, self.halves, self.in_file)
-        name = str((self.model.get("architectures") or ["ForCausalLM"])[0])
-        self.task_name = next((task for end, task in TASKS.items() if name.endswith(end)), "")
+        head = str((self.model.get("architectures") or ["ForCausalLM"])[0])
+        self.task_name = next((task for end, task in TASKS.items() if head.endswith(end)), "")
         self.text = self.task_name in ("hf_causal_lm", "hf_masked_lm", "")
 
-    def set(self, setting: str, value: Any, why: str) -> None:
+    def set(self, setting: str, value: Any, reason: str) -> None:
         self.settings[setting] = value
-        self.added.append((setting, value, why))
+        self.added.append((setting, value, reason))
 
     def is_strategy(self, *names: str) -> bool:
         return self.settings["parallel.strategy"] in names
@@ -256,7 +259,8 @@ class _Translation:
                     "wrong value", f"{key}={version} is neither FSDP1 nor FSDP2",
                     "set it to 2, or parallel.strategy on the command line", "parallel.strategy", (key,),
                 )  # fmt: skip
-        if stage is not None and self.job.has("trainer") and self.job.kind in ("NO", "MULTI_CPU") and _cpu(self.job):
+        on_cpu = str(self.job.value("accelerate", "use_cpu")).lower() == "true"
+        if stage is not None and self.job.has("trainer") and self.job.kind in ("NO", "MULTI_CPU") and on_cpu:
             self.job.problem(
                 "contradiction",
                 f"use_cpu=true with distributed_type={self.job.kind} in Accelerate's file: Accelerate then leaves "
@@ -277,9 +281,9 @@ class _Translation:
             named = self.engine
         if named is not None:
             self.settings["parallel.strategy"] = named
-        else:
-            found = "ddp" if self.gpus > 1 else "single"
-            self.set("parallel.strategy", found, f"no file shards anything; the number of ranks is {self.gpus}")
+            return
+        unsharded = "ddp" if self.gpus > 1 else "single"
+        self.set("parallel.strategy", unsharded, f"no file shards anything; the number of ranks is {self.gpus}")
 
     def precision(self) -> None:
         if len(self.halves) == 2:
@@ -336,9 +340,9 @@ class _Translation:
             self.job.problem("unsaid", cause, "pass --model, its config.json or its folder")
             return
         if not self.task_name:
-            own = ", and code in its folder (auto_map) is never run" if self.model.get("auto_map") else ""
+            ignored_code = ", and code in its folder (auto_map) is never run" if self.model.get("auto_map") else ""
             self.job.problem(
-                "no counterpart", f"no built-in task has the head of {self.model['architectures'][0]}{own}",
+                "no counterpart", f"no built-in task has the head of {self.model['architectures'][0]}{ignored_code}",
                 "set task.name=hf_causal_lm on the command line to plan its body with that head", "task.name",
             )  # fmt: skip
         self.settings["task.name"] = self.task_name or "hf_causal_lm"
@@ -355,43 +359,44 @@ class _Translation:
             self.set("data.mask_fraction", 1.0, "transformers computes the logits of every token, masked or not")
         if not self.of_the_trainer:
             self.set("optim.decay_norm_bias_embed", True, "an optimizer over model.parameters() has one group")
-        own = self.job.value("deepspeed", "optimizer.type") and not self.job.value("deepspeed", _TORCH_ADAM)
-        if not self.job.has("trainer") and not own:
+        names_optimizer = self.job.value("deepspeed", "optimizer.type") and not self.job.value("deepspeed", _TORCH_ADAM)
+        if not self.job.has("trainer") and not names_optimizer:
             self.set("optim.implementation", "foreach", "torch's own choice for AdamW on GPUs")
         if self.settings.get("optim.implementation") == "foreach" and self.settings.get("run.device") == "cpu":
             self.set("optim.implementation", "for_loop", "on the CPU torch's own choice is one parameter at a time")
 
     def other_loop(self) -> Settings:
         """The differences of their loop that are no keys here, in the fields of the planner's `Loop`."""
-        found: Settings = {"bucket_views": False}
+        fields: Settings = {"bucket_views": False} | bnb_layers(self.settings)
         if self.of_the_trainer:
-            found["embeddings_decay"] = True
+            fields["embeddings_decay"] = True
         elif not self.job.has("trainer"):
-            found["keeps_cache"] = self.model.get("use_cache") is not False  # the Trainer turns it off
+            fields["keeps_cache"] = self.model.get("use_cache") is not False  # the Trainer turns it off
         if self.job.fsdp_version() == 2:
-            found["tail_unit"] = True
+            fields["tail_unit"] = True
         if self.job.adapted and self.is_strategy("zero3") and self.halves and makes_config_first(self.job):
-            found["fp32_adapters"] = True
+            fields["fp32_adapters"] = True
             self.added.append(
                 ("adapters", "float32", "peft makes them after zero.Init, and DeepSpeed casts nothing then")
             )
         if self.job.adapted and not self.is_strategy(*_ZERO):
-            found["frozen"] = kept = self.stored or "float32"
-            here = {"bf16": "bfloat16", "fp16": "float16"}.get(self.settings["precision.mode"], "float32")
-            if kept != here:
+            fields["frozen"] = stored = self.stored or "float32"
+            loaded = {"bf16": "bfloat16", "fp16": "float16"}.get(self.settings["precision.mode"], "float32")
+            if stored != loaded:
                 whose = f"{family(self.job.recipe)} loads" if self.job.recipe else "peft leaves"
                 of = "that type" if self.job.recipe else "the type of the model's files"
-                self.added.append(("frozen weights", kept, f"{whose} them in {of}"))
-        return found
+                self.added.append(("frozen weights", stored, f"{whose} them in {of}"))
+        return fields
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Loading and saving in their loop; none for a model that no file describes."""
-        stored = 2 if self.in_file in ("bfloat16", "float16") else 4
-        return transfers(self.job, self.settings["parallel.strategy"], bool(self.halves), stored)
+        n_bytes = 2 if self.in_file in ("bfloat16", "float16") else 4
+        return transfers(self.job, self.settings["parallel.strategy"], bool(self.halves), n_bytes)
 
     def left_out(self) -> Iterator[LeftOut]:
         """Differences of their loop that no key here can express."""
         job = self.job
+        yield from map(LeftOut, lora_kernels(job))
         if self.model.get("auto_map"):
             yield LeftOut("the model folder's own code (auto_map), which is never run: transformers' class is planned")
         if job.fsdp_version() == 1:
@@ -417,7 +422,7 @@ class _Translation:
         settings, zero = self.settings, self.is_strategy(*_ZERO)
         offloads = [settings.get(f"parallel.offload_{part}") for part in ("optimizer", "param")]
         adam = str(settings.get("optim.name", "adamw")).startswith("adamw")
-        betas = [settings.pop(f"optim.betas.{place}", None) for place in (0, 1)]
+        betas = [settings.pop(f"optim.betas.{index}", None) for index in (0, 1)]
         if adam and None not in betas:
             settings["optim.betas"] = betas
         drop = {
@@ -433,7 +438,7 @@ class _Translation:
             "activation.block_classes": settings.get("activation.policy") is None,
             "compile.mode": not settings.get("compile.enabled"),
             "optim.implementation": settings.get("optim.name", "adamw") not in ("adamw", "sgd") or (zero and any(
-                place not in (None, "none") for place in offloads[:1]
+                device not in (None, "none") for device in offloads[:1]
             )),
             "optim.min_lr_ratio": settings.get("optim.schedule") == "constant",
             "optim.eps": not adam,
@@ -442,9 +447,4 @@ class _Translation:
         for key in [*settings]:
             if drop.get(key) or (key.startswith("parallel.ds_config.") and not zero):
                 del settings[key]
-        self.added = [one for one in self.added if one[0] in settings]
-
-
-def _cpu(job: Together) -> bool:
-    """Whether Accelerate's launcher sets ACCELERATE_USE_CPU."""
-    return str(job.value("accelerate", "use_cpu")).lower() == "true"
+        self.added = [entry for entry in self.added if entry[0] in settings]

@@ -50,7 +50,7 @@ EARLIER: dict[str, Key] = {
     "per_gpu_eval_batch_size": Key(),
 }
 """Arguments of transformers 4's Trainer, which TRL and LLaMA-Factory run on too."""
-OWN: dict[str, Key] = {
+TRL_KEYS: dict[str, Key] = {
     "model_name_or_path": Key(lambda value: {}, note="the model"),
     "use_peft": many(lambda value: {"adapter.type": "lora" if truth(value) else "none"}),
     "lora_r": to("adapter.r", whole),
@@ -109,7 +109,7 @@ OWN: dict[str, Key] = {
     ),
 }
 """Keys of SFTConfig, the other trainers' configs, ModelConfig and ScriptArguments."""
-TRL: dict[str, Key] = {**tables.TRAINER, **EARLIER, **OWN}
+TRL: dict[str, Key] = {**tables.TRAINER, **EARLIER, **TRL_KEYS}
 TRL_DEFAULTS: Settings = {
     **tables.TRAINER_DEFAULTS,
     "learning_rate": 2e-5,

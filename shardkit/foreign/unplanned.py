@@ -75,11 +75,6 @@ def effect_of(key: str, value: Any) -> str:
 
 def is_off(key: str, value: Any) -> bool:
     """Whether a value switches its key off, or divides nothing where the key is a size."""
-    if _SIZE.fullmatch(key) and _is_one(value):
+    if _SIZE.fullmatch(key) and value in (1, -1, "1", "-1"):  # one part, or as many as the tool chooses
         return True
     return value.lower() in _OFF if isinstance(value, str) else not value
-
-
-def _is_one(size: Any) -> bool:
-    """Whether nothing is divided: into one part, or into as many as the tool chooses."""
-    return size in (1, -1, "1", "-1")

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files import write_whole
+from ..files import cache_dir, write_whole
 
 Constants = dict[str, Any]
 """Figures of one device in a world of one size; docs/launch.md lists them."""
-
-
-def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/shardkit (default ~/.cache/shardkit), shared by this user's jobs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
 
 
 def path() -> Path:

@@ -1,4 +1,4 @@
-"""Measure the ranks together: collectives, latency, matrix products and copies, and which rank is slow.
+"""Measure the ranks together: collectives, latency, matrix products and copies.
 
 Collectives are reported as bus bandwidth, which does not depend on the number of ranks n: bytes/s × 2(n−1)/n for
 all-reduce, × (n−1)/n for all-gather and reduce-scatter (NVIDIA nccl-tests, doc/PERFORMANCE.md).
@@ -16,13 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ..config.schema import RunConfig
-from ..launch.doctor.finding import Check
 from ..parallel.world import World, choose_device, process_groups, rank_env
 from . import calibration
 from .speed import copy_speed, matmul_flops, matmul_types, memory_speed, new_page_speed, operator_seconds, timed
 
-SLOW = 1.2
-"""A rank that takes this many times the median is named."""
 _SIZES = (2**10, 2**13, 2**16, 2**20, 2**24, 2**28)
 _LARGEST_ON_CPU = 2**24
 _SMALL = 2**20
@@ -31,8 +28,8 @@ _ROUNDS = 5
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def measure(config: RunConfig) -> tuple[list[Check], calibration.Constants] | None:
-    """Measure together with the other ranks; (findings, constants) on rank 0, None on the others; collective.
+def measure(config: RunConfig) -> tuple[calibration.Constants, list[str]] | None:
+    """Measure together with the other ranks; (constants, each rank's host) on rank 0, None on the others; collective.
 
     Constants are medians over ranks, which all measure at once; docs/launch.md lists them.
 
@@ -58,40 +55,7 @@ def measure(config: RunConfig) -> tuple[list[Check], calibration.Constants] | No
             **_speeds(world),
         }
         hosts = [str(host) for host in world.gather(os.uname().nodename)]
-    return (findings(constants, hosts), constants) if world.is_main else None
-
-
-def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
-    """Findings from the constants: slow ranks by name, clock skew."""
-    checks = []
-    for key, label, unit, scale in (
-        ("matmul_flops", "matmul", "TFLOP/s", 1e12),
-        ("copy_bytes_per_s", "copies", "GB/s", 1e9),
-    ):
-        values = [float(v) for v in constants[key]]
-        middle = statistics.median(values)
-        slow = [f"rank {rank}@{hosts[rank]}" for rank, value in enumerate(values) if value * SLOW < middle]
-        summary = f"median {middle / scale:.3g} {unit}, slowest {min(values) / scale:.3g}"
-        fix = "look for other processes, heat or power limits there (nvidia-smi -q -d PERFORMANCE)" if slow else ""
-        summary += f"; slow: {', '.join(slow)}" if slow else ""
-        checks.append(Check(f"{label} per rank", "warn" if slow else "pass", summary, fix))
-    for key in _COLLECTIVES:
-        for size, speed in constants[key]:
-            checks.append(Check(f"{key} {_size(size)}", "pass", f"{speed / 1e9:.3g} GB/s bus bandwidth"))
-    if len(constants["latency_s"]) > 1:
-        far = max(range(1, len(hosts)), key=lambda rank: float(constants["latency_s"][rank]))
-        worst = float(constants["latency_s"][far])
-        checks.append(Check("latency", "pass", f"rank 0 to rank {far}@{hosts[far]}: {worst * 1e6:.0f} µs, the longest"))
-    products = ", ".join(f"{kind} {flops / 1e12:.3g}" for kind, flops in constants["matmul_flops_by_dtype"].items())
-    checks.append(Check("matmul by type", "pass", f"{products} TFLOP/s"))
-    memories = ("memory", "memory_bytes_per_s"), ("host memory", "host_bytes_per_s")
-    speeds = ", ".join(f"{label} {constants[key] / 1e9:.3g}" for label, key in memories)
-    checks.append(Check("bandwidth of each rank", "pass", f"{speeds} GB/s read and written"))
-    skew = float(constants["clock_skew_s"])
-    late = skew > 1.0
-    fix = "run chrony or ntpd on every node" if late else ""
-    checks.append(Check("clocks", "warn" if late else "pass", f"differ by at most {skew:.3f} s", fix))
-    return checks
+    return (constants, hosts) if world.is_main else None
 
 
 def _speeds(world: World) -> dict[str, Any]:
@@ -236,7 +200,3 @@ def _clock_skew(world: World) -> float:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else calibration.cpu_name()
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes // 2**20} MiB" if n_bytes >= 2**20 else f"{n_bytes // 2**10} KiB"

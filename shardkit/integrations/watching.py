@@ -402,7 +402,7 @@ class WatchesTrainer:
         self.resumes, self._tensorboard = resume, tensorboard
         self.watching: Watching | None = None
 
-    def watch_settings(self, tool: Tool, default_root: str, precision: str | None, **known: Any) -> Settings:
+    def watch_settings(self, tool: Tool, default_root: str, precision: str | None, **settings: Any) -> Settings:
         """The options as settings, with what the trainer states: its tool's name, directory and precision, and more."""
         return Settings(
             Path(self._run_dir or Path(default_root) / "shardkit"),
@@ -411,7 +411,7 @@ class WatchesTrainer:
             tool=tool,
             cap=self._cap,
             tool_settings={} if precision is None else {"precision.mode": precision},
-            **{"resume": self.resumes, **known},
+            **{"resume": self.resumes, **settings},
         )
 
     def end_watching(self, failed: bool = False) -> None:

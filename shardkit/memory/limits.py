@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from itertools import starmap
+from pathlib import Path
 
 import psutil
 
 from ..errors import gib
+from ..files.cgroups import memory_limits
 from .rows import RankRow
-
-# v1 writes "no limit" as the largest multiple of the page size that fits 63 bits.
-_V1_UNLIMITED = 2**62
 
 
 @dataclass(frozen=True)
@@ -55,58 +54,7 @@ _COUNTERS = {
 def tightest_limit() -> HostLimit:
     """The tightest cgroup limit above this process, or the machine's memory if that is less."""
     machine = HostLimit(int(psutil.virtual_memory().total))
-    return min([*cgroup_limits(), machine], key=lambda limit: limit.n_bytes)
-
-
-def cgroup_limit(root: Path = Path("/")) -> int | None:
-    """Bytes: the tightest of `cgroup_limits`; `None` without one."""
-    return min((limit.n_bytes for limit in cgroup_limits(root)), default=None)
-
-
-def cgroup_limits(root: Path = Path("/")) -> list[HostLimit]:
-    """The memory limits of this process's cgroup and its ancestors.
-
-    Reads /proc/self/cgroup and the controllers' files under every place they are mounted (v2: memory.max, v1:
-    memory.limit_in_bytes). In a container without its own cgroup namespace the process's path does not exist under the
-    mount; its ancestors that do exist are read, the mount's root included.
-
-    Args:
-        root: the directory that /proc and the mounts are looked up in.
-    """
-    try:
-        groups = (root / "proc/self/cgroup").read_text()
-        mounts = (root / "proc/self/mounts").read_text()
-    except OSError:  # not Linux
-        return []
-    limits: list[HostLimit] = []
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            limits += _limits(root, mounts, "cgroup2", "memory.max", path)
-        elif "memory" in controllers.split(","):
-            limits += _limits(root, mounts, "cgroup", "memory.limit_in_bytes", path)
-    return limits
-
-
-def _limits(root: Path, mounts: str, kind: str, file: str, path: str) -> Iterator[HostLimit]:
-    for mount in _mounts(mounts, kind):
-        base = root / mount.lstrip("/")
-        group = PurePosixPath(path)
-        for ancestor in (group, *group.parents):
-            folder = base / str(ancestor).lstrip("/")
-            try:
-                text = (folder / file).read_text().strip()
-            except OSError:  # not under this mount, or the root group, which has no limit file
-                continue
-            if text != "max" and int(text) < _V1_UNLIMITED:
-                yield HostLimit(int(text), folder)
-
-
-def _mounts(mounts: str, kind: str) -> Iterator[str]:
-    for line in mounts.splitlines():
-        fields = line.split()
-        if len(fields) > 3 and fields[2] == kind and (kind == "cgroup2" or "memory" in fields[3].split(",")):
-            yield fields[1].replace("\\040", " ")
+    return min([*starmap(HostLimit, memory_limits()), machine], key=lambda limit: limit.n_bytes)
 
 
 _LOG = logging.getLogger(__name__)

@@ -14,16 +14,16 @@ SCHEMA = 2
 READABLE = (1, 2)
 """Schema 1 calls the phase `update` `step`."""
 PhaseName = Literal["init", "wrap", "forward", "backward", "update"]
-StateKind = Literal["params", "master_params", "grads", "optimizer", "buffers"]
+StateKind = Literal["params", "quantized", "master_params", "grads", "optimizer", "buffers"]
 Category = Literal[
-    "params", "master_params", "grads", "optimizer", "activations", "buffers", "communication", "workspace",
-    "unattributed",
+    "params", "quantized", "master_params", "grads", "optimizer", "activations", "buffers", "communication",
+    "workspace", "unattributed",
 ]  # fmt: skip
 PHASES: tuple[PhaseName, ...] = ("init", "wrap", "forward", "backward", "update")
-KINDS: tuple[StateKind, ...] = ("params", "master_params", "grads", "optimizer", "buffers")
+KINDS: tuple[StateKind, ...] = ("params", "quantized", "master_params", "grads", "optimizer", "buffers")
 CATEGORIES: tuple[Category, ...] = (
-    "params", "master_params", "grads", "optimizer", "activations", "buffers", "communication", "workspace",
-    "unattributed",
+    "params", "quantized", "master_params", "grads", "optimizer", "activations", "buffers", "communication",
+    "workspace", "unattributed",
 )  # fmt: skip
 _NONE = -1
 
@@ -181,6 +181,11 @@ class RankRow:
         )
 
 
+def quantized_bytes(row: RankRow) -> int:
+    """Bytes of a rank's quantised weights; rows of earlier versions have none."""
+    return row.state["quantized"].total if row.state and "quantized" in row.state else 0
+
+
 def phase_name(name: str) -> Any:
     """Today's name of a phase that an older file or an older loop may call by its former one."""
     return "update" if name == "step" else name
@@ -198,7 +203,7 @@ def encode(row: RankRow) -> list[int]:
     numbers += _values(HostMemory, row.host_mem)
     numbers += _values(DeviceMemory, row.device_mem)
     for kind in KINDS:
-        numbers += _values(StateBytes, None if row.state is None else row.state[kind])
+        numbers += _values(StateBytes, None if row.state is None else row.state.get(kind))
     for phase in PHASES:
         numbers += _values(PhaseMemory, row.phases.get(phase))
     return [_NONE if number is None else number for number in numbers]

@@ -26,6 +26,16 @@ _METRICS: dict[str, Callable[[RankRow], float | None]] = {
 }
 
 
+LABELS = {
+    "peak_allocated": "peak allocated",
+    "peak_reserved": "peak reserved",
+    "peak_rss": "peak RSS",
+    "state": "state",
+    "step_time_s": "step time",
+}
+"""Metric → its name for people."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """One figure over all ranks; `skew` = max / mean, `worst` = the rank with the largest, as `rank@host`."""

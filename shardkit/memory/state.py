@@ -30,7 +30,7 @@ def module_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterat
     model_params = set()
     for param in model.parameters():
         model_params.add(id(param))
-        yield "params", param
+        yield from weight_state(param)
         if param.grad is not None:
             yield "grads", param.grad
     for buffer in model.buffers():
@@ -46,6 +46,23 @@ def module_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterat
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     yield "optimizer", value
+
+
+def weight_state(param: torch.Tensor) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    """A parameter with its category: `quantized` for integers, which are the packed bytes or the scales of a weight.
+
+    bitsandbytes keeps scales and levels in a `quant_state` beside its own parameters in 4 bits, whose packed bytes may
+    be stored in any type.
+    """
+    quantized = getattr(param, "quant_state", None)
+    is_plain = param.is_floating_point() or param.is_complex() or param.dtype == torch.bool
+    yield "params" if is_plain and quantized is None else "quantized", param
+    while quantized is not None:
+        for name in ("absmax", "code", "offset"):
+            tensor = getattr(quantized, name, None)
+            if isinstance(tensor, torch.Tensor):
+                yield "quantized", tensor
+        quantized = getattr(quantized, "state2", None)
 
 
 def local_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -70,8 +87,8 @@ def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch
     """Bytes per category, on the training device and on the host.
 
     A storage counts once and whole, however many views of it come: a flat buffer behind several parameters counts with
-    its padding, pinned memory as torch rounds it up. A storage in several categories belongs to the first of params,
-    master_params, grads, optimizer, buffers. Meta tensors and freed storages have no bytes.
+    its padding, pinned memory as torch rounds it up. A storage in several categories belongs to the first of them in
+    the order of `KINDS`. Meta tensors and freed storages have no bytes.
 
     Args:
         device: where the model trains. If it is the CPU, tensors there count as `device`; otherwise tensors on the CPU,

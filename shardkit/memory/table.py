@@ -16,21 +16,15 @@ from rich.table import Table
 
 from ..errors import DataError
 from ..files import append_jsonl
-from .rows import READABLE, RankRow, StateBytes, StateKind, gather_json
-from .spread import BEST, SHOWN_SINGLY, SLOW, WORST, Spread, Summary, pressure, summary
+from .rows import READABLE, RankRow, StateBytes, StateKind, gather_json, quantized_bytes
+from .spread import BEST, LABELS, SHOWN_SINGLY, SLOW, WORST, Spread, Summary, pressure, summary
 
 _STATES: dict[StateKind, str] = {
     "params": "params",
+    "quantized": "quantized",
     "master_params": "master",
     "grads": "grads",
     "optimizer": "optimizer",
-}
-_LABELS = {
-    "peak_allocated": "peak allocated",
-    "peak_reserved": "peak reserved",
-    "peak_rss": "peak RSS",
-    "state": "state",
-    "step_time_s": "step time",
 }
 _OF_A_DEVICE = ["peak allocated", "peak reserved", "retries"]
 """Columns that ranks on the CPU have no figures for: its allocator counts nothing."""
@@ -101,9 +95,12 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, list[RankRow]]]:
 
 def _fitting(rows: Sequence[RankRow], console: Console) -> Table:
     """The table, without its least informative columns if it is too wide; numbers are never cut."""
-    absent = [] if any(row.device_mem for row in rows) else _OF_A_DEVICE
+    on_gpu = any(row.device_mem for row in rows)
+    absent = [] if on_gpu else [*_OF_A_DEVICE]
+    if not any(map(quantized_bytes, rows)):
+        absent.append("quantized")
     omit: list[str] = ["host"]
-    if not absent and not any(row.alloc_retries for row in rows):
+    if on_gpu and not any(row.alloc_retries for row in rows):
         omit.append("retries")
     if not any(row.state and row.state["master_params"].total for row in rows):
         omit.append("master")
@@ -175,7 +172,7 @@ class _Units:
         return [
             f"{mark}{row.identity.rank}",
             row.identity.host,
-            *(self._state_cell(None if row.state is None else row.state[kind]) for kind in _STATES),
+            *(self._state_cell(None if row.state is None else row.state.get(kind)) for kind in _STATES),
             _number(None if device is None else device.peak_allocated, self._device[1]),
             _number(None if device is None else device.peak_reserved, self._device[1]),
             _number(host.rss, self._host[1]),
@@ -233,6 +230,6 @@ def _node_lines(condensed: Summary) -> Iterator[str]:
 def _spread_line(name: str, spread: Spread) -> str:
     unit, scale = (("s", 1.0) if spread.max >= 10 else ("ms", 1e-3)) if name == "step_time_s" else _unit(spread.max)
     return (
-        f"{_LABELS[name] + ':':<16}max {_number(spread.max, scale)} {unit} (rank {spread.worst}), "
+        f"{LABELS[name] + ':':<16}max {_number(spread.max, scale)} {unit} (rank {spread.worst}), "
         f"min {_number(spread.min, scale)} {unit}, max / mean {spread.skew:.2f}"
     )

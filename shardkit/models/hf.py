@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..config.presets import task_of
-from ..config.schema import ModelConfig
+from ..config.schema import ModelConfig, QuantizeConfig
 from ..errors import ConfigError
 from ..parallel.compat import from_config, init_weights_of, is_persistent, ties_only
 from ..parallel.weights import parameters_on_meta
@@ -287,16 +287,38 @@ def _file_keys(model: ModelConfig) -> dict[str, Any]:
     if not isinstance(keys, dict):
         raise ConfigError(f"{named} is not a mapping of keys", "name a transformers config.json")
     if "quantization_config" in keys:
-        raise ConfigError(
-            f"{named} is of a quantised model, which cannot be trained whole",
-            "use the config of the model it was made from",
-        )
+        _check_stored(named, keys.pop("quantization_config"), model.quantize)
     return _without_kernels(keys)
 
 
-_KERNEL_KEY = re.compile(r"_?\w*_implementation(_internal)?")
-"""Keys whose value may name a repository of compiled kernels, which transformers would download and import. They affect
-how a model is computed, not what it computes: a stranger's file loses nothing without them. `model.hf` may set them."""
+def _check_stored(named: str, stored: Any, quantize: QuantizeConfig | None) -> None:
+    """Refuse a folder of quantised weights, unless `model.quantize` says how bitsandbytes has packed them in 4 bits.
+
+    Raises:
+        ConfigError: names the method, or the settings that the folder needs.
+    """
+    stored = stored if isinstance(stored, dict) else {}
+    method = stored.get("quant_method")
+    if method != "bitsandbytes" or stored.get("load_in_4bit") is not True:
+        raise ConfigError(
+            f"{named} is of a quantised model{f' ({method})' if isinstance(method, str) else ''}, whose weights cannot "
+            "be trained or packed again",
+            "use the 16-bit model it was made from; with an adapter, model.quantize={bits: 4} packs its weights",
+        )
+    kind = "nf4" if stored.get("bnb_4bit_quant_type") == "nf4" else "fp4"
+    double = stored.get("bnb_4bit_use_double_quant") is True
+    if quantize is None or (quantize.type, quantize.double) != (kind, double):
+        raise ConfigError(
+            f"{named} is of a model that bitsandbytes has packed in 4 bits ({kind}{', double' if double else ''}), and "
+            + ("model.quantize is not set" if quantize is None else "model.quantize says otherwise"),
+            f"set adapter.type=lora 'model.quantize={{bits: 4, type: {kind}, double: {str(double).lower()}}}'",
+        )
+
+
+_KERNEL_KEY = re.compile(r"_?\w*_implementation(_internal)?|checkpoint_path")
+"""Keys whose value may name a repository of compiled kernels, which transformers would download and import, or a pickle
+that timm would load. They affect how a model is computed, not what it computes: a stranger's file loses nothing
+without them."""
 
 
 def _without_kernels(keys: dict[str, Any]) -> dict[str, Any]:
@@ -327,11 +349,16 @@ def _refuse_special_ids(config: Any, model: ModelConfig) -> None:
 
 
 def _refuse_unknown(config_class: Any, model_type: str, user_keys: dict[str, Any]) -> None:
-    """Refuse keys that the config class does not have: transformers stores any key, and would ignore a misspelt one.
+    """Refuse keys that load code, and those that the config class does not have, which transformers would ignore.
 
     Raises:
         ConfigError: a key is unknown; the fix proposes the nearest.
     """
+    if _without_kernels(user_keys) != user_keys:
+        raise ConfigError(
+            "model.hf names code or a file to load (…_implementation or checkpoint_path)",
+            "remove that key; model.init_from names weights",
+        )
     defaults = config_class()
     names = {*defaults.to_dict(), *config_class.attribute_map, *(n for n in dir(defaults) if not n.startswith("_"))}
     for key in user_keys:

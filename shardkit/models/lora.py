@@ -17,7 +17,9 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..errors import ConfigError
+from .bnb_layers import follow_peft_over_bitsandbytes, refuse_other_layers
 from .hf import HFModel
+from .quantized import BaseQuantizer, is_packed, pack_layers
 
 FROZEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """`precision.mode` → type of the frozen parameters, where it is not fp32."""
@@ -27,6 +29,12 @@ _BASE, _PARTS = ".base_layer", re.compile(r"\.lora_[AB]\.")
 def base_name(fqn: str) -> str | None:
     """The name of a parameter in the model without the adapter; `None` for a parameter of the adapter."""
     return None if _PARTS.search(fqn) else fqn.replace(f"{_BASE}.", ".")
+
+
+def file_name(fqn: str) -> str | None:
+    """The name of a parameter in files of the model; `None` for one that no file holds as it is: the adapter's and
+    packed ones."""
+    return None if is_packed(fqn) else base_name(fqn)
 
 
 def hf_model(config: RunConfig, task: str, attention: str | None = None, rows: int | None = None) -> HFModel:
@@ -51,16 +59,21 @@ def adapter_of(model: HFModel) -> AdaptedModel | None:
 class AdaptedModel(HFModel):
     """A transformers model with LoRA on some of its linear layers; all other parameters are frozen.
 
-    With `precision.mode` bf16 or fp16 the frozen parameters have that type, because nothing updates them.
+    With `precision.mode` bf16 or fp16 the frozen parameters have that type, because nothing updates them. With
+    `model.quantize` the frozen linear layers are packed.
 
     Attributes:
         frozen_dtype: the type that `build` gives the frozen parameters.
+        quantizer: packs the frozen linear layers; None without `model.quantize`.
+        bnb_layers: packed layers do as bitsandbytes' own, and their adapters as peft's for them.
 
     Raises:
-        ConfigError: peft is not installed, or `adapter.targets` names no linear layer, or layers that cannot have LoRA.
+        ConfigError: peft is not installed, or `adapter.targets` names no linear layer, or layers that cannot have LoRA;
+            see also `BaseQuantizer`.
     """
 
     base_name = staticmethod(base_name)
+    file_name = staticmethod(file_name)
 
     def __init__(self, config: RunConfig, task: str, attention: str | None = None) -> None:
         super().__init__(config.model, task, attention=attention)
@@ -69,13 +82,27 @@ class AdaptedModel(HFModel):
         self.frozen_dtype = FROZEN.get(config.precision.mode, torch.float32)
         self._peft = _import_peft()
         self.targets = find_targets(self.reference, config.adapter.targets)
+        quantize = config.model.quantize
+        self.quantizer = None if quantize is None else BaseQuantizer(self.reference, quantize)
+        self.bnb_layers = False
+
+    def use_bnb_layers(self) -> None:
+        """Build the packed layers as transformers, peft and bitsandbytes do, for the plan of their loop.
+
+        Raises:
+            NotPlannedError: transformers packs other layers of this model.
+        """
+        if self.quantizer is not None:
+            refuse_other_layers(self.reference, self.quantizer)
+            self.bnb_layers = True
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The adapter's settings, which must be the same in a checkpoint and the run that resumes it, and whether the
-        targets store transposed weights."""
+        """The adapter's settings, which must be the same in a checkpoint and the run that resumes it, whether the
+        targets store transposed weights, and how the base is quantised."""
         values = self._settings.model_dump(exclude={"dropout"})
-        return {**values, "fan_in_fan_out": self._transposed}
+        packed = {} if self.quantizer is None else {"quantize": self.quantizer.settings.model_dump(mode="json")}
+        return {**values, "fan_in_fan_out": self._transposed, **packed}
 
     @property
     def _transposed(self) -> bool:
@@ -84,6 +111,8 @@ class AdaptedModel(HFModel):
 
     def build(self) -> nn.Module:
         model = super().build()
+        if self.quantizer is not None:
+            pack_layers(model, self.quantizer)
         settings = self._settings
         config = self._peft.LoraConfig(
             r=settings.r, lora_alpha=settings.alpha, lora_dropout=settings.dropout, use_rslora=settings.use_rslora,
@@ -92,8 +121,10 @@ class AdaptedModel(HFModel):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about tied weights, which are never targets
             self._peft.inject_adapter_in_model(config, model)
+        if self.bnb_layers:
+            follow_peft_over_bitsandbytes(model)
         for fqn, param in model.named_parameters():
-            if base_name(fqn) is not None and not hasattr(param, "ds_tensor"):
+            if base_name(fqn) is not None and param.is_floating_point() and not hasattr(param, "ds_tensor"):
                 param.data = param.data.to(self.frozen_dtype)
         return model
 
@@ -102,7 +133,7 @@ class AdaptedModel(HFModel):
         name = base_name(fqn)
         if name is None and ".lora_A." in fqn:
             nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
-        elif name is None or self._loads:
+        elif name is None or self._loads or is_packed(name):
             nn.init.zeros_(full)
         else:
             super().init_parameter(name, full, generator)

@@ -71,8 +71,8 @@ def _allowed(config: RunConfig, settings: Mapping[str, Any], world: int, local_w
     """Whether the changed configuration differs, is valid, and works on these ranks."""
     changed = config.model_dump()
     for key, value in settings.items():
-        section, _, name = key.partition(".")
-        changed[section][name] = value
+        section, name, *inner = key.split(".")
+        changed[section][name] = {inner[0]: value} if inner else value
     try:
         new = RunConfig.model_validate(changed)
         capability.check(new, device=device, world_size=world, local_world_size=local_world)

@@ -16,7 +16,7 @@ _CHUNK = 1024
 _KEPT_INPUTS = 2 / 34
 _LARGE = 0.1
 _SHARDED = {
-    "fsdp": ("params", "master_params", "grads", "optimizer"),
+    "fsdp": ("params", "quantized", "master_params", "grads", "optimizer"),
     "zero3": ("params", "master_params", "grads", "optimizer"),
     "zero2": ("master_params", "grads", "optimizer"),
     "zero1": ("master_params", "optimizer"),
@@ -34,7 +34,8 @@ _SHARD_COST = {
     "fsdp": "parameters are gathered for each forward and backward: 1.5 times ddp's traffic",
 }
 _NAMES = {
-    "params": "parameters", "master_params": "fp32 weights", "grads": "gradients", "optimizer": "optimizer states"
+    "params": "parameters", "quantized": "packed weights", "master_params": "fp32 weights", "grads": "gradients",
+    "optimizer": "optimizer states",
 }  # fmt: skip
 
 
@@ -50,6 +51,7 @@ class Used:
         missing: bytes by which the free memory was too small; `None` if unknown.
         fragmentation: held by the allocator without a tensor in it.
         n_blocks: blocks of the model that can be recomputed; 0 if there are none.
+        packable: share of the model's values in frozen linear layers of its blocks, which `model.quantize` would pack.
         workers: held by data-loader workers.
         staging: copies of background saves.
     """
@@ -61,6 +63,7 @@ class Used:
     missing: int | None = None
     fragmentation: int = 0
     n_blocks: int = 0
+    packable: float = 0.0
     workers: int = 0
     staging: int = 0
 
@@ -80,6 +83,7 @@ class Numbers:
             return state[kind].device if kind in state else 0
 
         self.params, self.masters = state_bytes("params"), state_bytes("master_params")
+        self.quantized = state_bytes("quantized")
         if not self.params and used.phase == "wrap":
             self.params = used.not_state  # nothing was counted yet, but memory in use while wrapping is weights
         self.grads, self.optimizer = state_bytes("grads"), state_bytes("optimizer")
@@ -90,14 +94,29 @@ class Numbers:
 
     def _expect(self, config: RunConfig) -> None:
         """Add gradients and moments that the first step would create: a run that fails earlier would need them next."""
+        if config.adapter.type != "none":
+            return  # gradients and moments of an adapter are small
         updated = self.masters or self.params
         self.grads = self.grads or (0 if config.optim.in_backward else self.params)
         per_byte = {"adamw": 2.0, "adamw8bit": 0.5, "sgd": 1.0 if config.optim.momentum else 0.0, "muon": 1.0}
         self.optimizer = max(self.optimizer, int(per_byte.get(config.optim.name, 0.0) * updated))
 
+    @property
+    def quantizing(self) -> tuple[float, str, str]:
+        """(bytes that a base in 4 bits saves, its cost, the reason); 0 bytes without LoRA or a base to pack."""
+        config, share = self.config, self.used.packable
+        bits = 16 if config.precision.mode in ("bf16", "fp16") else 32
+        can = config.adapter.type == "lora" and config.model.quantize is None
+        return (
+            self.params * share * (1 - (4 + 32 / 64) / bits) if can else 0.0,
+            "each forward and backward unpacks a layer; the base is rounded to 16 numbers a block",
+            f"frozen linear layers hold {share:.0%} of the values, and would take 4.5 bits a value instead of {bits}",
+        )
+
     def bytes_of(self, *kinds: str) -> int:
         by_name = {
-            "params": self.params, "master_params": self.masters, "grads": self.grads, "optimizer": self.optimizer
+            "params": self.params, "quantized": self.quantized, "master_params": self.masters, "grads": self.grads,
+            "optimizer": self.optimizer,
         }  # fmt: skip
         return sum(by_name[kind] for kind in kinds)
 
@@ -112,6 +131,7 @@ def rules(n: Numbers) -> Iterator[Rule]:
         yield from _host(n)
     if n.used.short_of == "device" or n.device == "cpu":
         yield from _activations(n)
+        yield from _quantizing(n)
         yield from _sharding(n)
         yield from _offload(n)
         yield from _optimizer(n)
@@ -148,11 +168,13 @@ def _activations(n: Numbers) -> Iterator[Rule]:
             "activations grow with the samples in a pass",
         )
     if config.precision.mode in ("fp32", "tf32"):
+        is_frozen = config.adapter.type != "none"
         yield (
             {"precision.mode": "bf16"},
-            activations / 2 - n.params / 2,
-            "8 bits of mantissa in forward and backward; weights stay fp32",
-            "activations take 2 bytes instead of 4",
+            activations / 2 + n.params / (2 if is_frozen else -2),
+            "8 bits of mantissa in forward and backward; "
+            + ("the frozen base is rounded to bf16" if is_frozen else "weights stay fp32"),
+            f"activations{' and the frozen base' if is_frozen else ''} take 2 bytes instead of 4",
         )
     yield from _logits(n)
 
@@ -178,6 +200,13 @@ def _logits(n: Numbers) -> Iterator[Rule]:
     )
 
 
+def _quantizing(n: Numbers) -> Iterator[Rule]:
+    """A frozen base in 4 bits, in blocks of 64 values that share an fp32 scale."""
+    saved, cost, reason = n.quantizing
+    if saved and find_spec("bitsandbytes") is not None:
+        yield {"model.quantize.bits": 4}, saved, cost, reason
+
+
 def _sharding(n: Numbers) -> Iterator[Rule]:
     parallel = n.config.parallel
     for target in _STRONGER.get(parallel.strategy, ()):
@@ -187,7 +216,8 @@ def _sharding(n: Numbers) -> Iterator[Rule]:
             parts = max(1, n.world // (parallel.dp_shard or n.world))
         else:
             kinds -= set(_SHARDED.get(parallel.strategy, ()))
-        gathered = 2 * n.params // n.used.n_blocks if "params" in kinds and n.used.n_blocks else 0
+        weights = n.bytes_of("params", "quantized")
+        gathered = 2 * weights // n.used.n_blocks if "params" in kinds and n.used.n_blocks else 0
         settings: dict[str, Any] = {"parallel.strategy": target}
         if parallel.strategy == "hsdp":
             set_keys = [key for key in ("dp_replicate", "dp_shard") if getattr(parallel, key) is not None]
@@ -199,7 +229,7 @@ def _sharding(n: Numbers) -> Iterator[Rule]:
             f"{n.listed(*kinds)} are shared out among {n.world} ranks",
         )
     if parallel.strategy in ("fsdp", "hsdp"):
-        copies = n.params * (n.world - 1)
+        copies = n.bytes_of("params", "quantized") * (n.world - 1)
         yield (
             {"parallel.reshard_after_forward": True},
             copies,
@@ -228,7 +258,7 @@ def _offload(n: Numbers) -> Iterator[Rule]:
         reason = "optimizer states live in host memory"
         yield {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"}, saved, slow, reason
     if parallel.strategy in ("fsdp", "hsdp", "zero3"):
-        kinds = ("params",) if parallel.strategy == "zero3" else ("params", "grads", "optimizer")
+        kinds = ("params",) if parallel.strategy == "zero3" else ("params", "quantized", "grads", "optimizer")
         saved = n.bytes_of(*kinds) * (1 - 1 / max(2, n.used.n_blocks))
         reason = f"{n.listed(*kinds)} live in host memory between uses"
         yield {"parallel.offload_param": "cpu"}, saved, "parameters cross PCIe in each pass; " + slow, reason
@@ -270,7 +300,10 @@ def _host(n: Numbers) -> Iterator[Rule]:
             "no copy of the state is kept for background saves"
         )  # fmt: skip
     if n.device == "cuda":
-        for key, kinds in (("offload_param", ("params",)), ("offload_optimizer", ("optimizer", "master_params"))):
+        for key, kinds in (
+            ("offload_param", ("params", "quantized")),
+            ("offload_optimizer", ("optimizer", "master_params")),
+        ):
             on_host = sum(bytes_.host for kind, bytes_ in state.items() if kind in kinds)
             reason = "state stays on the GPU"
             yield {f"parallel.{key}": "none"}, on_host or None, "as much memory of the GPU", reason
@@ -285,6 +318,9 @@ def outside(n: Numbers) -> Iterator[tuple[str, int, str, str]]:
     if kinds is not None and n.used.state:
         reason = f"{n.listed(*kinds)} are shared out among twice as many"
         yield f"{2 * n.world} ranks", n.bytes_of(*kinds) // 2, "twice the devices", reason
+    saved, cost, reason = n.quantizing
+    if saved and find_spec("bitsandbytes") is None:
+        yield "pip install 'shardkit[quantize]', then model.quantize.bits=4", round(saved), cost, reason
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     idle = n.used.fragmentation
     large = idle >= max(1, n.used.missing or 0, int(_LARGE * (idle + n.bytes_of("params", "grads", "optimizer"))))

@@ -32,7 +32,7 @@ class Live:
         n_bytes: bytes of the whole storage, even if a tensor views only a part.
         shape, dtype: of the largest tensor on it; `None` if only the allocator knows of it: most tensors that autograd
             keeps for backward belong to no Python object.
-        category: `params`, `master_params`, `grads`, `optimizer`, `buffers`; `None` for activations and the rest.
+        category: of the ledger's kinds of state; `None` for activations and the rest.
         name: `model.<fqn>`, `optim.<fqn>.<state>` or `buffer.<fqn>`, the first of those in a flat buffer.
         made: operator and line; known under a memory cap, or while the allocator keeps its history.
     """

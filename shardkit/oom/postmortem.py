@@ -62,6 +62,9 @@ class PostMortem:
         buffers: bytes of an engine's communication buffers during a phase, which are no activations.
         words: translates advice into another tool's keys, and drops changes that the tool lacks.
         planned: plans advice; takes seconds, so the file is written before, too.
+
+    Attributes:
+        packable: the share of the model's values that `model.quantize` would pack.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class PostMortem:
     ) -> None:
         self._buffers, self._words, self._planned = buffers, words, planned
         self._config, self._ledger, self._subject, self._cap = config, ledger, subject, cap
-        self._count_blocks = count_blocks
+        self._count_blocks, self.packable = count_blocks, 0.0
         self._local_world_size = local_world_size
         self._gaps: list[str] = []
         shortages.observe(ledger.device)
@@ -196,6 +199,7 @@ class PostMortem:
             missing=shortage.missing,
             fragmentation=shortage.fragmentation or 0,
             n_blocks=blocks,
+            packable=self.packable,
             workers=row.host_mem.children_rss or 0,
             staging=row.host_mem.staging,
         )

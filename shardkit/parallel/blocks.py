@@ -13,12 +13,17 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..config.schema import ActivationConfig, CompileConfig
 from ..errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
 Kind = Literal["block", "shared", "tied", "rest"]
+_VALUES_A_BYTE = {"packed": 2, "absmax": 0, "nested": 0}
+"""Values that a byte stands for in the parameters of a layer in 4 bits (models/quantized.py), by parameter."""
+_PACKED_BLOCK = 64
+"""Neighbouring values that share a scale by default (`model.quantize.block_size`)."""
 
 
 def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> list[nn.Module]:
@@ -26,8 +31,9 @@ def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> li
 
     With `classes`: every module of one of these types. Without: the members of every `ModuleList` and `Sequential`
     whose type occurs there more than once, in encoder and decoder alike. A list inside a member never counts: ranks
-    may call different members of it (experts), and all ranks must gather a block together. A list of single layers
-    (`Linear`) counts only if it holds nothing else and the model has no list of blocks; then the longest one does.
+    may call different members of it (experts), and all ranks must gather a block together; nor does a list that is
+    named so (`holds_experts`). A list of single layers (`Linear`) counts only if it holds nothing else and the model
+    has no list of blocks; then the longest one does.
     """
     if classes:
         return outermost([m for m in model.modules() if isinstance(m, tuple(classes))])
@@ -36,9 +42,16 @@ def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> li
     return [m for m in model.modules() if id(m) in composite] or max(stacks, key=len, default=[])
 
 
+def holds_experts(name: str) -> bool:
+    """Whether a list of modules is named as one of which the data choose members: `experts`, `shared_experts`."""
+    return "expert" in name.rpartition(".")[2].lower()
+
+
 def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
     """For each list of modules that is not inside a member of another list, yield its members of each repeated type."""
-    inside = [*module.children()]
+    lists = (nn.ModuleList, nn.ModuleDict)
+    named = module.named_children()
+    inside = [child for name, child in named if not (isinstance(child, lists) and holds_experts(name))]
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         counted = Counter(plain_type(m) for m in module)
         for repeated in (kind for kind, count in counted.items() if count > 1):
@@ -222,7 +235,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
     outside: Counter[str] = Counter()
     sizes: dict[str, int] = {}
     for name, param in model.named_parameters():
-        numel = getattr(param, "ds_numel", param.numel())  # under ZeRO-3 the tensor itself is empty
+        numel = n_values(name, param)
         sizes[name] = numel
         if id(param) not in inside:
             outside[name.removeprefix("module.").rpartition(".")[0] or name] += numel
@@ -237,6 +250,34 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
         if unit.kind in ("shared", "tied")
     )
     return f"{listed}; {outside_share if outside else 'every parameter is in a block'}{apart}"
+
+
+def n_values(name: str, param: torch.Tensor) -> int:
+    """The number of values that a parameter stands for: two in each byte of a packed weight, none in its scales."""
+    in_tensor = int(getattr(param, "ds_numel", param.numel()))  # under ZeRO-3 the tensor itself is empty
+    a_byte = _VALUES_A_BYTE.get(name.rpartition(".")[2], 1) if param.dtype == torch.uint8 else 1
+    return a_byte * in_tensor
+
+
+def packable_values(blocks: Sequence[nn.Module]) -> int:
+    """The values in frozen linear layers of the blocks, which `model.quantize` would pack; 0 if it refuses one."""
+    layers = [
+        module
+        for block in blocks
+        for module in block.modules()
+        if type(module) is nn.Linear and not module.weight.requires_grad
+    ]
+    if any(layer.in_features % _PACKED_BLOCK > 0 for layer in layers):
+        return 0
+    return sum(n_values("weight", layer.weight) for layer in layers)
+
+
+def packable_share(model: nn.Module) -> float:
+    """The share of the model's values that `packable_values` counts; 0 if a parameter has no size yet."""
+    if any(is_lazy(param) for param in model.parameters()):
+        return 0.0
+    everything = sum(n_values(name, param) for name, param in model.named_parameters())
+    return packable_values(find_blocks(model)) / max(everything, 1)
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:

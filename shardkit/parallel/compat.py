@@ -6,6 +6,7 @@ transformers model cannot be built without transformers' own rules for its weigh
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ FLIGHT = Feature("NCCL's last collectives in the report of a hang")
 META = Feature("building models without memory (init_parameter)")
 HF = Feature("the tasks on transformers models")
 BUFFERS = Feature("leaving non-persistent buffers out of checkpoints")
+UNUSED = Feature("parameters that a step does not use, under parallel.strategy=ddp")
 GRAD_HOOKS = Feature("a model's own hooks of its parameters where these are built anew")
 PICKLE = Feature("shardkit checkpoint to a torch file")
 PACKING = Feature("data.packing with transformers models")
@@ -104,6 +106,7 @@ PACKING.use("transformers.PreTrainedModel._supports_flash_attn")
 PACKING.use("transformers.PreTrainedModel._is_stateful")
 # The public varlen_attn has no dropout, and in torch 2.9 no windows and no shared heads.
 _flash_varlen = FLASH.take("torch.ops.aten._flash_attention_forward")
+_check_reduced = UNUSED.use("torch.nn.parallel.DistributedDataParallel._check_reducer_finalized")
 _grad_hooks = GRAD_HOOKS.use("torch.Tensor._backward_hooks")
 _accumulated_hooks = GRAD_HOOKS.use("torch.Tensor._post_accumulate_grad_hooks")
 _not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
@@ -193,6 +196,24 @@ def graph_breaks() -> dict[str, int]:
     for reason, number in breaks.items():
         named[reason.strip().partition("\n")[0]] += number
     return dict(named)
+
+
+def not_reduced(wrapped: nn.Module) -> list[int]:
+    """Indices of the trained parameters to which the backward that has just ended gave no gradient; DDP waits for them.
+
+    Raises:
+        RuntimeError: torch's, if it does not name them.
+    """
+    try:
+        _check_reduced.find()(wrapped)
+    except NameGone:
+        UNUSED.lost(_check_reduced)
+    except RuntimeError as error:
+        indices = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if indices is None:
+            raise
+        return [int(index) for index in indices[1].split()]
+    return []
 
 
 def groups() -> Sequence[dist.ProcessGroup]:

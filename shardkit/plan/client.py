@@ -8,10 +8,11 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from .. import errors
 from ..config.libraries import NameGone
@@ -20,6 +21,8 @@ from ..errors import ShardkitError
 from ..files.children import module_command
 from .model.estimate import MemoryEstimate, Method
 from .target import Target
+
+Look = Literal["good", "any"]
 
 
 class Planner:
@@ -87,9 +90,19 @@ class Planner:
     def first_look(self, config: RunConfig) -> MemoryEstimate | None:
         """Predict roughly, before a slow `predict`; `None` where this would be no faster, far off, or fails."""
         try:
-            answer = self._ask_for(config, {"rough": True}, None, first_look=True)
+            return self.rough(config, look="good")
         except ShardkitError:
             return None  # `predict` raises what is wrong with the config itself
+
+    def rough(
+        self, config: RunConfig, loop: Mapping[str, Any] | None = None, look: Look = "any"
+    ) -> MemoryEstimate | None:
+        """Predict from traces of a few layers; `None` where an exact prediction is as fast, or `look` asks for more.
+
+        Args:
+            look: "any" also where the buckets of ZeRO span layers: such predictions are comparable only to each other.
+        """
+        answer = self._ask_for(config, {"rough": True}, loop, look)
         return None if answer["estimate"] is None else self._limited(answer)
 
     def _limited(self, answer: dict[str, Any]) -> MemoryEstimate:
@@ -97,7 +110,7 @@ class Planner:
         return estimate.limited(self.target.device_memory, self.target.host_memory)
 
     def _ask_for(
-        self, config: RunConfig, how: Mapping[str, bool], loop: Mapping[str, Any] | None, first_look: bool = False
+        self, config: RunConfig, how: Mapping[str, bool], loop: Mapping[str, Any] | None, look: Look | None = None
     ) -> dict[str, Any]:
         """The worker's answer to a config; an error there is raised here."""
         if self._process is None:
@@ -106,7 +119,7 @@ class Planner:
             "config": config.model_dump(mode="json"),
             "how": dict(how),
             "loop": self._loop if loop is None else dict(loop),
-            "first_look": first_look,
+            "look": look or "",
         }
         answer = self._talk(json.dumps(request))
         if "error" in answer:
@@ -116,6 +129,22 @@ class Planner:
                 self._end()
             raise kind(cause, fix) from RuntimeError(answer["trace"])
         return answer
+
+    @contextmanager
+    def stopping_after(self, seconds: float) -> Iterator[None]:
+        """Stop for good, as `stop` does, if the block takes longer."""
+        timer = threading.Timer(seconds, self.stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped
 
     def stop(self) -> None:
         """Kill the process for good, from another thread: a `predict` in progress raises a ShardkitError."""

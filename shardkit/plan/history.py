@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..files import locked, read_objects, write_whole
+from ..files import cache_dir, locked, read_objects, write_whole
 from ..hardware import calibration
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _BESIDE = {"run", "logging", "checkpoint", "profile"}
 
 
 def path() -> Path:
-    return calibration.cache_dir() / "past.jsonl"
+    return cache_dir() / "past.jsonl"
 
 
 def this_cpu() -> str:

@@ -9,7 +9,7 @@ from ..errors import gib
 from ..hardware import calibration
 from ..hardware.cards import other_sizes, said_of
 from . import history
-from .advise import Change
+from .advise import LIMIT_S, Changes
 from .model.estimate import MemoryEstimate
 from .search.axes import Combination
 from .search.search import SearchResult, Setting, named
@@ -70,6 +70,8 @@ def _peak(estimate: MemoryEstimate, not_planned: Sequence[str]) -> Iterable[str]
     if estimate.host_peak:
         yield f"host       {gib(estimate.host_peak)} of tensors, beside the process itself"
     yield from (f"verdict    {line}" for line in not_planned)
+    if not_planned:
+        yield "rehearse   `shardkit rehearse -- COMMAND` runs the program itself, with these keys, on emulated GPUs"
     if estimate.verdict is None:
         return
     limits = []
@@ -96,15 +98,23 @@ def _categories(estimate: MemoryEstimate) -> Iterable[str]:
     return columns(rows)
 
 
-def show_changes(changes: Sequence[Change]) -> str:
-    """Changes that lower the memory, in the order of `changes_that_fit`."""
-    if not changes:
-        return "none of the changes that were planned needs less memory"
-    rows = [("change", "needs", "saves", "", "cost")]
-    for change in changes:
-        needs = change.estimate.needed
-        rows.append((change.text, gib(needs), gib(change.saving), change.estimate.verdict or "", change.cost))
-    return "\n".join(["changes, each planned:", *columns(rows, flush_left=(0, 3, 4))])
+def show_changes(changes: Changes) -> str:
+    """Changes that lower the memory, in the order of `changes_that_fit`, and those that there was no time to plan."""
+    lines = []
+    if changes:
+        rows = [("change", "needs", "saves", "", "cost")]
+        for change in changes:
+            about = "about " if change.rough else ""
+            needs, saves = f"{about}{gib(change.estimate.needed)}", gib(change.saving)
+            rows.append((change.text, needs, saves, change.estimate.verdict or "", change.cost))
+        rough = next((change.estimate.extrapolated_from for change in changes if change.rough), ())
+        how = f", from traces with {' and '.join(map(str, rough))} layers" if rough else ""
+        lines += [f"changes, each planned{how}:", *columns(rows, flush_left=(0, 3, 4))]
+    elif not changes.left_out:
+        lines.append("none of the changes that were planned needs less memory")
+    if changes.left_out:
+        lines.append(f"not tried, as planning them takes more than {LIMIT_S:.0f} s: {'; '.join(changes.left_out)}")
+    return "\n".join(lines)
 
 
 def columns(rows: Sequence[tuple[str, ...]], flush_left: Sequence[int] = (0,)) -> list[str]:

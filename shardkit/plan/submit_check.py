@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..config.schema import RunConfig
 from ..errors import ConfigError
-from .advise import Change
+from .advise import Changes
 from .client import Planner
 from .model.estimate import MemoryEstimate
 from .show import show_changes
 from .target import Target
 
-Advisor = Callable[[MemoryEstimate, Planner], list[Change]]
+Advisor = Callable[[MemoryEstimate, Planner], Changes]
 """(the estimate of a job that does not fit, its planner) → changes that need less memory, each planned."""
 
 
@@ -38,7 +38,7 @@ def refuse_misfit(
         return estimate
 
 
-def _refused(estimate: MemoryEstimate, changes: Sequence[Change]) -> ConfigError:
+def _refused(estimate: MemoryEstimate, changes: Changes) -> ConfigError:
     print(show_changes(changes), file=sys.stderr)
     fitting = [change.text for change in changes if change.estimate.verdict != "does not fit"]
     return ConfigError(

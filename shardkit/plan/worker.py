@@ -23,7 +23,7 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             answers.write(json.dumps(reply) + "\n")
             answers.flush()
 
-        from .model.depth import has_first_look
+        from .model.depth import has_first_look, is_slow
         from .model.predict import predict, prepare, ranks_alike
         from .simulate.engines import LoopTraits
         from .simulate.unplannable import Untraceable, explained
@@ -40,7 +40,8 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             config = RunConfig.model_validate(request["config"])
             try:
                 with explained():
-                    if request["first_look"] and not has_first_look(config):
+                    looks = {"": None, "good": has_first_look, "any": is_slow}[request["look"]]
+                    if looks is not None and not looks(config):
                         answer({"estimate": None})
                         continue
                     estimate = predict(config, target, method, LoopTraits(**request["loop"]), **request["how"])

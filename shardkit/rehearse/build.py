@@ -16,8 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import BuildError
-from ..files import locked
-from ..hardware.calibration import cache_dir
+from ..files import cache_dir, locked
 from .environment import Torch
 
 PACKAGE = Path(__file__).parent
@@ -29,7 +28,7 @@ CORE = [
 ]  # fmt: skip
 SHARED = ["ops/bridge", "ops/boxed", "ops/record"]
 OPERATORS = [*SHARED, "ops/generic", "ops/copies", "ops/matmul", "ops/attention", "ops/norms"]
-NO_COMPUTE = [*SHARED, "ops/no_compute", "ops/control", "ops/validity"]
+NO_COMPUTE = [*SHARED, "ops/no_compute", "ops/control", "ops/validity", "ops/assumptions"]
 
 
 def built(torch: Torch, cache: Path | None = None) -> Path:
@@ -52,7 +51,7 @@ def built(torch: Torch, cache: Path | None = None) -> Path:
                 print(f"building the emulated CUDA for torch {torch.version} (once, 1 to 2 minutes)", file=sys.stderr)
                 draft = parent / f"{folder.name}.draft"
                 shutil.rmtree(draft, ignore_errors=True)
-                Build(torch, draft / "package", draft / "objects").run()
+                Build(torch, draft / "package", draft / "objects").run(computing=False)
                 (draft / "package").rename(folder)
                 shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
@@ -103,17 +102,25 @@ class Build:
             raise BuildError(cause, "rehearse with a torch that pip or uv installed, in an environment of its own")
         return paths[0]
 
-    def run(self) -> None:
+    def run(self, computing: bool = True) -> None:
+        """Build it.
+
+        Args:
+            computing: with the operators that compute, which take more than half of the time.
+        """
         self.objects.mkdir(parents=True, exist_ok=True)
         shutil.copytree(INJECT, self.package, ignore=shutil.ignore_patterns("__pycache__"))
         (self.package / "__init__.py").unlink()
         self.lib.mkdir()
-        names = [*CORE, "nvml", "nccl", "nccl_communicator", "cupti", "cublas", *OPERATORS, *NO_COMPUTE[len(SHARED) :]]
+        # The slowest first, so that no core is left with one at the end.
+        names = [*NO_COMPUTE, *CORE, "nvml", "nccl", "nccl_communicator", "cupti", "cublas"]
+        if computing:
+            names = [*OPERATORS[len(SHARED) :], *names]
         flags = {"runtime_kernels": [f"-DEMU_COMPILED_FOR={','.join(architectures(self.torch.python))}"]}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda name: self.compile(name, name, *flags.get(name, ())), names))
         self.compile("cublas", "cublasLt", "-DLT")
-        self.link_all()
+        self.link_all(computing)
         entry_points(self.package, "emucuda", "emucuda = emucuda:attach")
         entry_points(self.package, "shardkit_rehearsal", "shardkit_rehearsal = shardkit_rehearsal:attach")
 
@@ -136,7 +143,7 @@ class Build:
     def object(self, name: str) -> Path:
         return self.objects / f"{name.replace('/', '_')}.o"
 
-    def link_all(self) -> None:
+    def link_all(self, computing: bool) -> None:
         core = [self.object(name) for name in CORE]
         cudart, cublas = f"libcudart.so.{self.major}", f"libcublas.so.{self.major}"
         stubs = failing(exports(self.runtime, r"_*cuda") | driver_functions(self.includes), core, 801)
@@ -157,7 +164,9 @@ class Build:
             self.link(real.name, [self.object(name)], stubs, version="cublas*", uses=[cudart])
         torch = ["-L" + str(self.torch.site / "torch/lib"), "-ltorch_cpu", "-lc10", "-lc10_cuda", "-Wl,--no-as-needed"]
         torch += ["-ltorch_cuda", "-Wl,--unresolved-symbols=ignore-in-shared-libs"]
-        self.link("libemucuda_operators.so", [self.object(name) for name in OPERATORS], "", uses=[cudart], also=torch)
+        operators = [self.object(name) for name in OPERATORS]
+        if computing:
+            self.link("libemucuda_operators.so", operators, "", uses=[cudart], also=torch)
         no_compute = [self.object(name) for name in NO_COMPUTE]
         self.link("libemucuda_no_compute.so", no_compute, "", uses=[cudart], also=torch)
         preload = [cudart, "libcuda.so.1", "libnvidia-ml.so.1", cupti.name, nccl.name]

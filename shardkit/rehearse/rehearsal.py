@@ -22,14 +22,19 @@ from ..hardware.cards import Gpu
 from ..launch.local import processes
 from .build import built
 from .environment import torch_of
+from .kept import write_report_files
+from .ranks import RehearsedWorld
 from .verdict import DOES_NOT_FIT, FAILED, Finish, Verdict, judge, read_records
 from .writes import summary
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
+START_LIVE = Path(__file__).with_name("start_live.py")
 REFUSED = 125
 """Exit code of the sandbox where the kernel gives it no namespaces."""
 STALLED_S = 30.0
 """How long the other ranks may do nothing once the first has done its steps."""
+SAVED_S = 10.0
+"""How long the other ranks may do nothing once the first has gone on after a save: they had no part in it."""
 LAST_WORDS_S = 5.0
 """How long a program may go on after a rank's exception, to print it."""
 UNLIMITED = 1 << 42
@@ -41,12 +46,17 @@ TRACKERS_OFF = {
 """MLflow, which has no such variable, is given a folder of the rehearsal."""
 
 
+WAITING = ("TORCH_DIST_INIT_BARRIER", "TORCH_DISTRIBUTED_DEBUG", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
+"""Variables by which torch would wait for ranks, or for a launcher, that are not there."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """When a rehearsal ends, and what it may touch.
 
     Attributes:
         steps: optimizer steps of each rank.
+        until_save: it ends once a step follows the first save, whatever `steps`.
         time_limit_s: seconds from the program's start.
         allow_writes: the program's writes are real.
         network: the program may use the network.
@@ -54,50 +64,100 @@ class Limits:
     """
 
     steps: int = 3
+    until_save: bool = False
     time_limit_s: float = 600.0
     allow_writes: bool = False
     network: bool = False
     keep: Path | None = None
 
 
-def rehearse(command: Sequence[str], card: Gpu, gpus: int, limits: Limits) -> Verdict:
+@dataclass(frozen=True)
+class Machine:
+    """What is emulated.
+
+    Attributes:
+        gpus: of the machine.
+        package: the folder of the built emulation.
+        ranks: the live ones, which the rehearsal starts; None: the command starts its ranks, all of them.
+    """
+
+    card: Gpu
+    gpus: int
+    package: Path
+    ranks: RehearsedWorld | None = None
+
+
+def rehearse(
+    command: Sequence[str], card: Gpu, gpus: int, limits: Limits, ranks: RehearsedWorld | None = None
+) -> Verdict:
     """The verdict on a command; where it does not fit, it is run again on cards without a limit to find its need.
+
+    With `ranks` the command is started once for each live rank. A pretended rank that is asked for what nobody can
+    invent becomes live, and the rehearsal begins again.
 
     Raises:
         LaunchError: the command cannot be rehearsed, or it used no GPU.
         BuildError: the emulated GPUs cannot be built.
     """
-    package = built(torch_of(command, os.environ))
-    verdict = _run(command, card, gpus, limits, package)
+    machine = Machine(card, gpus, built(torch_of(command, os.environ)), ranks)
+    verdict = _run(command, machine, limits)
+    while ranks is not None and verdict.pretended is not None and ranks.may_grow(verdict.pretended):
+        ranks = ranks.with_live(verdict.pretended)
+        print(f"{verdict.reason}\nrehearsing again with ranks {_numbers(ranks.live)} live", file=sys.stderr)
+        machine, limits = replace(machine, ranks=ranks), replace(limits, keep=_next_folder(limits.keep))
+        verdict = _run(command, machine, limits)
     if verdict.kind == DOES_NOT_FIT and verdict.at_least:
         print("it ran out of memory: rehearsing on cards without a limit, to find its need", file=sys.stderr)
-        unlimited = replace(card, memory=UNLIMITED)
-        need = _run(command, unlimited, gpus, replace(limits, keep=None), package)
+        unlimited = replace(machine, card=replace(card, memory=UNLIMITED))
+        need = _run(command, unlimited, replace(limits, keep=None))
         if need.needed is not None and not need.at_least and need.kind != FAILED:
             reason = f"needs {gib(need.needed)} of {card.name} ({gib(card.memory)}); {verdict.reason}"
             return replace(
-                verdict, reason=reason, ranks=need.ranks, needed=need.needed, at_least=False, notes=need.notes
-            )
+                verdict, reason=reason, ranks=need.ranks, needed=need.needed, at_least=False, notes=need.notes,
+                assumptions=need.assumptions,
+            )  # fmt: skip
     return verdict
 
 
-def _run(command: Sequence[str], card: Gpu, gpus: int, limits: Limits, package: Path) -> Verdict:
+def _numbers(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks))
+
+
+def _next_folder(keep: Path | None) -> Path | None:
+    """Where a rehearsal that begins again keeps what it wrote: `DIR-2`, `DIR-3` and so on."""
+    if keep is None:
+        return None
+    name, _, number = keep.name.rpartition("-")
+    return keep.with_name(f"{name}-{int(number) + 1}" if name and number.isdecimal() else f"{keep.name}-2")
+
+
+def _run(command: Sequence[str], machine: Machine, limits: Limits) -> Verdict:
     with _scratch(limits.keep) as folder:
         records = folder / "records"
         records.mkdir()
-        process = _start(command, folder, _environ(card, gpus, limits, package, folder), limits)
+        words = list(command)
+        if machine.ranks is not None:
+            (folder / "ranks.json").write_text(json.dumps(machine.ranks.variables()))
+            words = [sys.executable, "-I", "-S", str(START_LIVE), str(folder / "ranks.json"), *command]
+        process = _start(words, folder, _environ(machine, limits, folder), limits)
+        n_live = None if machine.ranks is None else len(machine.ranks.live)
         try:
-            finish = _watch(process, records, limits)
+            finish = _watch(process, records, limits, n_live)
         finally:
             processes.stop(process, signal.SIGKILL, 0.5)  # nothing that it could still write is kept
         if process.returncode == REFUSED and (folder / "refusal").exists():
             refuse_sandbox((folder / "refusal").read_text(), limits)
-        verdict = judge(read_records(records), card, limits.steps, finish)
+        steps = 0 if limits.until_save else limits.steps
+        verdict = judge(read_records(records), machine.card, steps, finish, machine.ranks)
         if verdict is None:
             cause = f"{command[0]} ended without using CUDA"
             fix = "check that it runs on a GPU by these words, and that no Python in it is started with -I, -E or -S"
             raise LaunchError(cause, fix)
+        if limits.keep is not None:
+            write_report_files(folder, command, read_records(records), verdict)
         notes = (*verdict.notes, *summary(folder))
+        if limits.until_save and not (records / "saved").exists():
+            notes = ("the program saved nothing by torch.save or safetensors", *notes)
         return replace(verdict, notes=notes)
 
 
@@ -112,18 +172,28 @@ def _start(command: Sequence[str], folder: Path, environ: dict[str, str], limits
     return processes.start(words, environ, sys.stderr.buffer)
 
 
-def _environ(card: Gpu, gpus: int, limits: Limits, package: Path, folder: Path) -> dict[str, str]:
+def _environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
     """The command's environment: this one's, with the emulated cards in it and trackers off."""
-    environ = dict(os.environ)
+    environ, card = dict(os.environ), machine.card
     environ.pop("CUDA_VISIBLE_DEVICES", None)  # it chooses among cards that the rehearsal does not have
-    paths = [str(package), environ.get("PYTHONPATH", "")]
+    paths = [str(machine.package), environ.get("PYTHONPATH", "")]
+    if machine.ranks is not None:
+        for name in WAITING:
+            environ.pop(name, None)
+        environ.setdefault("OMP_NUM_THREADS", "1")
+        environ["SHARDKIT_REHEARSAL_LIVE"] = _numbers(machine.ranks.live)
+        environ["TORCH_NCCL_RANKS_PER_ROOT"] = "1000000"  # above 128 ranks torch waits for the id of a second root
+    environ["SHARDKIT_REHEARSAL_LINES"] = "1"
+    if limits.until_save:
+        environ["SHARDKIT_REHEARSAL_UNTIL"] = "save"
     return {
         **environ, **TRACKERS_OFF,
         **({} if limits.network else {"HF_HUB_OFFLINE": "1"}),
         "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "SHARDKIT_REHEARSAL": str(folder / "records"), "SHARDKIT_REHEARSAL_STEPS": str(limits.steps),
-        "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": str(gpus), "EMUCUDA_NAME": card.device_name,
+        "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": str(machine.gpus),
+        "EMUCUDA_NAME": card.device_name,
         "EMUCUDA_MEMORY": str(card.memory), "EMUCUDA_CONTEXT": str(card.context),
         "EMUCUDA_WORKSPACE": str(card.blas_workspace), "EMUCUDA_SM": ".".join(map(str, card.capability)),
         "EMUCUDA_MULTIPROCESSORS": str(card.multiprocessors),
@@ -131,22 +201,29 @@ def _environ(card: Gpu, gpus: int, limits: Limits, package: Path, folder: Path) 
     }  # fmt: skip
 
 
-def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits) -> Finish:
-    """Wait until the program ends, has done its steps, fails, or may not go on; show how far it is."""
+def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, n_live: int | None = None) -> Finish:
+    """Wait until the program ends, has done its steps, fails, or may not go on; show how far it is.
+
+    Args:
+        n_live: ranks that are processes; None: those of the world.
+    """
     started, shown, changed_at = time.monotonic(), "", time.monotonic()
     failed_at: float | None = None
     while True:
         now = time.monotonic()
         current = read_records(records)
         ranks = [record for record in current if record["devices"]]
-        line = _progress(ranks, limits.steps)
+        line = _progress(ranks, None if limits.until_save else limits.steps)
         if line != shown:
             print(line, file=sys.stderr, flush=True)
             shown, changed_at = line, now
         if process.poll() is not None:
             return Finish("program", process.returncode)
-        stopped = [record for record in ranks if record["end"].get("kind") == "steps"]
-        if stopped and len({record["rank"] for record in stopped}) == stopped[0]["world_size"]:
+        stopped = [record for record in ranks if record["end"].get("kind") in ("steps", "saved")]
+        if stopped and len({record["rank"] for record in stopped}) == (n_live or stopped[0]["world_size"]):
+            return Finish("steps")
+        is_saving = any(record["phase"] == "save" for record in ranks)
+        if stopped and limits.until_save and not is_saving and now - changed_at > SAVED_S:
             return Finish("steps")
         if any(record["end"].get("kind") == "exception" for record in ranks):
             failed_at = failed_at or now
@@ -161,11 +238,12 @@ def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits) -> F
         time.sleep(0.1)
 
 
-def _progress(ranks: Sequence[dict[str, Any]], steps: int) -> str:
+def _progress(ranks: Sequence[dict[str, Any]], steps: int | None) -> str:
     if not ranks:
         return "rehearsing: the program starts"
     slowest = min(ranks, key=lambda record: int(record["steps"]))
-    return f"rehearsing: {len(ranks)} ranks, {slowest['steps']} of {steps} steps, {slowest['phase']}"
+    steps_done = f"{slowest['steps']} steps" if steps is None else f"{slowest['steps']} of {steps} steps"
+    return f"rehearsing: {len(ranks)} ranks, {steps_done}, {slowest['phase']}"
 
 
 def _host_memory_is_short() -> bool:
@@ -184,7 +262,8 @@ def refuse_sandbox(reason: str, limits: Limits) -> None:
     options = [] if limits.allow_writes else ["--allow-writes"]
     options += [] if limits.network else ["--network"]
     cause = f"the program cannot be kept from the machine's files and network: {reason}"
-    fix = f"set TMPDIR to a folder on a local disk or in memory (/dev/shm), or accept both with {' '.join(options)}"
+    local = "set TMPDIR to a folder on a local disk or in memory (/dev/shm)"
+    fix = f"{local}, or accept them: shardkit rehearse {' '.join(options)}"
     raise LaunchError(cause, fix)
 
 
@@ -201,11 +280,10 @@ def _scratch(keep: Path | None) -> Iterator[Path]:
         except OSError as error:
             raise LaunchError(f"--keep {keep}: {error.strerror}", "name a folder that is not there yet") from error
     folder = (keep or Path(tempfile.mkdtemp(prefix="rehearsal-"))).resolve()
-    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield folder
+        with processes.handling([signal.SIGTERM], interrupt):
+            yield folder
     finally:
-        signal.signal(signal.SIGTERM, before)
         for name in ("root", "work") if keep else ("",):
             _delete(folder / name)
 

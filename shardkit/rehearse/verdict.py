@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import gib, printable
 from ..hardware.cards import GPUS, Gpu
+from .ranks import RehearsedWorld
 
 FITS, DOES_NOT_FIT, FAILED, NOT_KNOWN = "fits", "does not fit", "failed", "not known"
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 4, NOT_KNOWN: 7, FAILED: 8}
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError")
 """What a launcher raises since a rank failed, which says why itself."""
+ASSUMPTIONS = {
+    "any": "any() of what nobody computed is False",
+    "all": "all() of what nobody computed is True",
+    "one": "a loss, a norm or another single number follows from ones",
+    "positions": "positions that nobody computed (topk, argmax, sort) are 0, 1, 2, … round and round",
+    "unequal": "two tensors that nobody computed are not equal",
+}
+"""What an emulated GPU tells a program that reads what it did not compute; docs/rehearse.md has a reason for each."""
+SHOWN = 8
+"""Assumptions that the table names; further ones are counted."""
+SHOWN_CHARACTERS = 100
+"""Of a program's line."""
+SHOWN_LINES = 4
+"""Lines of the program that the table names for the tensors of the peak."""
+NEEDS = {
+    "bf16": ((8, 0), "torch emulates it slowly there, and fp16 is the type to use"),
+    "fp8": ((8, 9), "its products fail there"),
+}
+"""Types of tensors: the compute capability from which cards have them, and what happens on others."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +49,11 @@ class Rank:
         phase: of the peak of `allocated`, and its `step`, from 1.
         steps: optimizer steps that it finished.
         ooms: how often its allocator found no memory.
+        types: of its tensors, those that not every card has.
+        at_update: category → bytes that its optimizer held after its last step, on the GPU.
+        at_peak: category → bytes of its peak, from its allocator's history; one rank tells them.
+        host: the most bytes of host memory that its process had.
+        lines: `source_line`, `n_bytes` and `tensors` of its peak, those with most bytes first; one rank tells them.
         end: how it ended: `kind` is steps, exit or exception; empty while it runs, or if it was killed.
     """
 
@@ -42,6 +68,11 @@ class Rank:
     steps: int
     ooms: int
     nccl_groups: int
+    types: tuple[str, ...] = ()
+    at_update: dict[str, int] = field(default_factory=dict)
+    at_peak: dict[str, int] = field(default_factory=dict)
+    host: int = 0
+    lines: tuple[dict[str, Any], ...] = ()
     end: dict[str, Any] = field(default_factory=dict)
 
     def outside(self, card: Gpu) -> int:
@@ -55,6 +86,21 @@ class Rank:
 
 
 @dataclass(frozen=True)
+class Assumption:
+    """What an emulated GPU told the program without having computed it.
+
+    Attributes:
+        kind: one of the keys of `ASSUMPTIONS`.
+        source_line: the program's line.
+        count: the most that a rank was told it there.
+    """
+
+    kind: str
+    source_line: str
+    count: int
+
+
+@dataclass(frozen=True)
 class Verdict:
     """A rehearsal's outcome.
 
@@ -63,6 +109,7 @@ class Verdict:
         reason: one line: the margin, or the failing rank with its error.
         needed: bytes of a card that the rank with most of it needs; None where the program did not come far enough.
         at_least: whether the program ended before `needed` was its peak.
+        pretended: the rank that was asked for what nobody can invent; None where none was.
     """
 
     kind: str
@@ -72,6 +119,8 @@ class Verdict:
     needed: int | None = None
     at_least: bool = False
     notes: tuple[str, ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
+    pretended: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -91,7 +140,8 @@ class Verdict:
                 "rank": rank.rank, "device": rank.device,
                 "peak_allocated": rank.allocated, "peak_reserved": rank.reserved,
                 "peak_in": rank.phase, "peak_step": rank.step, "steps": rank.steps, "ooms": rank.ooms,
-                "outside_estimate": rank.outside(self.card),
+                "outside_estimate": rank.outside(self.card), "at_update": rank.at_update, "at_peak": list(rank.lines),
+                "peak_categories": rank.at_peak, "host_peak": rank.host,
             }
             for rank in self.ranks
         ]  # fmt: skip
@@ -99,6 +149,7 @@ class Verdict:
             "verdict": self.kind, "reason": self.reason, "exit_code": self.exit_code, "gpu": self.card.name,
             "gpu_memory": self.card.memory, "needed": self.needed, "at_least": self.at_least, "ranks": ranks,
             "other_cards": [gpu.name for gpu in self.other_cards()], "notes": list(self.notes), "emulated": True,
+            "assumptions": [asdict(assumption) for assumption in self.assumptions],
         }  # fmt: skip
 
     def text(self) -> str:
@@ -115,13 +166,44 @@ class Verdict:
             lines.append(
                 f"outside   context {gib(self.card.context)}{groups} on each GPU (estimates, {self.card.overhead_from})"
             )
+            if host := max(rank.host for rank in self.ranks):
+                lines.append(f"host      {gib(host)} of this machine's memory at most in a rank, mapped files included")
+            lines += _tensors(self.ranks)
         lines += [f"note      {note}" for note in self.notes]
+        lines += [
+            f"assumed   {ASSUMPTIONS[assumption.kind]}: {assumption.count} × {_shortened(assumption.source_line)}"
+            for assumption in self.assumptions[:SHOWN]
+        ]
+        if len(self.assumptions) > SHOWN:
+            lines.append(f"assumed   {len(self.assumptions) - SHOWN} lines more: --json has all")
         lines.append(f"verdict   {self.kind}: {self.reason}" if self.kind != FITS else f"verdict   {self.reason}")
         if cards := self.other_cards():
             names = ", ".join(f"{gpu.name} ({gib(gpu.memory, 1)})" for gpu in cards)
             lines.append(f"would hold it, by their memory alone: {names}")
         lines.append("The GPUs were emulated and computed nothing: losses that the program printed mean nothing.")
         return "\n".join(map(printable, lines))
+
+
+def _shortened(source_line: str) -> str:
+    """A line of a library without the folder that it is installed in, and of any no more than a terminal's width."""
+    source_line = source_line.rpartition("-packages/")[2]
+    return source_line if len(source_line) <= SHOWN_CHARACTERS else f"{source_line[:SHOWN_CHARACTERS]}…"
+
+
+def _tensors(ranks: tuple[Rank, ...]) -> list[str]:
+    """Lines on the tensors of the rank that tells them: those of its optimizer, and the largest of its peak."""
+    rank = next((rank for rank in ranks if rank.lines), ranks[0])
+    by_size = sorted(rank.at_peak.items(), key=lambda entry: -entry[1])
+    categories = ", ".join(f"{category} {gib(n_bytes)}" for category, n_bytes in by_size if n_bytes)
+    lines = [f"at peak   rank {rank.rank} holds {categories}"] if categories else []
+    lines += [
+        f"at peak   {gib(line['n_bytes'])} in {line['tensors']} tensors: {_shortened(line['source_line'])}"
+        for line in rank.lines[:SHOWN_LINES]
+    ]
+    if any(rank.at_update.values()):
+        sizes = ", ".join(f"{category} {gib(n_bytes)}" for category, n_bytes in rank.at_update.items())
+        lines.insert(0, f"update    rank {rank.rank} holds {sizes}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -160,7 +242,10 @@ def ranks_of(records: Sequence[dict[str, Any]]) -> tuple[Rank, ...]:
             allocated=int(peaks["allocated"]), reserved=int(peaks["reserved"]), phase=str(peaks["phase"]),
             step=int(peaks["step"]), steps=int(record["steps"]),
             ooms=sum(int(each_device["ooms"]) for each_device in record["devices"].values()),
-            nccl_groups=int(record["nccl_groups"]), end=record["end"],
+            nccl_groups=int(record["nccl_groups"]), types=tuple(record.get("types", ())),
+            at_update=record.get("at_update", {}), at_peak=record.get("peak", {}), host=int(record.get("peak_rss", 0)),
+            lines=tuple(record.get("lines", {}).get(device, ())),
+            end=record["end"],
         )  # fmt: skip
     return tuple(ranks[number] for number in sorted(ranks))
 
@@ -176,12 +261,40 @@ def first_error(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return min(failed, key=order, default=None)
 
 
-def judge(records: Sequence[dict[str, Any]], card: Gpu, steps: int, finish: Finish) -> Verdict | None:
+def assumptions_of(records: Sequence[dict[str, Any]]) -> tuple[Assumption, ...]:
+    """The assumptions of all ranks, the most frequent first; the count of a line is that of the rank with most."""
+    counts: dict[tuple[str, str], int] = {}
+    for record in records:
+        for entry in record.get("assumptions", ()):
+            key = entry["assumption"], entry["source_line"]
+            counts[key] = max(counts.get(key, 0), int(entry["count"]))
+    ordered = sorted(counts.items(), key=lambda entry: -entry[1])
+    return tuple(Assumption(kind, source_line, count) for (kind, source_line), count in ordered)
+
+
+def judge(
+    records: Sequence[dict[str, Any]], card: Gpu, steps: int, finish: Finish, started: RehearsedWorld | None = None
+) -> Verdict | None:
     """The verdict on a rehearsal; None for a program that ended well and used no GPU.
 
     Args:
-        steps: optimizer steps after which each rank was to end.
+        steps: optimizer steps after which each rank was to end; 0: another event was to end it.
+        started: the world of which the rehearsal started some ranks.
     """
+    verdict = _judge(records, card, steps, finish, started)
+    if verdict is None:
+        return None
+    notes = verdict.notes
+    if started is not None:
+        live = ", ".join(map(str, started.live))
+        pretended = "; the others were pretended, their parts are copies" * (len(started.live) < started.world_size)
+        notes = (f"live of {started.world_size} ranks: {live}{pretended}", *notes)
+    return replace(verdict, notes=notes, assumptions=assumptions_of(records))
+
+
+def _judge(
+    records: Sequence[dict[str, Any]], card: Gpu, steps: int, finish: Finish, started: RehearsedWorld | None
+) -> Verdict | None:
     ranks = ranks_of(records)
     error = first_error(records)
     if error is not None and (finish.cause != "steps"):
@@ -191,13 +304,15 @@ def judge(records: Sequence[dict[str, Any]], card: Gpu, steps: int, finish: Fini
         return Verdict(FAILED, reason, card, ranks)
     if not ranks:
         return None if finish.cause == "program" else Verdict(NOT_KNOWN, f"{finish.cause}, before a GPU was used", card)
-    missing = sorted(set(range(ranks[0].world_size)) - {rank.rank for rank in ranks})
+    expected = range(ranks[0].world_size) if started is None else started.live
+    missing = sorted(set(expected) - {rank.rank for rank in ranks})
     if missing:
         names = ", ".join(map(str, missing[:8]))
         return Verdict(NOT_KNOWN, f"of {ranks[0].world_size} ranks these used no GPU: {names}", card, ranks)
     if finish.cause not in ("steps", "program"):
         slowest = min(ranks, key=lambda rank: rank.steps)
-        reason = f"{finish.cause}; rank {slowest.rank} had done {slowest.steps} of {steps} steps"
+        of_steps = f"{slowest.steps} of {steps} steps" if steps else f"{slowest.steps} steps and was not done"
+        reason = f"{finish.cause}; rank {slowest.rank} had done {of_steps}"
         return Verdict(NOT_KNOWN, reason, card, ranks, _needed(ranks, card), at_least=True)
     return _of_memory(ranks, card, _notes(ranks, steps))
 
@@ -209,6 +324,12 @@ def _of_error(error: dict[str, Any], ranks: tuple[Rank, ...], card: Gpu, finish:
     reason = f"rank {error['rank']}: {end['type']}: {first_line}{line}"
     if end["type"] == "OutOfMemoryError" or "CUDA out of memory" in end["message"]:
         return Verdict(DOES_NOT_FIT, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True)
+    if end["type"] == "PretendedRankError":
+        asked_rank = re.search(r"rank (\d+), which is pretended", end["message"])
+        return Verdict(
+            NOT_KNOWN, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True,
+            pretended=int(asked_rank[1]) if asked_rank else None,
+        )  # fmt: skip
     if "emucuda" in end["message"] or "not emulated" in end["message"]:
         notes = ("the emulated GPU computes nothing here; docs/rehearse.md lists what a program cannot ask of it",)
         return Verdict(
@@ -223,7 +344,7 @@ def _of_memory(ranks: tuple[Rank, ...], card: Gpu, notes: tuple[str, ...]) -> Ve
     largest = max(ranks, key=lambda rank: rank.reserved + rank.outside(card))
     size = f"{card.name} ({gib(card.memory)})"
     if needed <= card.memory:
-        reason = f"fits {size} with {gib(card.memory - needed)} to spare"
+        reason = f"fits {size} with {gib(card.memory - needed)} to spare{_missing_types(ranks, card)}"
         return Verdict(FITS, reason, card, ranks, needed, notes=notes)
     if largest.allocated + largest.outside(card) <= card.memory:
         reason = (
@@ -232,6 +353,12 @@ def _of_memory(ranks: tuple[Rank, ...], card: Gpu, notes: tuple[str, ...]) -> Ve
         return Verdict(NOT_KNOWN, reason, card, ranks, needed, notes=notes)
     reason = f"rank {largest.rank} needs {gib(needed)} of {size}, with the estimates for NCCL and the context"
     return Verdict(DOES_NOT_FIT, reason, card, ranks, needed, notes=notes)
+
+
+def _missing_types(ranks: tuple[Rank, ...], card: Gpu) -> str:
+    """Words on types of the program's tensors that a card does not have."""
+    lacking = sorted({name for rank in ranks for name in rank.types if card.capability < NEEDS[name][0]})
+    return "".join(f"; but {card.name} has no {name}: {NEEDS[name][1]}" for name in lacking)
 
 
 def _needed(ranks: tuple[Rank, ...], card: Gpu) -> int:

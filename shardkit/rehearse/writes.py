@@ -12,9 +12,9 @@ from pathlib import Path
 from ..errors import gib, printable
 
 SHOWN = 5
-"""Paths that a line names; further ones are counted."""
+"""Paths that a line names of each kind; further ones are counted."""
 PASSING = ("/tmp/", "/run/", "/var/tmp/")
-"""Folders of temporary files: new ones there are not told."""
+"""Folders of temporary files: new ones there are not told, unless they are in the program's own."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,22 @@ def summary(folder: Path) -> list[str]:
     writes = list(_writes(folder, json.loads(layout.read_text())["overlays"]))
     lines = []
     for kind, words in (("replaced", "would have been overwritten"), ("deleted", "would have been deleted")):
-        paths = [write.path for write in writes if write.kind == kind]
-        if paths:
-            further = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-            lines.append(f"{words}: {printable(', '.join(paths[:SHOWN]))}{further}")
-    new = [write for write in writes if write.kind == "new"]
+        if paths := [write.path for write in writes if write.kind == kind]:
+            lines.append(f"{words}: {_listed(paths)}")
+    new = sorted((write for write in writes if write.kind == "new"), key=lambda write: -write.n_bytes)
     if new:
-        lines.append(f"{len(new)} new files, {gib(sum(write.n_bytes for write in new))}, went to an overlay")
+        size = gib(sum(write.n_bytes for write in new))
+        lines.append(f"{len(new)} new files, {size}, went to an overlay: {_listed([write.path for write in new])}")
     return lines
 
 
+def _listed(paths: list[str]) -> str:
+    further = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    return printable(", ".join(paths[:SHOWN])) + further
+
+
 def _writes(folder: Path, overlays: list[str]) -> Iterator[Write]:
+    program_folder = os.path.join(os.getcwd(), "")
     for number, lower in enumerate(overlays):
         upper = folder / "upper" / str(number)
         for parent, _, names in os.walk(upper):
@@ -60,5 +65,6 @@ def _writes(folder: Path, overlays: list[str]) -> Iterator[Write]:
                     yield Write(original, "deleted")
                 elif stat.S_ISREG(status.st_mode) and not name.endswith(".pyc"):
                     kind = "replaced" if os.path.lexists(original) else "new"
-                    if kind == "replaced" or not original.startswith(PASSING):
+                    is_passing = original.startswith(PASSING) and not original.startswith(program_folder)
+                    if kind == "replaced" or not is_passing:
                         yield Write(original, kind, status.st_blocks * 512)

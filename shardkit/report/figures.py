@@ -16,6 +16,7 @@ from .read import Run
 
 COLOURS = {
     "params": "#4c78a8",
+    "quantized": "#d67195",
     "master_params": "#9ecae9",
     "grads": "#f58518",
     "optimizer": "#54a24b",

@@ -9,19 +9,13 @@ from statistics import median
 from typing import Any, Literal
 
 from ..memory.rows import PHASES, PhaseName, RankRow
-from ..memory.spread import BEST, SHOWN_SINGLY, WORST, Straggler, pressure, summary
+from ..memory.spread import BEST, LABELS, SHOWN_SINGLY, WORST, Straggler, pressure, summary
 from ..telemetry.catalog import STEP_PARTS
 from .html.page import Unit
-from .read import Gather, Run, number
+from .read import Gather, Run, mapping, number
 
 STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "update")
 UNATTRIBUTED = "unattributed"
-LABELS = {
-    "peak_allocated": "peak allocated",
-    "peak_reserved": "peak reserved",
-    "peak_rss": "peak RSS",
-    "state": "state",
-}
 Parts = dict[str, int]
 """Bytes by category."""
 
@@ -70,10 +64,10 @@ def key_figures(run: Run) -> list[KeyFigure]:
         ),
         KeyFigure("stalled by saves", sum(saves + end_saves) if saves + end_saves else None, "s", "in all"),
     ]
-    for key, label in LABELS.items():
+    for key in ("peak_allocated", "peak_reserved", "peak_rss", "state"):
         spread = spreads.get(key)
         figures.append(
-            KeyFigure(label, spread.max if spread else None, "bytes", f"rank {spread.worst}" if spread else "")
+            KeyFigure(LABELS[key], spread.max if spread else None, "bytes", f"rank {spread.worst}" if spread else "")
         )
     skew = None if condensed.peak is None else condensed.peak[1].skew
     figures.append(KeyFigure("largest peak / mean peak", skew, "plain", "1: all ranks need the same memory"))
@@ -236,6 +230,8 @@ def step_times(run: Run) -> dict[int, RankStepTime]:
 
 def status(run: Run) -> tuple[bool, str]:
     """(whether all is well, in words: the run's progress, and what ended it if it failed)."""
+    if rehearsed := mapping(run.environment.get("rehearsed")):
+        return rehearsed.get("fits") is True, f"rehearsed on emulated cards: {rehearsed.get('reason')}"
     last_step = run.metrics[-1]["step"] if run.metrics else 0
     max_steps = run.setting("train.max_steps")
     if run.setting("train.epochs") is not None:  # the data decide

@@ -14,8 +14,8 @@ from markupsafe import Markup
 
 from ..errors import ShardkitError
 from ..files import write_whole
-from ..memory.rows import KINDS
-from ..memory.spread import pressure, summary
+from ..memory.rows import KINDS, quantized_bytes
+from ..memory.spread import LABELS, pressure, summary
 from . import figures, measure, planned, postmortem, traced
 from .html.page import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from .read import Run, mapping, number, sequence
@@ -164,14 +164,15 @@ def _ranks(run: Run, page: Page) -> list[Markup]:
     parts = [page.figure("ranks", figures.ranks(measure.shown(run.last_rows), times))]
     on_gpu = measure.on_gpu(run)  # the CPU's allocator has no figures: columns of dashes tell nobody anything
     of_device = [">peak allocated", ">peak reserved"] if on_gpu else []
-    head = ["rank", "host", *(f">{kind.replace('_', ' ')}" for kind in KINDS), *of_device, ">peak RSS", ">step",
+    kinds = [kind for kind in KINDS if kind != "quantized" or any(quantized_bytes(row) for row in run.last_rows)]
+    head = ["rank", "host", *(f">{kind.replace('_', ' ')}" for kind in kinds), *of_device, ">peak RSS", ">step",
             ">waiting for data", *([">retries"] if on_gpu else [])]  # fmt: skip
     lines = []
     for row in run.last_rows:
         state, device, time = row.state or {}, row.device_mem, times.get(row.identity.rank)
         lines.append([
             Cell(str(row.identity.rank), row.identity.rank), words(row.identity.host),
-            *(n_bytes(state[kind].total if kind in state else None) for kind in KINDS),
+            *(n_bytes(state[kind].total if kind in state else None) for kind in kinds),
             *(n_bytes(getattr(device, key, None)) for key in ("peak_allocated", "peak_reserved") if on_gpu),
             n_bytes(row.host_mem.peak_rss), quantity(time.total if time else None, "s"),
             quantity(time.data if time else None, "s"),
@@ -196,7 +197,7 @@ def _nodes(run: Run) -> list[Markup]:
             words(f"rank {peak.worst}"),
             quantity(step.max if step else None, "s"), quantity(step.min if step else None, "s"),
         ])  # fmt: skip
-    name = measure.LABELS[metric]
+    name = LABELS[metric]
     head = ["node", f">largest {name}", ">smallest", ">largest / mean", "worst", ">longest step", ">shortest"]
     return [heading("Nodes"), table(head, lines)]
 

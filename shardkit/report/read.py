@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import DataError
+from ..config.yaml import read_yaml
+from ..errors import ConfigError, DataError
 from ..files import open_regular, parse_json, parsed, read_regular
 from ..launch.failures import failure, job_starts
 from ..memory.rows import READABLE, RankRow
@@ -16,8 +17,6 @@ from ..telemetry.catalog import targets_called
 
 PROFILED = ("_memory.html", "_trace.json.gz", "_summary.json", "_snapshot.pickle")
 
-_LONGEST = 2**24
-"""Most bytes of a config.yaml; a run writes a few thousand."""
 ROWS = 40_000
 """About this many rows of `memory.jsonl` are read at most."""
 
@@ -123,22 +122,21 @@ def read_run(path: Path) -> Run:
 
 
 def _text(path: Path, notes: list[str]) -> str:
+    if path.is_symlink():
+        notes.append(f"{path.name}: a link, whose target is not shown")
+        return ""
     try:
-        return read_regular(path, _LONGEST).decode(errors="replace")
+        return read_regular(path).decode(errors="replace")
     except OSError as error:
         notes.append(f"{path.name}: {error.strerror}")
         return ""
 
 
 def _yaml(text: str, notes: list[str]) -> dict[str, Any]:
-    import yaml
-
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise ValueError("an alias, which no run writes")  # a few of them stand for gigabytes
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        notes.append(f"config.yaml: {str(error).partition(chr(10))[0]}")
+        tree = read_yaml(text, "config.yaml").value
+    except ConfigError as error:
+        notes.append(error.cause)
         return {}
     return tree if isinstance(tree, dict) else {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,18 +12,17 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..config.strategy import ZERO, StrategyName
-from ..errors import ConfigError
+from ..errors import ConfigError, listed
 from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, plain_type
 from ..parallel.world import World
 from ..strategies.base import Facts
 from ..strategies.clocks import GatherWaits
+from .row_choice import RowChoice
 
 if TYPE_CHECKING:
     from ..strategies.reach import Reach
     from ..strategies.unused import UnusedParameters
 
-SHOWN = 4
-"""Most names that an error lists; further ones are counted."""
 FIRST_STEPS = 2
 """Steps in which ranks compare their calls before an engine pairs their gathers, which it does by order alone."""
 _END = "the end of forward"
@@ -40,9 +39,12 @@ class BlockCalls:
 
     Args:
         blocks: the model's repeated blocks by name.
+        allow: the engine's `allow_differing_use`.
+        gather_with_block: the engine's method of this name.
 
     Attributes:
         waits: the waits of forward for gathered parameters.
+        allowed: names of the parameters that ranks were found to use differently, in blocks that every rank calls.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class BlockCalls:
         facts: Facts,
         reach: Reach | None = None,
         unused: UnusedParameters | None = None,
+        allow: Callable[[Collection[str]], None] | None = None,
+        gather_with_block: Callable[[nn.Module, nn.Module], None] | None = None,
     ) -> None:
         self._blocks, self._model, self._world, self._unused = [*blocks.values()], model, world, unused
         self._order = [*blocks]
@@ -67,6 +71,7 @@ class BlockCalls:
         self._same_uses = not alone and not facts.reduces_missing_grads
         sharded = [module for module in model.modules() if is_sharded(module)]
         self._explain = reach is not None
+        self._is_held: Callable[[nn.Module], bool] = (lambda module: False) if reach is None else reach.is_held
         gathering = [*model.modules()] if facts.gathers_by_layer else sharded
         unknown = compiles and bool(gathering) and not alone  # hooks would be compiled with the blocks
         self.waits = GatherWaits(None if unknown else [] if alone else gathering, world.device)
@@ -75,6 +80,12 @@ class BlockCalls:
         # ZeRO-3 gathers such a member whole, fsdp by units of its own.
         members = chosen_members(model, self._blocks).values() if counts_as_zero and not sharded else ()
         self._not_gathered_alone = {id(module) for member in members for module in member.modules()}
+        self._differing_blocks: list[nn.Module] = []
+        self.allowed: set[str] = set()
+        self._allow = allow if counts_as_zero else None
+        self._rows = RowChoice(blocks if self._allow is not None and not compiles and not alone else {})
+        self._gather_with_block = gather_with_block if counts_as_zero and facts.gathers_by_layer else None
+        self._modules = {plain(name): module for name, module in model.named_modules(remove_duplicate=False)}
         self._leaves = {id(param): plain(name) for name, param in model.named_parameters()}
         self._hooks: list[Any] = []
         self._counts_forwards = facts.hooks_model and not compiles
@@ -112,7 +123,7 @@ class BlockCalls:
         self._forwards += 1
 
     def _compare_call(self, module: nn.Module, *_: Any) -> None:
-        if module.training:
+        if module.training and id(module) not in self._not_gathered_alone and not self._is_held(module):
             self._compare(self._names[id(module)])
 
     def _note_leaves(self, module: nn.Module, *_: Any) -> None:
@@ -121,10 +132,31 @@ class BlockCalls:
         self._leaves |= {id(param): prefix + name for name, param in module.named_parameters()}
 
     def _compare(self, name: str) -> None:
-        """Raise on every rank if the ranks are at different calls; collective."""
-        if self._agreed(name):
-            return
-        raise self._refusal([str(called) for called in self._world.gather(name)])
+        """Raise on every rank if the ranks are at different calls; collective.
+
+        Calls inside a block may differ where the engine can gather that part of the block on every rank: then this
+        rank's next call is compared with those of the other ranks.
+        """
+        while not self._agreed(name):
+            names = [str(called) for called in self._world.gather(name)]
+            parts = self._parts_of_blocks(names)
+            if not parts or self._gather_with_block is None:
+                raise self._refusal(names)
+            for block, part in parts:
+                self._gather_with_block(self._modules[block], self._modules[part])
+                self._not_gathered_alone |= {id(module) for module in self._modules[part].modules()}
+                self._differing_blocks.append(self._modules[block])
+            if any(name == part or name.startswith(f"{part}.") for _, part in parts):
+                return
+
+    def _parts_of_blocks(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """(block, child of the block) for each of these modules that is inside a block, once."""
+        parts: dict[str, str] = {}
+        for name in names:
+            block = next((block for block in self._order if name.startswith(f"{block}.")), None)
+            if block is not None:
+                parts[f"{block}.{name.removeprefix(f'{block}.').partition('.')[0]}"] = block
+        return [(block, part) for part, block in parts.items()]
 
     def _agreed(self, text: str) -> bool:
         number = float(zlib.crc32(text.encode()) & 0xFFFFF)
@@ -175,11 +207,18 @@ class BlockCalls:
             self._refuse_parts(None)
             if self._same_calls:
                 self._compare(_END)
+                self._end_forward()
             if self._same_uses:
                 self._compare_uses(total)
             return total
 
         return self.waits.around(compared)
+
+    def _end_forward(self) -> None:
+        """From now on the blocks of which ranks use different parts are gathered whole: no call inside is compared."""
+        for block in self._differing_blocks:
+            self._not_gathered_alone |= {id(module) for module in block.modules() if module is not block}
+        self._differing_blocks.clear()
 
     def _explained(self, error: Exception) -> Exception:
         if not self._explain:
@@ -203,20 +242,47 @@ class BlockCalls:
 
     def _compare_uses(self, loss: Any) -> None:
         used = {self._leaves.get(id(leaf)) for leaf in leaves_of(loss)} - {None} - self._may_differ
-        if self._agreed("\n".join(sorted(map(str, used)))):
-            return
-        raise self._different_uses(self._world.gather(used))
+        rows = {name: names for name in self._rows.modules if (names := self._trained_in(name) - self._may_differ)}
+        reports: list[Any] = [(used, rows)]
+        if not self._agreed("\n".join([*sorted(map(str, used)), *sorted(rows)])):
+            reports = self._world.gather((used, rows))
+        sets = [names for names, _ in reports]
+        different = set.union(*sets) - set.intersection(*sets)
+        if different and (self._allow is None or not self._is_part_of_blocks(different)):
+            raise self._different_uses(sets)
+        for name in sorted(set().union(*(parts for _, parts in reports))):
+            different |= self._trained_in(name)
+            if self._gather_with_block is not None:
+                block = next(block for block in self._order if name.startswith(f"{block}."))
+                self._gather_with_block(self._modules[block], self._modules[name])
+                self._differing_blocks.append(self._modules[block])
+        if different and self._allow is not None:
+            self._allow(different)
+            self._may_differ |= different
+            self.allowed |= different
+            self._end_forward()
+
+    def _trained_in(self, name: str) -> set[str]:
+        """Names of the trained parameters of a module."""
+        inside = {id(param) for param in self._modules[name].parameters()}
+        return {plain(fqn) for fqn, p in self._model.named_parameters() if id(p) in inside and p.requires_grad}
+
+    def _is_part_of_blocks(self, names: set[Any]) -> bool:
+        """Whether these are parameters of the model, and no block has only such ones: a rank skips it then."""
+        trained = {id(p): plain(fqn) for fqn, p in self._model.named_parameters() if p.requires_grad}
+        in_blocks = [{trained[id(p)] for p in block.parameters() if id(p) in trained} for block in self._blocks]
+        return names <= {*trained.values()} and not any(inside and inside <= names for inside in in_blocks)
 
     def _different_uses(self, sets: list[Any]) -> ConfigError:
         """The error for ranks whose losses depend on these sets of parameters, which differ."""
         common = set.intersection(*sets)
         extra = [sorted(names - common) for names in sets]
         rank = next(rank for rank, names in enumerate(extra) if names)
-        shown = ", ".join(extra[rank][:SHOWN]) + (", …" if len(extra[rank]) > SHOWN else "")
         ranks_without = [index for index, names in enumerate(sets) if not set(extra[rank]) <= names]
         return ConfigError(
             f"the loss of rank {rank} depends on {len(extra[rank])} parameters that rank {ranks_without[0]}'s does not "
-            f"depend on (step {self._step}: {shown}): parallel.strategy={self._strategy} needs the same on every rank",
+            f"depend on (step {self._step}: {listed(extra[rank])}): parallel.strategy={self._strategy} needs "
+            "the same on every rank",
             advice(self._strategy, self._shared_class(extra[rank][0])),
         )
 
@@ -247,6 +313,7 @@ class BlockCalls:
             raise self._refusal([(names[at : at + 1] or [_END])[0] for names in calls])
         self._step += 1
         if self._step == FIRST_STEPS + 1:
+            self._rows.remove()
             for hook in self._hooks:
                 hook.remove()
             self._leaves.clear()
@@ -259,8 +326,8 @@ def advice(strategy: StrategyName, shared: str | None) -> str:
         shared: name of a class around those parts that every rank calls; `None` if there is none.
     """
     if strategy == "ddp":  # the words name settings, which differ by the name of the strategy
-        return "set parallel.find_unused=true"
-    ddp = "set parallel.strategy=ddp with parallel.find_unused=true"
+        return "remove parallel.find_unused"
+    ddp = "set parallel.strategy=ddp"
     counts_as_zero = strategy in ZERO or _fsdp_reduces_unused()
     return f"name block_classes that every rank calls ({shared}), or {ddp}" if shared and counts_as_zero else ddp
 

@@ -22,7 +22,7 @@ from ..checkpoint.native import layout
 from ..config.load import LoadedConfig, load_config
 from ..config.schema import RunSection
 from ..errors import ConfigError, ShardkitError, gib
-from ..files import open_regular, read_regular, write_whole
+from ..files import open_regular, read_object, write_whole
 from ..files.children import read_git
 from ..launch.failures import job_starts
 from ..launch.local import rendezvous, restart, run_dir
@@ -132,8 +132,13 @@ def _claim(path: Path, loaded: LoadedConfig, files_in_use: Sequence[str], exclus
 def _refuse(path: Path, loaded: LoadedConfig, exclusive: bool) -> None:
     """Raise if the directory's contents forbid this run."""
     run = loaded.config.run
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"run.dir={path} is a file", "set run.dir to a directory")
+    run_dir.refuse_blocked(path)
+    nearest = next((folder for folder in (path, *path.parents) if folder.exists()), path)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"run.dir={path} cannot be written: no permission to write in {nearest}",
+            "set run.dir to a directory you can write",
+        )
     if not run_dir.has_run(path):
         if exclusive:
             run_dir.refuse_without_run(path, run.resume)
@@ -236,16 +241,8 @@ def note_last_step(world: Ranks, path: Path, step: int) -> None:
 
 def _last_step(path: Path, loaded: LoadedConfig) -> int:
     """The step at which the run in `path`, which has this config, was to end."""
-    step = _env(path).get("last_step")
+    step = read_object(path / "env.json").get("last_step")
     return step if isinstance(step, int) else loaded.config.train.max_steps
-
-
-def _env(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(read_regular(path / "env.json"))
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def _keep_settings(path: Path) -> None:
@@ -380,14 +377,10 @@ def environment() -> dict[str, Any]:
         },
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cpus": _cpus(),
+        "cpus": os.cpu_count() or 1,
         "git_commit": read_git("rev-parse", "HEAD"),
         "git_dirty": bool(read_git("status", "--porcelain", "--untracked-files=no")),
     }
-
-
-def _cpus() -> int:
-    return os.cpu_count() or 1
 
 
 def _version(package: str) -> str | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,14 +17,13 @@ from torch import nn
 from ..config import capability, libraries
 from ..config.load import LoadedConfig, resolve_batch
 from ..config.schema import RunConfig
-from ..data.tokenize.model_folder import check_model_folder
 from ..data.tokenize.tokenizer import with_local_folders
 from ..errors import ConfigError
 from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
 from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
-from ..parallel.blocks import chosen_by_data, find_blocks
+from ..parallel.blocks import chosen_by_data, find_blocks, packable_share
 from ..parallel.optim import make_optimizer as default_optimizer
 from ..parallel.precision import set_matmul_precision
 from ..parallel.weights import Init, Weights
@@ -35,6 +35,7 @@ from .block_calls import BlockCalls, plain
 from .dtypes import check_masters
 from .first_step import say_graph_breaks
 from .optimizer_step import OptimizerStep
+from .sources import check_sources
 from .sum_check import SumCheck
 from .unused_parameters import refuse_unused
 from .user_config import load_user_config
@@ -131,7 +132,7 @@ class Job:
             raise ConfigError(
                 "init_parameter was given with a model that is already built", "pass a function that builds it"
             )
-        build: Callable[[], nn.Module] = (lambda: model) if isinstance(model, nn.Module) else model
+        build = partial(self._built, model)
         factory = make_optimizer or (lambda wrapped: default_optimizer(self.config.optim, wrapped, block_classes))
         with self.ledger.phase("wrap"):
             weights = Weights(self.config.train.seed, init_parameter, drawn)
@@ -146,15 +147,25 @@ class Job:
             engine = getattr(self.strategy, "inner", self.strategy)  # under the average of the weights
             reach = getattr(engine, "reach", None)  # of fsdp
             self.calls = BlockCalls(
-                wrapped, self.blocks, self.config, self.world, engine.facts, reach, getattr(engine, "unused", None)
-            )
+                wrapped, self.blocks, self.config, self.world, engine.facts, reach, getattr(engine, "unused", None),
+                getattr(engine, "allow_differing_use", None), getattr(engine, "gather_with_block", None),
+            )  # fmt: skip
             if reach is not None:
                 reach.agree = self.calls.compare_reach
-            refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, chosen_by_data(wrapped, blocks))
+            compare_gathers = getattr(engine, "compare_gathers", None)  # of zero
+            if compare_gathers is not None:
+                compare_gathers(self.calls.compare_reach)
+            chosen = chosen_by_data(wrapped, blocks)
+            refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, chosen, self.calls.allowed)
             check_masters(self.config.precision, self.strategy)
         if self.cap is not None:  # the model may have been built before the cap began
             self.cap.see([tensor for _, tensor in self.strategy.state_tensors()])
-        return self.strategy.model
+        return wrapped
+
+    def _built(self, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+        built = model if isinstance(model, nn.Module) else model()
+        self.post_mortem.packable = packable_share(built)  # the weights themselves may not fit
+        return built
 
     def step(
         self,
@@ -257,7 +268,7 @@ def start(
     """
     loaded = config if isinstance(config, LoadedConfig) else load_user_config(config, overrides)
     loaded = replace(loaded, config=with_local_folders(loaded.config))
-    check_model_folder(loaded.config)
+    check_sources(loaded.config)
     env = rank_env()
     device = choose_device(loaded.config, env)
     capability.check(

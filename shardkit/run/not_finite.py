@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import TrainingError
+from ..errors import SHOWN, TrainingError, listed
 from ..memory.phases import Phases
 from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.step import MicroBatch, accumulate
 
-SHOWN = 4
 _LOG = logging.getLogger(__name__)
 
 
@@ -115,7 +114,3 @@ def watching_gradients(model: nn.Module, largest: dict[str, torch.Tensor]) -> It
     finally:
         for handle in handles:
             handle.remove()
-
-
-def listed(items: Sequence[object]) -> str:
-    return ", ".join(map(str, items[:SHOWN])) + (", …" if len(items) > SHOWN else "")

@@ -16,6 +16,7 @@ import torch
 
 from ..config.schema import RunConfig
 from ..errors import ShardkitError, gib
+from ..files.cgroups import n_cpus
 from ..hardware.cards import DEFAULT, GPUS
 from ..memory.limits import tightest_limit
 from ..memory.state import local_tensors
@@ -154,8 +155,7 @@ def _forget_another(path: Path, config: RunConfig, world_size: int) -> None:
 def _room() -> bool:
     """Whether a planning process would not slow the run: a spare CPU and free memory."""
     limit = tightest_limit()
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cpus > 1 and limit.n_bytes - limit.in_use() > _HOST_BYTES
+    return n_cpus() > 1 and limit.n_bytes - limit.in_use() > _HOST_BYTES
 
 
 def _target(job: Job) -> Target:

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..memory.ledger import MemoryLedger
 from ..memory.phases import Phases
 from ..memory.rows import PhaseName
-from ..memory.state import HasState, local_tensors
+from ..memory.state import HasState, local_tensors, weight_state
 from ..memory.tracing.compat import keep_history, write_history
 from ..parallel.world import World
 from ..report.profile.account import STATE, Snapshot, account, summarise
@@ -145,7 +145,7 @@ class Profiler:
             del self._storages[address]
         storages: dict[int, tuple[str, int]] = {}
         state = self._strategy.state_tensors()
-        gathered = (("params", param) for param in self._strategy.model.parameters())
+        gathered = chain.from_iterable(map(weight_state, self._strategy.model.parameters()))
         for kind, tensor in chain(state, gathered):
             for local in local_tensors(tensor):
                 storage = local.untyped_storage()

@@ -9,10 +9,12 @@ from typing import Any
 
 from ..checkpoint.frozen_base import FrozenBase, check_adapter
 from ..checkpoint.native.manifest import RunState
+from ..checkpoint.quantized_base import describe, drawing, fill_quantized, reading, weight_shapes
 from ..checkpoint.resume import candidates
 from ..checkpoint.save import Checkpointer
 from ..data.order import State
 from ..errors import CheckpointError, ConfigError, DataError, gib
+from ..parallel.weights import Weights
 from ..tasks.base import Task
 from . import directory
 from .job import Job
@@ -55,6 +57,8 @@ class StartingPoint:
         if adapter is not None:
             self.base = FrozenBase(self._job.model, adapter.settings, adapter.base_name, config.model.init_from)
             say(f"adapter: {config.adapter.type} on {len(adapter.targets)} layers, {self.base.line}")
+            if adapter.quantizer is not None:
+                say(describe(self._job.model, adapter.quantizer, adapter.quantizer.settings.type))
 
     def resume(self, checkpoints: Checkpointer) -> RunState:
         """Load the weights, and the checkpoint that `run.resume` asks for; returns the state of the run then.
@@ -67,7 +71,7 @@ class StartingPoint:
         if run.resume is False or base is not None:
             self._take_weights(checkpoints)
         if base is not None:
-            base.identify(self._job.strategy, checkpoints.group)
+            base.identify(self._job.strategy, checkpoints.group, self._pack(base, checkpoints))
         if run.resume is False:
             return RunState(step=0)
         loaded = checkpoints.resume(run.source or self._run_dir, self._accept)
@@ -101,14 +105,31 @@ class StartingPoint:
             return
         from ..checkpoint.formats.start import load_weights
 
-        base_name = self._adapter.base_name if self._adapter else str
+        file_name = self._adapter.file_name if self._adapter else str
         resized = getattr(self._task, "resized", ())
-        loaded = load_weights(self._job.strategy, world, checkpoints.group, config.model.init_from, base_name, resized)
+        quantizer = self._adapter.quantizer if self._adapter else None
+        loaded = load_weights(
+            self._job.strategy, world, checkpoints.group, config.model.init_from, file_name, resized,
+            {} if quantizer is None else weight_shapes(quantizer),
+        )  # fmt: skip
         if world.is_main:
             read = f" ({gib(loaded.bytes_read)} read)" if loaded.bytes_read else ""
             print(f"starting with the weights of {loaded.path}{read}", flush=True)
             for name, (old, new) in loaded.resized.items():
                 print(f"{name}: {old} rows, and {new - old} new ones with their mean", flush=True)
+
+    def _pack(self, base: FrozenBase, checkpoints: Checkpointer) -> dict[str, int]:
+        """Read or draw the weights that the model holds packed; returns their checksums."""
+        adapter, job = self._adapter, self._job
+        if adapter is None or adapter.quantizer is None:
+            return {}
+        config, quantizer, base_name = job.config, adapter.quantizer, adapter.base_name
+        if config.model.init_from is None:
+            weights = Weights(config.train.seed, self._task.init_parameter)  # type: ignore[attr-defined]
+            open_reader = drawing(weights, quantizer, base_name)
+        else:
+            open_reader = reading(config.model.init_from, job.model, quantizer, base_name)
+        return fill_quantized(job.strategy, job.world, checkpoints.group, quantizer, base_name, open_reader, base.dtype)
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint of this run holds for `_accept`, beside its seed and number of samples."""

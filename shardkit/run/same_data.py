@@ -6,10 +6,8 @@ import platform
 from collections.abc import Mapping, Sized
 from typing import Any
 
-from ..errors import DataError
+from ..errors import SHOWN, DataError, listed
 from ..parallel.world import World
-
-SHOWN = 4
 
 
 def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized]) -> None:
@@ -48,8 +46,7 @@ def check_same_digests(world: World, digests: Mapping[str, str]) -> None:
             ranks_with.setdefault(rank_digests.get(name, "none"), []).append(f"{rank} ({host})")
         if len(ranks_with) > 1:
             parts = [
-                f"digest {digest} on {len(ranks)} rank{'s' * (len(ranks) > 1)}: {', '.join(ranks[:SHOWN])}"
-                f"{', …' if len(ranks) > SHOWN else ''}"
+                f"digest {digest} on {len(ranks)} rank{'s' * (len(ranks) > 1)}: {listed(ranks)}"
                 for digest, ranks in sorted(ranks_with.items(), key=lambda pair: -len(pair[1]))[:SHOWN]
             ]
             raise DataError(

@@ -31,10 +31,6 @@ WATCHED_S = 7 * 24 * 3600.0
 """Timeout of collectives in a watched job. It names no rank, and counts time while the job is suspended."""
 
 
-def _none() -> object:
-    return None
-
-
 @dataclass(frozen=True)
 class Part:
     """A part of a run, and how long it may go on without a beat.
@@ -47,7 +43,7 @@ class Part:
 
     limit_s: float
     key: str = "run.step_timeout_s"
-    signs: Callable[[], object] = _none
+    signs: Callable[[], object] = lambda: None
     phase: Callable[[int], str] | None = None
 
 

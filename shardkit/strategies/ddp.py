@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import RunConfig
+from ..errors import ConfigError, listed
 from ..parallel.blocks import may_leave_out
-from ..parallel.compat import GradBucket
+from ..parallel.compat import GradBucket, not_reduced
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
 from ..parallel.weights import Weights, exchange
 from ..parallel.world import World
@@ -27,6 +29,7 @@ from .base import Facts, OptimizerFactory, Update
 from .states import TorchStates, flat
 from .step import clip_and_step
 
+_LOG = logging.getLogger(__name__)
 _WATCHDOG_S = 0.2
 """Twice the interval at which NCCL's watchdog releases collectives that have ended (kWatchdogThreadSleepMillis)."""
 
@@ -66,7 +69,7 @@ class DDP(TorchStates):
         weights.materialise(model, device, self._world)
         autocast_forward(model, device, self._config.precision)
         finds_unused = may_leave_out(self._config.parallel.find_unused, model, blocks)
-        self.facts = Facts(reduces_missing_grads=finds_unused)
+        self.facts = Facts(reduces_missing_grads=self._config.parallel.find_unused is not False)
         self._wrapped = self.wrap(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -78,7 +81,7 @@ class DDP(TorchStates):
         self.model, self._bare = self._wrapped, model
         self.optimizer = make_optimizer(model)
         self._parameters = list(model.parameters())
-        self._keeps_buckets = False
+        self._keeps_buckets = self._told_unused = False
 
     def wrap(self, model: nn.Module, **options: Any) -> Wrapped:
         """The model in torch's wrapper; `options` are those of `DistributedDataParallel`."""
@@ -107,7 +110,42 @@ class DDP(TorchStates):
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaled = self._scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self.reduce_unused()
+
+    def reduce_unused(self) -> None:
+        """Complete the reduction of a backward that gave some parameters no gradient on this rank: their part is zero.
+
+        The other ranks wait for it. The zeros are negative: their sum over ranks is negative zero only where no rank
+        has another gradient, and such a parameter is left without one, as in one process.
+
+        Raises:
+            ConfigError: `parallel.find_unused=false` says that every parameter gets a gradient.
+        """
+        indices = not_reduced(self._wrapped)
+        if not indices:
+            return
+        trained = [(name, param) for name, param in self._bare.named_parameters() if param.requires_grad]
+        unused = dict(trained[index] for index in indices)
+        if self._config.parallel.find_unused is False:
+            raise ConfigError(
+                f"{len(unused)} parameters got no gradient ({listed(sorted(unused))}), and parallel.find_unused=false "
+                "says that every parameter gets one",
+                "remove parallel.find_unused",
+            )
+        params = [*unused.values()]
+        zeros = [param.new_full((), -0.0).expand_as(param) for param in params]
+        torch.autograd.backward(params, zeros)
+        grads = [param.grad for param in params if param.grad is not None]
+        flags = torch.stack([(grad == 0).logical_and(grad.signbit()).all() for grad in grads]).tolist()
+        for param, is_unused in zip(params, flags, strict=True):
+            if is_unused:
+                param.grad = None
+        if not self._told_unused and self._world.rank == 0:
+            self._told_unused = True
+            _LOG.info("a step gave %s no gradient on rank 0: averaged as zero, or left alone if no rank has one",
+                      listed(sorted(unused)))  # fmt: skip
 
     def step(self, max_norm: float | None) -> Update:
         update = clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)

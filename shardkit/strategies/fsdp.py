@@ -55,6 +55,9 @@ class FSDP(TorchStates):
         """Whether ranks may call units in different orders, since the data choose."""
         self.unused: UnusedParameters | None = None
         """The parameters that this rank did not use in the step; `None` on a single rank."""
+        self._inner_units: list[FSDPModule] = []
+        """Units that several others call, and that are not held."""
+        self._blocks: Sequence[nn.Module] = ()
         self._may_differ: list[str] = []
         """The parameters that the data may choose (experts): ranks may use different ones."""
 
@@ -75,6 +78,9 @@ class FSDP(TorchStates):
         refuse_plain_parameters(model, self.name)
         self.reach.watch(model)
         self._hold_units(units, chosen_names)
+        inner = [unit.modules[0] for unit in units if unit.kind == "shared"]
+        self._inner_units = [m for m in inner if isinstance(m, FSDPModule) and not self.reach.is_held(m)]
+        self._blocks = blocks
         self._prefetch(model, blocks)
         self._hook_gathered(model, parameter_hooks)
         if is_on_meta:
@@ -165,6 +171,21 @@ class FSDP(TorchStates):
         handles = [unit.register_forward_pre_hook(register) for unit in units]
         self.reach.gathered = register
 
+    def allow_differing_use(self, names: Collection[str]) -> None:
+        """Let ranks use these parameters differently from the present micro-batch on; called on every rank alike,
+        between forward and backward."""
+        self._may_differ = sorted({*self._may_differ, *names})
+        if not self._inner_units:
+            return
+        # What a rank uses decides where a recomputation begins, hence in which order it would gather these.
+        self._order_differs = True
+        self._prefetch(self._bare, self._blocks)
+        for unit in self._inner_units:
+            self.reach.hold(unit)
+            unit.unshard()
+        self.reach.gathered()
+        self._inner_units = []
+
     def skipped(self, unused: UnusedParameters) -> list[nn.Parameter]:
         """The parameters that no rank used in this step, which a single process would not update.
 
@@ -184,7 +205,7 @@ class FSDP(TorchStates):
                     raise ConfigError(
                         f"{int(count)} of {self._world.size} ranks used {fqn} in this step, which parallel.strategy="
                         f"{self.name} cannot train with torch {torch.__version__}",
-                        "install torch 2.13 or later, or set parallel.strategy=ddp with parallel.find_unused=true",
+                        "install torch 2.13 or later, or set parallel.strategy=ddp",
                     )
                 if not count:
                     skipped.add(fqn)

@@ -149,17 +149,15 @@ def scalars_of(fqn: str, param: torch.Tensor, state: Mapping[str, Any], elementw
         if is_scalar(key, value, param):
             number = value.item() if isinstance(value, torch.Tensor) else value
             numbers[f"optim.{fqn}.{key}"] = int(number) if float(number).is_integer() else float(number)
-        elif value is not None and not (is_elementwise(value, param) if elementwise else _is_tensor(value)):
+        elif value is not None and not (
+            is_elementwise(value, param) if elementwise else isinstance(value, torch.Tensor)
+        ):
             raise CheckpointError(
                 f"optimizer state {key!r} of {fqn} is {_describe(value)}, neither one number nor one value per element "
                 "of the parameter",
                 "use an elementwise optimizer (adamw, sgd), or turn checkpoints off: checkpoint.at_end=false",
             )
     return numbers
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _describe(value: object) -> str:

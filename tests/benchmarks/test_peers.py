@@ -13,8 +13,8 @@ from benchmarks.common import environment
 from benchmarks.overhead import write_tokens
 from benchmarks.peers_arms import ARMS, OURS
 from benchmarks.peers_ranks import Ranks
-from benchmarks.report_peers import peers as section
-from benchmarks.report_peers import peers_on_cards
+from benchmarks.report import rendered
+from benchmarks.sections import SECTIONS, peers_on_cards
 
 
 def test_equal_losses_up_to_rounding_are_compared() -> None:
@@ -62,8 +62,8 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         def peak(self) -> int:
             return 2**20
 
-        def refusal(self) -> str:
-            return "ValueError: not | on a CPU"
+        def answers(self) -> list[dict[str, str]]:
+            return [{"refused": "ValueError: not | on a CPU"}]
 
     monkeypatch.setattr(peers, "Ranks", Staged)
     return found
@@ -92,7 +92,8 @@ def test_the_page_has_each_ratio_and_each_refusal(monkeypatch: pytest.MonkeyPatc
     }  # fmt: skip
     timed = peers.times("fsdp", ARMS_STAGED, "", Path(), 6, 6)
     written = peers.write({"zero2": remembered, "fsdp": {**timed, **remembered}})
-    text = section(json.loads(written.read_text()))
+    result = json.loads(written.read_text())
+    text = rendered("peers", result, SECTIONS["peers"](result))
     assert "| fsdp | PyTorch | 2.000 [2.000, 2.000] | 0.500 [0.500, 0.500] | 1.0000 | 6 | 6 |" in text
     assert "| fsdp | Accelerate | ValueError: not \\| on a CPU |" in text
     assert "zero2" not in text, "its times are not measured yet"
@@ -104,7 +105,8 @@ def test_on_cards_an_arm_has_its_figures_or_its_error() -> None:
     small = {"PyTorch": {**seen, "losses": [3.0, 2.0]}, "Fabric": {"error": "ValueError: a | b"}}
     engines = {"ddp": {"small": small, "355m": full}}
     about = {"environment": environment(), "ranks": 2, "packages": {"torch": "2.0"}}
-    text = peers_on_cards({**about, "engines": engines})
+    result = {**about, "engines": engines}
+    text = rendered("peers_on_cards", result, peers_on_cards(result))
     assert "| ddp | PyTorch | 0e+00 | 2.000 | 3.000 | 200 | 2 | 0 | 0 | 12 |" in text
     assert "| ddp | Fabric | ValueError: a \\| b | not yet measured |" in text
 
@@ -134,8 +136,8 @@ def test_what_a_library_does_not_do_is_told_apart_from_what_breaks(tmp_path: Pat
     pytest.importorskip("accelerate", reason="needs accelerate")
     tokens = write_tokens(tmp_path)
     with Ranks("fsdp", "Accelerate", tokens, tmp_path, 1, "refusal") as ranks:
-        assert "returned a DistributedDataParallel" in ranks.refusal()
+        assert "returned a DistributedDataParallel" in ranks.answers()[0]["refused"]
     with pytest.raises(RuntimeError, match=r"(?s)^ddp Nobody stopped:.*KeyError: 'Nobody'"), Ranks(
         "ddp", "Nobody", tokens, tmp_path, 1, "refusal"
     ) as ranks:  # fmt: skip
-        ranks.refusal()
+        ranks.answers()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoint import fakes
+from tests.disks import mounted
 
 
 @pytest.fixture
@@ -29,11 +29,5 @@ def saved(alone: None, tmp_path: Path) -> Path:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder that is a file system of 4 MiB."""
-    folder = tmp_path / "run" / "checkpoints"
-    folder.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"needs the right to mount a file system: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted(tmp_path / "run" / "checkpoints", lazily=True) as folder:
+        yield folder

@@ -274,6 +274,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [pytest.param(name, marks=() if name == "after a damaged one" else pytest.mark.release) for name in MOMENTS],
@@ -365,6 +366,7 @@ def _look(root: Path, word: Path) -> int:
     return newest
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("async_save", [False, True])
 def test_killed_during_saves(async_save: bool, tmp_path: Path) -> None:

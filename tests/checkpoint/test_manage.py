@@ -44,6 +44,7 @@ def odd_manifests(body: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
         yield from odd_manifests(body[key], (*at, key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20, pytest.param(250, marks=pytest.mark.slow)])
 def test_ls_of_odd_manifests_with_right_digests(count: int, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = saved / "step_00000003" / "manifest.json"
@@ -122,6 +123,13 @@ def test_steps_of_nine_digits_are_the_newest(saved: Path) -> None:
     assert code == 0
     assert [row.split()[0] for row in rows] == ["step_00000003", "step_99999999", "step_100000000"]
     assert ["latest" in row for row in rows] == [False, False, True]
+
+
+@pytest.mark.slow
+def test_verify_in_a_new_process_imports_torch_before_its_limits(saved: Path) -> None:
+    command = [sys.executable, "-m", "shardkit.cli", "checkpoint", "verify", str(saved.parent)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.count(": intact\n")) == (0, 3), done.stderr
 
 
 def test_verify_reads_every_byte(saved: Path) -> None:

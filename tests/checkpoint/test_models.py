@@ -13,6 +13,7 @@ from tests.ranks import RankError, run_ranks
 STRATEGIES = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_tied_frozen_and_buffers_move_between_strategies(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def check_reads(results: list[dict[str, Any]], copies: dict[str, float]) -> None
         assert max(reads) < 1.01 * min(reads), (case, reads)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_ranks_of_a_node_read_what_they_share_once(tmp_path: Path) -> None:
@@ -181,6 +182,7 @@ def board_steps(folder: Path) -> list[int]:
     return [event.step for event in events.Scalars("train/loss")]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_another_world_size_goes_on_within_rounding(fresh: Path) -> None:
     # The global batch stays 24: 12 × 2 alone, 6 × 2 on two ranks.
@@ -242,7 +244,7 @@ REFUSED = {
         ["run.resume=true", "optim.name=sgd", "optim.momentum=0.9"],
         ["optim.", "optim.name"],
     ),
-    "no such checkpoint": (["run.resume=/nowhere", "run.dir=elsewhere"], ["/nowhere", "no checkpoint"]),
+    "no such checkpoint": (["run.resume=/nowhere", "run.dir=elsewhere"], ["run.resume=/nowhere", "does not exist"]),
     "resume and overwrite": (["run.resume=true", "run.overwrite=true"], ["resume", "overwrite"]),
     "a run is there": ([], ["already holds a run", "run.resume=true"]),
 }  # fmt: skip
@@ -373,6 +375,7 @@ class Asked:
         return self.data[index]
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_for_weights_that_are_loaded(tmp_path: Path) -> None:
     base = ["model.preset=debug", "train.seq_len=32", "train.micro_batch_size=1", "run.device=cpu",
             "parallel.strategy=single", "logging.tensorboard=false", f"run.dir={tmp_path}/run"]  # fmt: skip

@@ -22,17 +22,18 @@ LLAMA_8B = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     "max_position_embeddings": 131072, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
 }  # fmt: skip
-JOBS: dict[str, dict[str, Any]] = {
-    "deepspeed": {
-        "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 16,
-    },
-    "trainer": {
-        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "bf16": True,
-        "gradient_checkpointing": True,
-    },
+ZERO3: dict[str, Any] = {
+    "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_accumulation_steps": 16,
 }  # fmt: skip
-VERDICT_CPU_S = 120.0
+TRAINER: dict[str, Any] = {
+    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "bf16": True, "gradient_checkpointing": True,
+}  # fmt: skip
+JOBS: dict[str, tuple[dict[str, Any], str, float]] = {
+    "zero3": ({**ZERO3, "train_micro_batch_size_per_gpu": 1}, "fits", 60.0),
+    "zero3 that does not fit": ({**ZERO3, "train_micro_batch_size_per_gpu": 8}, "does not fit", 60.0),
+    "trainer": (TRAINER, "does not fit", 120.0),
+}
+"""Of each file: the job, its verdict, and the CPU seconds in which it comes."""
 
 
 def test_a_quick_command_says_nothing() -> None:
@@ -61,14 +62,15 @@ def test_a_slow_command_says_what_it_does_and_for_how_long(monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("tool", JOBS)
-def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(tool: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", JOBS)
+def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(name: str, tmp_path: Path) -> None:
     """The time is measured in CPU seconds of all its processes, of which two cores give at least one a second."""
     pytest.importorskip("transformers")
     pytest.importorskip("deepspeed")
+    job, verdict, cpu_s = JOBS[name]
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
-    (tmp_path / "job.json").write_text(json.dumps(JOBS[tool]))
+    (tmp_path / "job.json").write_text(json.dumps(job))
     plan = [
         "plan",
         "--from",
@@ -88,14 +90,14 @@ def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(t
         timeout=380,
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert process.returncode == (0 if tool == "deepspeed" else 4), process.stderr
-    assert f"verdict    {'fits' if tool == 'deepspeed' else 'does not fit'}" in process.stdout
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < VERDICT_CPU_S
+    assert process.returncode == {"fits": 0, "does not fit": 4}[verdict], process.stderr
+    assert f"verdict    {verdict}" in process.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < cpu_s
     first, *_ = process.stderr.splitlines()
     assert first.startswith("planning job.json: tracing one step of the whole model (")
     assert int(first.rpartition("(")[2].split()[0]) < 5
     looks = [line for line in process.stderr.splitlines() if line.startswith("first look")]
-    assert len(looks) == (tool == "trainer"), "ZeRO's buckets span layers: a rough trace would be far off"
+    assert len(looks) == (name == "trainer"), "ZeRO's buckets span layers: a rough trace would be far off"
     if looks:
         assert looks[0].startswith("first look, from traces with 2 and 3 layers: about ")
         assert "; the trace of all layers follows" in looks[0]

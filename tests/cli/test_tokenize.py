@@ -21,6 +21,7 @@ def tokenize(folder: Path, source: str, tokenizer: str, *more: str) -> Done:
                     str(folder / tokenizer), *more)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_corpus_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok")
     write_lines(tmp_path / "bad.jsonl", [{"messages": conversation(0)}, '{"messages": ['])
@@ -36,6 +37,7 @@ def test_a_corpus_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert len(Documents([store])) == manifest["n_documents"] == 1
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"messages": conversation(0)}])
     process = tokenize(tmp_path, "a.jsonl", "nowhere")
@@ -43,12 +45,14 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert process.stderr.startswith(f"error: the tokenizer {tmp_path}/nowhere does not exist\n  fix: ")
 
 
+@pytest.mark.slow
 def test_the_fix_names_the_commands_own_flag(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"messages": conversation(0)}])
     process = tokenize(tmp_path, "a.jsonl", "nowhere")
     assert "pass --tokenizer with a tokenizer.json" in process.stderr and "data.tokenizer" not in process.stderr
 
 
+@pytest.mark.slow
 def test_the_advice_about_columns_is_quoted_for_a_shell(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tok")
     write_lines(tmp_path / "a.jsonl", [{"dialog": conversation(0)}])

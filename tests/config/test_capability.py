@@ -103,6 +103,7 @@ def test_a_capability_names_strategies_that_exist() -> None:
         ("muon", "single ddp fsdp hsdp"),
         ("adamw8bit", "single ddp"),
         ("in_backward", "single"),
+        ("quantize", "single ddp fsdp hsdp zero1 zero2"),
     ],
 )
 def test_what_engines_can_do(feature: str, works: str) -> None:
@@ -112,6 +113,7 @@ def test_what_engines_can_do(feature: str, works: str) -> None:
 NEEDS: dict[str, dict[str, Any]] = {
     "resize_embeddings": {"task.name": "hf_causal_lm"},
     "adapter": {"task.name": "hf_causal_lm"},
+    "quantize": {"task.name": "hf_causal_lm", "adapter.type": "lora"},
     "in_backward": {"train.max_norm": None},
     "nvme": {"parallel.nvme_path": "/scratch"},
     "offload_ratio": {"parallel.offload_optimizer": "cpu"},
@@ -124,7 +126,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 def asking_for(entry: capability.Declared) -> dict[str, Any]:
     """Settings that ask for a capability, the key's own first."""
     needs = NEEDS.get(entry.name, {})
-    for choice in (*entry.capability.choices, 2, 0.5, "bf16", "full", {"wall_clock_breakdown": True}):
+    for choice in (*entry.capability.choices, 2, 0.5, "bf16", "full", {"wall_clock_breakdown": True}, {"bits": 4}):
         settings = {entry.dotted: choice, **needs}
         with contextlib.suppress(ConfigError):
             if entry.asks(load_config(overrides=settings).config):
@@ -424,7 +426,7 @@ def test_no_strategy_breaks_a_graph_or_compiles_hooks(feature: str) -> None:
 @pytest.mark.deepspeed
 def test_unused_parameters_are_named_where_the_table_refuses_them() -> None:
     refused_by = [*CAPABILITIES["unused_params"].reasons]
-    assert refused_by == ["ddp", "zero1", "zero2", "zero3"]
+    assert refused_by == ["zero1", "zero2", "zero3"]
     for messages in run_ranks(
         2, "tests.config.capability_cases:refusals", strategies=refused_by, feature="unused_params"
     ):

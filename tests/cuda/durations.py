@@ -135,7 +135,7 @@ def calibrated(folder: str, task: str, args: dict[str, Any]) -> tuple[float, lis
     loaded = load_config(None, settings)
     measured = measure(loaded.config)
     assert measured is not None
-    calibration.save(measured[1])
+    calibration.save(measured[0])
     with Planner(choose_target(loaded.config, gpu="h100")) as planner:
         planned = planner.predict(loaded.config, timed=True).time
     assert planned is not None and planned.measured

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from shardkit.rehearse import build
-from shardkit.rehearse.environment import ask, check
+from tests.cuda.rehearsals import linked_cache, rehearsed
 from tests.emulated_cuda import needs_emulation
-from tests.emulated_cuda.build import WORK
 
 pytestmark = [pytest.mark.gpu, needs_emulation, pytest.mark.timeout(600)]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -45,32 +40,14 @@ for step in range(100):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the emulation in it, linked from the object files of this environment's."""
-    folder = tmp_path_factory.mktemp("cache")
-    torch = check(ask([sys.executable], os.environ))
-    name = f"torch-{torch.version}-cuda{torch.cuda_major}-{build.digest(torch)}"
-    build.Build(torch, folder / "shardkit" / "rehearse" / name, WORK).run()
-    return folder
+    return linked_cache(tmp_path_factory.mktemp("cache"))
 
 
 def rehearse(
     cache: Path, folder: Path, *options: str, command: list[str], program: str = TRAIN
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The ended command, and its verdict; every process that it started is gone."""
     (folder / "train.py").write_text(program)
-    words = [sys.executable, "-m", "shardkit.cli", "rehearse", "--json", *options, "--", *command]
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
-    running = [process.cmdline() for process in psutil.process_iter() if str(folder) in " ".join(cmdline(process))]
-    assert not running
-    return done, json.loads(done.stdout) if done.stdout else {}
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except psutil.Error:
-        return []
+    return rehearsed(cache, folder, *options, command=command)
 
 
 def test_two_ranks_fit_with_their_own_peaks_and_touch_nothing(cache: Path, tmp_path: Path) -> None:
@@ -83,6 +60,13 @@ def test_two_ranks_fit_with_their_own_peaks_and_touch_nothing(cache: Path, tmp_p
     told = {rank["rank"]: (rank["peak_allocated"], rank["peak_reserved"]) for rank in verdict["ranks"]}
     assert told == printed
     assert [rank["steps"] for rank in verdict["ranks"]] == [3, 3]
+    parameters = 2 * (4096 * 4096 + 4096) * 4
+    assert verdict["ranks"][0]["at_update"] == {
+        "parameters": parameters, "gradients": parameters, "optimizer states": 2 * parameters,
+    }  # fmt: skip
+    largest = verdict["ranks"][0]["at_peak"]
+    assert any("train.py:" in line["source_line"] for line in largest) and not verdict["ranks"][1]["at_peak"]
+    assert sum(line["n_bytes"] for line in largest) == pytest.approx(told[0][0], rel=0.01)  # blocks are rounded up
     assert (tmp_path / "model.pt").read_text() == "trained"
     assert f"would have been overwritten: {tmp_path / 'model.pt'}" in verdict["notes"]
 
@@ -136,3 +120,31 @@ def test_what_cannot_be_judged_is_said(
     done, verdict = rehearse(cache, tmp_path, *options, command=command, program=program)
     assert done.returncode == code, done.stderr
     assert words in (verdict["reason"] if verdict else done.stderr)
+
+
+def test_it_ends_once_a_step_follows_the_first_save(cache: Path, tmp_path: Path) -> None:
+    command = [*TORCHRUN, str(tmp_path / "train.py")]
+    done, verdict = rehearse(cache, tmp_path, "--gpus", "2", "--until", "save", command=command)
+    assert done.returncode == 0, done.stderr
+    assert verdict["ranks"][0]["steps"] == 2 and not (tmp_path / "model.pt").exists()
+    written = next(note for note in verdict["notes"] if "went to an overlay" in note)
+    assert str(tmp_path / "model.pt") in written
+
+
+DECIDES = """
+import torch
+x = torch.randn(4096, 4096, device="cuda")
+torch.nn.init.trunc_normal_(x)
+if not x.isfinite().all() or x.isnan().any():
+    raise ValueError("an overflow")
+print((x.bfloat16() @ x.bfloat16()).shape)
+"""
+
+
+def test_what_it_assumed_is_told_with_its_line(cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "t4", command=command, program=DECIDES)
+    assert done.returncode == 0, done.stderr
+    told = {(row["kind"], row["source_line"].partition("train.py:")[2][:1]) for row in verdict["assumptions"]}
+    assert {("any", "4"), ("any", "5"), ("all", "5")} <= told, told
+    assert "but t4 has no bf16: torch emulates it slowly" in verdict["reason"]

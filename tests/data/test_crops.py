@@ -77,6 +77,7 @@ def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, monkeypat
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.slow
 def test_a_picture_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
     Image.new("1", (40_000, 40_000)).save(tmp_path / "bomb.png")
     assert (tmp_path / "bomb.png").stat().st_size < 300_000

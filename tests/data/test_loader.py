@@ -5,6 +5,7 @@ import multiprocessing
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardkit.data.loader import StepLoader, eval_batches
 from shardkit.data.order import BatchSchedule, State
@@ -111,6 +112,32 @@ def test_an_error_for_the_user_has_its_two_lines_whoever_loads(workers: int) -> 
         drain(loader)
     assert (caught.value.cause, caught.value.fix) == ("sample 3 is bad", "mend it")
     loader.close()
+    gc.collect()
+
+
+class Collecting(Squares):
+    """Python may collect garbage at any moment; here it does in each sample."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+@pytest.mark.timeout(60)
+def test_workers_leave_what_was_garbage_before_they_started() -> None:
+    """To destroy gloo's group joins its threads, which a forked process does not have."""
+    cycle: list[object] = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1)]
+    cycle.append(cycle)
+    frozen = gc.get_freeze_count()
+    gc.collect()
+    gc.disable()
+    try:
+        del cycle
+        loader = StepLoader(Collecting(10), schedule(), n_steps=1, workers=1)
+        assert drain(loader) == drain(StepLoader(Squares(10), schedule(), n_steps=1))
+    finally:
+        gc.enable()
+    assert gc.get_freeze_count() == frozen, "this process collects as before"
     gc.collect()
 
 

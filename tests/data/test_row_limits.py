@@ -38,6 +38,7 @@ import sys, pyarrow
 from pyarrow import parquet
 column = {
     "many texts": lambda: pyarrow.array(["x" * 3_000_000] * 100),
+    "short texts": lambda: pyarrow.array(["x" * 3_000] * 100_000),
     "objects": lambda: pyarrow.array([[{"a": 1}] * 1_000_000]),
 }[sys.argv[2]]()
 parquet.write_table(pyarrow.table({"text": column}), sys.argv[1], compression="zstd")
@@ -45,7 +46,7 @@ parquet.write_table(pyarrow.table({"text": column}), sys.argv[1], compression="z
 
 
 def write_bomb(path: Path, content: str = "many texts") -> Path:
-    """A Parquet file of some KB: a hundred rows refer to one text of 3 MB, or one row is a million objects.
+    """A Parquet file of some KB: its rows refer to one text, 300 MB in all, or one row is a million objects.
 
     Another process writes it: this one could read it into the memory that the writer has used.
     """
@@ -61,6 +62,7 @@ def read_a_row(path: Path) -> None:
     PieceReader(cut(files, row_format), ["text"], 4).row(0, 0)
 
 
+@pytest.mark.slow
 @needs_limits
 @pytest.mark.parametrize("reader", ["a child", "workers", "a rank"])
 def test_a_small_parquet_file_of_gigabytes_is_refused(
@@ -82,6 +84,18 @@ def test_a_small_parquet_file_of_gigabytes_is_refused(
     assert "\n" not in caught.value.cause + caught.value.fix
 
 
+@pytest.mark.slow
+@needs_limits
+def test_a_small_parquet_file_of_many_short_texts_takes_no_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_bomb(tmp_path / "rows.parquet", "short texts")
+    monkeypatch.setenv("SHARDKIT_FILE_LIMITS", "0.1")
+    with pytest.raises(DataError, match=r"rows.parquet takes more than (2(\.\d+)? s|0\.10 GiB of memory)"):
+        opened(tmp_path, path)
+
+
+@pytest.mark.slow
 @needs_limits
 def test_a_row_that_is_small_in_its_file_and_large_in_python_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,6 +109,7 @@ def test_a_row_that_is_small_in_its_file_and_large_in_python_is_refused(
         ranks.submit(read_a_row, path).result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", ["a child", "workers"])
 def test_an_operation_in_c_that_does_not_end_is_killed(
     reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -120,6 +135,7 @@ with limits():
 """
 
 
+@pytest.mark.slow
 @needs_limits
 def test_an_operation_in_c_that_does_not_end_is_killed_in_a_rank_that_streams() -> None:
     rank = subprocess.run([sys.executable, "-c", _RANK, COMPARED], timeout=120)

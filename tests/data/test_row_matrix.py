@@ -215,6 +215,7 @@ def compare(seed: int, folder: Path) -> Outcome:
     return expected
 
 
+@pytest.mark.slow
 def test_all_formats_and_ways_of_reading_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Parquet, "part_rows", 2)
     outcomes = [compare(seed, tmp_path / str(seed)) for seed in SEEDS]

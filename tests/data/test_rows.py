@@ -187,6 +187,7 @@ DATED = (
 """As Llama 3's, which writes the date into the system's turn."""
 
 
+@pytest.mark.slow
 def test_a_template_that_writes_the_date_takes_it_from_the_config(tmp_path: Path) -> None:
     rows = [{"messages": conversation(i, turns=2)} for i in range(5)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
@@ -219,6 +220,7 @@ def test_a_template_that_writes_the_date_takes_it_from_the_config(tmp_path: Path
         opened(tmp_path, path, chat_date="2024-07-06", tokenizer=str(tmp_path / "plain"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_date_that_it_began_with(tmp_path: Path) -> None:
     rows = [{"messages": conversation(i, turns=2)} for i in range(20)]
     keys = {

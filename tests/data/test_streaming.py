@@ -66,7 +66,7 @@ def ids_of(tmp_path: Path, batch: Any) -> list[int]:
     return [int(re.search(r"ask (\d+) ", text).group(1)) for text in texts]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", [pytest.param("jsonl", marks=pytest.mark.slow), "parquet"])
 def test_interruptions_and_other_world_sizes_repeat_and_skip_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +279,7 @@ FOLDED = "{{ 9 ** (9 ** 9) }}"
 """Computed while the template is compiled, where jinja2 swallows exceptions."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [TOO_LONG, FOLDED], ids=["loops", "constant"])
 def test_a_template_that_does_not_end_is_stopped_while_streaming(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,7 @@ for name, source in templates.items():
 """
 
 
+@pytest.mark.slow
 @needs_limits
 def test_a_template_gets_no_more_memory_than_it_may_have() -> None:
     done = subprocess.run(

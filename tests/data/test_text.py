@@ -177,6 +177,7 @@ def test_a_small_set_has_work_for_every_worker(tmp_path: Path) -> None:
     assert len(sizes) >= 12 and max(sizes) < path.stat().st_size / 10
 
 
+@pytest.mark.slow
 def test_tokenising_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
     """Workers take longer to start than the bar waits between two drawings."""
     path = write_lines(tmp_path / "rows.jsonl", ({"text": f"ask {i} " * 400} for i in range(700)))

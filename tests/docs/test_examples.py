@@ -13,6 +13,7 @@ from tests.commands import python_m
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_model_of_transformers_learns_in_ones_own_loop(strategy: str) -> None:

@@ -62,7 +62,8 @@ def test_the_first_hour_ends_with_a_model_that_transformers_loads(folder: Path, 
     assert metrics[-1]["loss"] < 0.8 * metrics[0]["loss"]
     assert said.count("resuming from runs/first_hour/checkpoints/step_") == 1
     assert said.count("stopped by SIGTERM after step ") == said.count("to continue: shardkit launch recipe.yaml ") == 1
-    assert "saved and stopped" not in said and "torchao" not in said and "pytree" not in said, "no noise"
+    noise = [word for word in ("saved and stopped", "torchao", "pytree", "[WARNING]", "it/s]") if word in said]
+    assert not noise
     assert (run / "report.html").stat().st_size > 0
     last = said.strip().splitlines()[-1]
     assert re.search(r"\d", last), f"the merged model continues a sum: {last}"

@@ -69,7 +69,8 @@ def test_the_recipe_of_the_page_leaves_nothing_open(folder: Path, monkeypatch: p
     monkeypatch.chdir(folder)
     job = read_job(["recipe.yaml"])
     assert (job.problems, job.not_planned) == ((), [])
-    assert {said.tool for said in job.said} == {"axolotl"} and all(said.fate != "unknown" for said in job.said)
+    assert {key.tool for key in job.file_keys} == {"axolotl"}
+    assert all(key.fate != "unknown" for key in job.file_keys)
     assert job.load().config.adapter.r == 16
 
 

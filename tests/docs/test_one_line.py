@@ -39,6 +39,7 @@ def run(name: str, folder: Path, cap: str = "") -> Done:
     return python_m(f"{name}.py", ranks=ranks, cwd=folder, env={"DS_ACCELERATOR": "cpu"})
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("name", CASES)
 def test_an_example_is_watched(name: str, tmp_path: Path) -> None:

@@ -93,7 +93,9 @@ def decide() -> dict[str, Any]:
         "norm": skipped.norm().item(),
         "finite": skipped.norm().isfinite().item(),
         "experts": router(inputs).softmax(-1).topk(2).indices[:5].tolist(),
-        "any": error(lambda: (skipped > 0).any().item()),
+        "any": (skipped > 0).any().item(),
+        "all": skipped.isfinite().all().item(),
+        "flag": error(lambda: (skipped > 0)[0].item()),
         "nonzero": error(lambda: (skipped > 0).nonzero()),
         "copied": error(lambda: (skipped > 0).cpu()),
         "byte": error(lambda: skipped.view(torch.uint8)[0].item()),
@@ -104,12 +106,13 @@ def decide() -> dict[str, Any]:
 def test_what_a_program_decides_by_is_computed_or_refused() -> None:
     found = call(decide, EMUCUDA_COMPUTE="0")
     operators = {
-        "any": "_local_scalar_dense", "byte": "_local_scalar_dense", "nonzero": "nonzero", "copied": "copy_"
+        "flag": "_local_scalar_dense", "byte": "_local_scalar_dense", "nonzero": "nonzero", "copied": "copy_"
     }  # fmt: skip
     refused = {name: found.pop(name) for name in operators}
     assert found == {
         "sum": 66, "steps": 0, "where": [[2, 2], [2, 3]], "chosen by a mask": [10, 11], "mean": 5.5, "norm": 1.0,
-        "finite": True, "experts": [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]], "bytes": str(4 << 20),
+        "finite": True, "any": False, "all": True, "experts": [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]],
+        "bytes": str(4 << 20),
     }  # fmt: skip
     for name, operator in operators.items():
         assert f"aten::{operator} reads" in refused[name] and "not computed" in refused[name], refused[name]

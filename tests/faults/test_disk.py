@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from shardkit.memory import read_jsonl
 from tests.commands import python_m
+from tests.disks import mounted
 
 BOUND_S = 90
 
@@ -19,13 +19,8 @@ BOUND_S = 90
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB; needs root."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"needs a file system that this user can mount: {made.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with mounted(tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.mark.dist

@@ -43,7 +43,7 @@ def read_back(tool: str, text: str, engine: str, folder: Path) -> dict[str, Any]
     tree = merged(merged(BASE[tool], ENGINES.get((tool, engine), {})), yaml.safe_load("{" + text + "}"))
     file.write_text(yaml.safe_dump(tree))
     job = read_job([str(file)], gpus=8)
-    assert not [one for one in job.said if one.fate == "unknown"], text
+    assert not [one for one in job.file_keys if one.fate == "unknown"], text
     return dict(job.settings)
 
 
@@ -144,6 +144,8 @@ def described(folder: Path, **files: Any) -> ForeignJob:
         ({"args__yaml": ARGS}, "activation.policy=full", "gradient_checkpointing: true"),
         ({"args__yaml": ARGS}, "train.micro_batch_size=2 train.grad_accum_steps=4",
          "per_device_train_batch_size: 2, gradient_accumulation_steps: 4"),
+        ({"args__yaml": ARGS}, "train.micro_batch_size=1 train.grad_accum_steps=8",
+         "per_device_train_batch_size: 1, gradient_accumulation_steps: 8"),
         ({"args__yaml": ARGS}, "parallel.strategy=zero3 parallel.offload_param=cpu",
          "deepspeed: {train_micro_batch_size_per_gpu: auto, gradient_accumulation_steps: auto, gradient_clipping: "
          "auto, zero_optimization: {stage: 3, offload_param: {device: cpu}}}"),
@@ -245,6 +247,6 @@ def test_a_ladder_of_files_goes_on_without_rungs_that_they_cannot_say(tmp_path: 
     assert own.predicted and bare.predicted and zero2.predicted
     assert bf16.predicted is None and "stage is 0" in bf16.refused
     assert chunked.predicted is None and "no key of ds.json" in chunked.refused
-    assert zero2.said == "bf16: {enabled: true}, zero_optimization: {stage: 2}"
+    assert zero2.in_the_files == "bf16: {enabled: true}, zero_optimization: {stage: 2}"
     head, _, first, *_ = table(steps).splitlines()
     assert head == "| rung | predicted | | in the files |" and first.endswith("| fits | – |")

@@ -154,6 +154,7 @@ def test_loading_or_saving_that_does_not_fit_names_its_cause_and_the_key_to_chan
     assert said[line + 1] == f"  fix: {fix}"
 
 
+@pytest.mark.slow
 def test_a_job_of_which_nothing_fits_says_each_part_and_exits_with_4(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_job_of_which_nothing_fits_says_each_part_and_exits_with_4(
     assert any("stage3_gather_16bit_weights_on_model_save" in line for line in told)
 
 
+@pytest.mark.slow
 def test_a_key_that_is_not_planned_takes_the_verdicts_place(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +189,7 @@ def test_a_key_that_is_not_planned_takes_the_verdicts_place(
     verdicts = [line.removeprefix("verdict    ") for line in out.splitlines() if line.startswith("verdict")]
     assert [line.startswith(begin) for line, begin in zip(verdicts, lines, strict=True)] == [True, True], verdicts
     assert "divides each layer's weights" in verdicts[0] and "without    them: fits" in out
+    assert "`shardkit rehearse -- COMMAND` runs the program itself" in out
     assert shardkit("plan", *given, "--json") == 7
     found = json.loads(capsys.readouterr().out)
     assert (found["verdict"], found["verdict_without"], len(found["from"]["not_planned"])) == ("not planned", "fits", 2)
@@ -194,6 +197,7 @@ def test_a_key_that_is_not_planned_takes_the_verdicts_place(
         assert shardkit(command[0], *given, *command[1:]) == 7
         err = capsys.readouterr().err
         assert all(line in err for line in lines) and "remove the key from a copy of the file" in err
+        assert "with it, shardkit rehearse -- COMMAND" in err
     assert not (tmp_path / "auto").exists() and not (tmp_path / "ladder").exists()
     (tmp_path / "train.py").write_text("pass\n")
     gate = (*GATE, "--from", args, files[1], "--model", tmp_path, "--gpu", "l4", "train.seq_len=64")
@@ -421,6 +425,7 @@ def test_every_auto_that_changes_memory_is_named_with_its_own_fix(
     assert job.load(filled).config.parallel.ds_config["zero_optimization"]["reduce_bucket_size"] == 64 * 64
 
 
+@pytest.mark.slow
 def test_notes_stand_under_the_verdict_with_the_line_to_change(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,6 +164,7 @@ BASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", BASES)
 def test_no_value_of_any_key_is_a_traceback(tool: str, tmp_path: Path) -> None:
     """Nobody checks the types of these files before: every key gets values of every kind."""

@@ -12,6 +12,7 @@ import yaml
 from shardkit.errors import ConfigError, NotPlannedError
 from shardkit.foreign.axolotl import AXOLOTL_REMOVED
 from shardkit.foreign.combine import unknown_key
+from shardkit.foreign.rewrite import NoKey, change_files
 from shardkit.foreign.tools import KEYS, RECIPES, find
 from shardkit.foreign.translate import ForeignJob, read_job
 
@@ -83,6 +84,9 @@ dtype: bfloat16
 """
 
 
+QLORA = {"adapter": "qlora", "load_in_4bit": True}
+
+
 def recipe(folder: Path, text: str, **more: Any) -> ForeignJob:
     """The job of one recipe, with keys replaced or, with `None`, removed."""
     (folder / "config.json").write_text(json.dumps(more.pop("model", MODEL)))
@@ -92,7 +96,7 @@ def recipe(folder: Path, text: str, **more: Any) -> ForeignJob:
 
 
 def fates(job: ForeignJob) -> dict[str, str]:
-    return {said.key: said.fate for said in job.said}
+    return {said.key: said.fate for said in job.file_keys}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,19 @@ def test_the_model_of_a_recipe_is_the_folder_that_it_names(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "more", "key"),
     [
-        (AXOLOTL, {"load_in_4bit": True, "adapter": "qlora"}, "load_in_4bit"),
+        (AXOLOTL, {"load_in_4bit": True}, "load_in_4bit"),
+        (AXOLOTL, {**QLORA, "bf16": False, "bfloat16": True}, "load_in_4bit"),
+        (AXOLOTL, {**QLORA, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, "load_in_4bit"),
+        (AXOLOTL, {**QLORA, "deepspeed": ZERO3}, "load_in_4bit"),
+        (AXOLOTL, {**QLORA, "torch_compile": True}, "load_in_4bit"),
+        (AXOLOTL, {**QLORA, "model": {**MODEL, "num_local_experts": 8}}, "load_in_4bit"),
+        (AXOLOTL, {**QLORA, "model": {**MODEL, "intermediate_size": 96}}, "load_in_4bit"),
+        (AXOLOTL, {**QLORA, "model": {**MODEL, "model_type": "gpt2"}}, "load_in_4bit"),
+        (
+            AXOLOTL,
+            {**QLORA, "bnb_config_kwargs": {"llm_int8_skip_modules": ["o_proj"]}},
+            "bnb_config_kwargs.llm_int8_skip_modules",
+        ),
         (AXOLOTL, {"optimizer": "paged_adamw_8bit"}, "optimizer"),
         (AXOLOTL, {"rl": "dpo"}, "rl"),
         (AXOLOTL, {"gradient_checkpointing": "offload"}, "gradient_checkpointing"),
@@ -145,7 +161,11 @@ def test_the_model_of_a_recipe_is_the_folder_that_it_names(tmp_path: Path) -> No
         (AXOLOTL, {"trl": {"num_generations": 8}}, "trl.num_generations"),
         (AXOLOTL, {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, "plugins"),
         (AXOLOTL, {"context_parallel_size": 2}, "context_parallel_size"),
-        (LLAMA_FACTORY, {"quantization_bit": 4}, "quantization_bit"),
+        (LLAMA_FACTORY, {"quantization_bit": 8}, "quantization_bit"),
+        (LLAMA_FACTORY, {"quantization_bit": 4, "bf16": False}, "quantization_bit"),
+        (LLAMA_FACTORY, {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
+        (LLAMA_FACTORY, {"quantization_bit": 4, "finetuning_type": "full"}, "quantization_bit"),
+        (TRL, {"load_in_4bit": True}, "load_in_4bit"),
         (LLAMA_FACTORY, {"stage": "dpo"}, "stage"),
         (LLAMA_FACTORY, {"finetuning_type": "freeze"}, "finetuning_type"),
         (LLAMA_FACTORY, {"use_badam": True}, "use_badam"),
@@ -167,6 +187,55 @@ def test_a_known_key_that_no_plan_has_is_named(text: str, more: dict[str, Any], 
     assert job.load().config.train.micro_batch_size, "the rest is planned"
 
 
+@pytest.mark.parametrize(
+    ("text", "more", "kind", "double"),
+    [
+        (AXOLOTL, QLORA, "nf4", True),
+        (AXOLOTL, {**QLORA, "bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}}, "nf4", False),
+        (AXOLOTL, {**QLORA, "bf16": False, "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, "fp4", True),
+        (LLAMA_FACTORY, {"quantization_bit": 4}, "nf4", True),
+        (LLAMA_FACTORY, {"quantization_bit": "4", "quantization_method": "bnb", "double_quantization": False,
+                         "quantization_type": "fp4"}, "fp4", False),
+    ],
+)  # fmt: skip
+def test_a_base_in_4_bits_is_planned_as_its_tool_packs_it(
+    text: str, more: dict[str, Any], kind: str, double: bool, tmp_path: Path
+) -> None:
+    """Whole on every rank, by bitsandbytes' layers and peft's for them, under DDP and ZeRO-2."""
+    for engine, deepspeed in (("ddp", None), ("zero2", {**ZERO3, "zero_optimization": {"stage": 2}})):
+        job = recipe(tmp_path, text, **more, deepspeed=deepspeed)
+        assert job.not_planned == [] and job.loop["bnb_layers"] is True
+        quantize = job.load().config.model.quantize
+        assert quantize is not None
+        assert (quantize.bits, quantize.type, quantize.double, quantize.block_size) == (4, kind, double, 64)
+        assert job.load().config.parallel.strategy == engine
+        assert {moment.phase for moment in job.transfers} == ({"loading"} if engine == "ddp" else {"loading", "saving"})
+
+
+def test_a_base_in_4_bits_that_is_off_is_not_planned(tmp_path: Path) -> None:
+    for text, more in (
+        (AXOLOTL, {"load_in_4bit": False, "bnb_config_kwargs": {"bnb_4bit_use_double_quant": True}}),
+        (LLAMA_FACTORY, {"quantization_bit": 0, "double_quantization": True}),
+    ):
+        job = recipe(tmp_path, text, **more)
+        assert job.not_planned == [] and job.load().config.model.quantize is None and "bnb_layers" not in job.loop
+
+
+def test_no_change_shards_a_base_in_4_bits_as_its_tool_would_not(tmp_path: Path) -> None:
+    job = recipe(tmp_path, AXOLOTL, **QLORA)
+    with pytest.raises(NoKey, match="not planned: load_in_4bit=true"):
+        change_files(job, [], ["parallel.strategy=fsdp"])
+    assert change_files(job, [], ["train.micro_batch_size=1"]).load().config.model.quantize is not None
+
+
+def test_kernels_that_axolotl_turns_on_by_itself_are_named(tmp_path: Path) -> None:
+    def named(**more: Any) -> bool:
+        return any("lora_*_kernel" in difference.text for difference in recipe(tmp_path, AXOLOTL, **more).left_out)
+
+    assert named() and named(**QLORA)
+    assert not named(lora_mlp_kernel=False) and not named(trust_remote_code=True) and not named(adapter=None)
+
+
 def test_an_empty_name_below_a_known_key_is_known(tmp_path: Path) -> None:
     job = recipe(tmp_path, AXOLOTL, device_map={"": 0})
     assert "unknown" not in fates(job).values()
@@ -183,7 +252,7 @@ def test_an_empty_name_below_a_known_key_is_known(tmp_path: Path) -> None:
 )
 def test_a_typo_is_unknown_to_its_tool(text: str, more: dict[str, Any], key: str, verb: str, tmp_path: Path) -> None:
     job = recipe(tmp_path, text, **more)
-    (said,) = (said for said in job.said if said.fate == "unknown")
+    (said,) = (said for said in job.file_keys if said.fate == "unknown")
     fault = unknown_key(said.tool, said.key)
     assert said.key == key and fault.startswith("unknown to ") and verb in fault
 
@@ -196,7 +265,7 @@ def test_a_typo_has_the_nearest_key(tmp_path: Path) -> None:
         (LLAMA_FACTORY, "cutof_len", "cutoff_len"),
         (TRL, "max_lenght", "max_length"),
     ):
-        (said,) = (said for said in recipe(tmp_path, text, **{typo: 2}).said if said.fate == "unknown")
+        (said,) = (said for said in recipe(tmp_path, text, **{typo: 2}).file_keys if said.fate == "unknown")
         assert (said.key, said.note) == (typo, meant)
 
 

@@ -31,7 +31,7 @@ def job(folder: Path, gpus: int | None = None, model: dict[str, Any] = MODEL, **
 
 
 def fates(found: ForeignJob) -> dict[str, str]:
-    return {said.key: said.fate for said in found.said}
+    return {said.key: said.fate for said in found.file_keys}
 
 
 def test_auto_becomes_the_other_files_value(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_auto_becomes_the_other_files_value(tmp_path: Path) -> None:
     assert zero["reduce_bucket_size"] == 64 * 64
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 64 * 64)
     assert zero["stage3_param_persistence_threshold"] == 640
-    sources = {said.key: said.note for said in found.said if said.fate == "auto"}
+    sources = {said.key: said.note for said in found.file_keys if said.fate == "auto"}
     assert sources["train_micro_batch_size_per_gpu"].endswith("args.yaml: per_device_train_batch_size")
     assert "default: gradient_accumulation_steps" in sources["gradient_accumulation_steps"]
 
@@ -168,7 +168,7 @@ def test_every_key_ends_in_one_place(tmp_path: Path) -> None:
         tmp_path, 2, ds__json=deepspeed, args__yaml=TRAINER + "report_to: none\nper_device_eval_batch_size: 4\n"
     )
     ends = fates(found)
-    assert len(found.said) == len({(said.file, said.key) for said in found.said})
+    assert len(found.file_keys) == len({(said.file, said.key) for said in found.file_keys})
     assert ends["zero_optimization.stage"] == "mapped"
     assert ends["zero_optimization.stage3_max_live_parameters"] == "ignored"
     assert ends["gradient_clipping"] == "auto"
@@ -303,7 +303,7 @@ def test_fsdp_on_cpus_is_planned_as_ddp(tmp_path: Path) -> None:
     ):
         found = job(tmp_path, 2, **files)
         assert found.load(OPEN).config.parallel.strategy == "ddp"
-        assert any("trains with DDP" in said.note for said in found.said if said.fate == "ignored")
+        assert any("trains with DDP" in said.note for said in found.file_keys if said.fate == "ignored")
 
 
 def test_a_file_that_another_names_is_read_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +451,7 @@ def test_contents_and_objects_are_read_as_files_are(tmp_path: Path) -> None:
     files = write(tmp_path, args__json=texts, ds__json=deepspeed, lora__json=lora)
     assert found.settings == read_job(files[:2], str(tmp_path), 2, files[2]).settings
     assert found.name == "TrainingArguments + dict of DeepSpeed + LoraConfig"
-    assert {said.fate for said in found.said} == {"mapped", "default", "auto", "absent"}
+    assert {said.fate for said in found.file_keys} == {"mapped", "default", "auto", "absent"}
     assert read_job([texts, files[1]], tmp_path, 2).settings["train.micro_batch_size"] == 3
 
 
@@ -466,8 +466,8 @@ def test_contents_and_objects_are_read_as_files_are(tmp_path: Path) -> None:
          {"tensor_parallel.autotp_size": 4, "sequence_parallel_size": 2}),
         ({"ds__json": {**ZERO3, "zero_optimization": {**ZERO3["zero_optimization"], "zero_quantized_weights": True}}},
          {"zero_optimization.zero_quantized_weights": True}),
-        ({"args__yaml": TRAINER + "ep_size: 8\nsp_size: 2\nquantization_bit: 4\nuse_liger_kernel: true\n"},
-         {"ep_size": 8, "sp_size": 2, "quantization_bit": 4, "use_liger_kernel": True}),
+        ({"args__yaml": TRAINER + "ep_size: 8\nsp_size: 2\nquantization_bit: 8\nuse_liger_kernel: true\n"},
+         {"ep_size": 8, "sp_size": 2, "quantization_bit": 8, "use_liger_kernel": True}),
         ({"args__json": {"output_dir": "o", "model_init_kwargs": {"quantization_config": {
             "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}}},
          {"model_init_kwargs.quantization_config.load_in_4bit": True}),
@@ -486,7 +486,7 @@ def test_keys_that_change_memory_and_are_not_planned_are_named(
     files: dict[str, Any], not_planned: dict[str, Any], tmp_path: Path
 ) -> None:
     found = job(tmp_path, 2, **files)
-    assert {said.key: said.value for said in found.said if said.fate == "unplanned"} == not_planned
+    assert {said.key: said.value for said in found.file_keys if said.fate == "unplanned"} == not_planned
     assert len(found.not_planned) == len(not_planned)
     if not_planned:
         with pytest.raises(NotPlannedError, match="remove the key"):

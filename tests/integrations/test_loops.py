@@ -17,6 +17,7 @@ def bytes_of(params: int, master: int, grads: int, optimizer: int) -> dict[str, 
     return {"params": params, "master_params": master, "grads": grads, "optimizer": optimizer}
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_loop_of_accelerate_is_counted(tmp_path: Path) -> None:
     found = run_ranks(2, "tests.integrations.loops:of_accelerate", folder=str(tmp_path), engine="ddp")[0]

@@ -239,6 +239,7 @@ def screen_of(raw: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_bars_that_leave_the_loops_own_output_alone(tmp_path: Path) -> None:
     main, ours = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 100, 0, 0))

@@ -10,8 +10,9 @@ import torch
 
 from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError
+from shardkit.files.cgroups import memory_limits
 from shardkit.hardware import calibration, collectives
-from shardkit.launch.doctor import examine, finding
+from shardkit.launch.doctor import examine, finding, speeds
 from shardkit.launch.doctor.finding import Check
 from shardkit.launch.ranks import affinity
 from shardkit.launch.ranks.gpus import grow_segments, ranks_per_node, visible_gpus
@@ -66,7 +67,7 @@ def test_slow_ranks_and_wrong_clocks_are_named() -> None:
         "reduce_scatter": [], "latency_s": [0, 1e-5, 1e-5, 9e-5], "clock_skew_s": 7.5,
         "matmul_flops_by_dtype": {"bf16": 1e13}, "memory_bytes_per_s": 2e12, "host_bytes_per_s": 1e11,
     }  # fmt: skip
-    found = {check.name: check for check in collectives.findings(constants, ["a", "a", "b", "b"])}
+    found = {check.name: check for check in speeds.findings(constants, ["a", "a", "b", "b"])}
     assert found["matmul per rank"].status == "warn" and "slow: rank 2@b" in found["matmul per rank"].found
     assert found["copies per rank"].status == "pass"
     assert "rank 3@b" in found["latency"].found
@@ -120,14 +121,14 @@ def test_a_full_or_read_only_disk(tmp_path: Path) -> None:
     assert gone.status == "fail" and "cannot be written" in gone.found
 
 
-@pytest.mark.parametrize(("limit", "found"), [("1073741824", 2**30), ("max", None)])
-def test_the_cgroups_memory_limit(limit: str, found: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit", "found"), [("1073741824", [2**30]), ("max", [])])
+def test_the_cgroups_memory_limit(limit: str, found: list[int], tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
     group = tmp_path / "sys/fs/cgroup/job"
     group.mkdir(parents=True)
     (group / "memory.max").write_text(limit + "\n")
-    assert examine.cgroup_memory_limit(tmp_path) == found
+    assert [n_bytes for n_bytes, _ in memory_limits(tmp_path)] == found
 
 
 def test_gpus_far_from_the_allowed_cpus_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +153,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
     assert visible_gpus({}, tmp_path) == 2
+    assert visible_gpus({"SHARDKIT_REHEARSAL": "records", "EMUCUDA_DEVICES": "8"}, tmp_path) == 8
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     for listed, count in {

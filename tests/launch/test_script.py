@@ -36,6 +36,7 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "losses.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_script_runs_unchanged_with_a_log_per_rank(tmp_path: Path) -> None:
     process = run(launched("--", PLAIN, str(tmp_path / "mine"), "--steps", "3"), cwd=tmp_path)
@@ -45,6 +46,7 @@ def test_a_script_runs_unchanged_with_a_log_per_rank(tmp_path: Path) -> None:
     assert steps(tmp_path / "mine") == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "code", "said"),

@@ -10,9 +10,12 @@ from shardkit.memory.rows import (
     PhaseMemory,
     RankRow,
     StateBytes,
+    StateKind,
 )
 
 MIB = 2**20
+PLAIN = [kind for kind in KINDS if kind != "quantized"]
+NOTHING_PACKED: dict[StateKind, StateBytes] = {"quantized": StateBytes(0, 0)}
 
 
 def cpu_row(rank: int, peak_rss: int = 300 * MIB, step_time_s: float | None = 0.1, host: str = "node1") -> RankRow:
@@ -23,7 +26,7 @@ def cpu_row(rank: int, peak_rss: int = 300 * MIB, step_time_s: float | None = 0.
         data_wait_s=0.01,
         host_mem=HostMemory(200 * MIB, peak_rss, 150 * MIB, None, 2**33),
         device_mem=None,
-        state={kind: StateBytes((index + 1) * MIB, 0) for index, kind in enumerate(KINDS)},
+        state={**NOTHING_PACKED, **{kind: StateBytes((index + 1) * MIB, 0) for index, kind in enumerate(PLAIN)}},
         phases={"forward": PhaseMemory(None, None, None, None, 200 * MIB, 250 * MIB)},
         alloc_retries=None,
         ooms=None,
@@ -39,7 +42,7 @@ def gpu_row(rank: int, peak: int = 3 * 2**30, host: str = "node1") -> RankRow:
         data_wait_s=0.0,
         host_mem=HostMemory(2**30, 2 * 2**30, 2**29, 2**28, 2**37),
         device_mem=DeviceMemory(2**30, peak, 2**31, peak + 2**30, 2**37),
-        state={kind: StateBytes(2**29, 2**31 if kind == "optimizer" else 0) for kind in KINDS},
+        state={**NOTHING_PACKED, **{kind: StateBytes(2**29, 2**31 * (kind == "optimizer")) for kind in PLAIN}},
         phases={"update": PhaseMemory(2**30, peak, 2**31, peak + 2**30, 2**30, 2**31)},
         alloc_retries=2,
         ooms=0,

@@ -65,7 +65,7 @@ def test_gradients_are_those_before_the_step_and_optimizer_state_that_after_it()
     assert rows is not None
     assert rows[0].state is not None
     assert {kind: n_bytes.device for kind, n_bytes in rows[0].state.items()} == {
-        "params": 256, "master_params": 0, "grads": 256, "optimizer": 256, "buffers": 0
+        "params": 256, "quantized": 0, "master_params": 0, "grads": 256, "optimizer": 256, "buffers": 0
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from shardkit.memory.limits import cgroup_limit
+from shardkit.files.cgroups import memory_limits
 from shardkit.memory.probe import DeviceProbe, HostProbe
 
 MIB = 2**20
@@ -108,7 +108,7 @@ def test_cgroup_v2_limit_is_the_tightest_ancestors(tmp_path: Path) -> None:
     write(tmp_path, "sys/fs/cgroup/slurm/job1/step0/memory.max", "max\n")
     write(tmp_path, "sys/fs/cgroup/slurm/job1/memory.max", "8589934592\n")
     write(tmp_path, "sys/fs/cgroup/slurm/memory.max", "17179869184\n")
-    assert cgroup_limit(tmp_path) == 8 * 2**30
+    assert min(memory_limits(tmp_path)) == (8 * 2**30, tmp_path / "sys/fs/cgroup/slurm/job1")
 
 
 def test_cgroup_v1_limit_beside_other_controllers(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_cgroup_v1_limit_beside_other_controllers(tmp_path: Path) -> None:
     mounts = "cgroup /cg/cpu cgroup rw,cpu 0 0\ncgroup /cg/memory cgroup rw,memory 0 0\n"
     write(tmp_path, "proc/self/mounts", mounts)
     write(tmp_path, "cg/memory/memory.limit_in_bytes", "4294967296\n")  # in a container only the mount's root is there
-    assert cgroup_limit(tmp_path) == 4 * 2**30
+    assert memory_limits(tmp_path) == [(4 * 2**30, tmp_path / "cg/memory")]
 
 
 @pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n"])
@@ -125,5 +125,4 @@ def test_no_cgroup_limit(tmp_path: Path, text: str) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/\n4:memory:/\n")
     write(tmp_path, "proc/self/mounts", f"x /cg {kind} rw,memory 0 0\n")
     write(tmp_path, f"cg/{file}", text)
-    assert cgroup_limit(tmp_path) is None
-    assert cgroup_limit(tmp_path / "not-linux") is None
+    assert memory_limits(tmp_path) == memory_limits(tmp_path / "not-linux") == []

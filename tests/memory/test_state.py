@@ -42,6 +42,24 @@ def test_freed_and_meta_storages_have_no_bytes() -> None:
     assert state["params"] == StateBytes(0, 0)
 
 
+def test_packed_weights_are_a_category_of_their_own_with_their_scales() -> None:
+    model = nn.Linear(4, 8)
+    model.register_parameter("packed", nn.Parameter(torch.zeros(16, dtype=torch.uint8), requires_grad=False))
+    state = count_state(module_state(model), CPU)
+    assert (state["params"].device, state["quantized"].device) == (4 * (32 + 8), 16)
+
+
+@pytest.mark.parametrize(("storage", "double"), [(torch.uint8, True), (torch.bfloat16, True), (torch.uint8, False)])
+def test_bitsandbytes_own_parameters_count_as_quantized_with_their_state(storage: torch.dtype, double: bool) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear4bit(64, 128, bias=True, compress_statistics=double, quant_storage=storage).to("cpu")
+    packed, n_blocks = 64 * 128 // 2, 64 * 128 // 64
+    scales = n_blocks + 4 + 4 + 256 * 4 if double else 4 * n_blocks  # a byte each, their block's scale, mean and levels
+    state = count_state(module_state(layer), CPU)
+    assert state["params"].device == 4 * 128
+    assert state["quantized"].device == packed + scales + 16 * 4
+
+
 def test_cpu_tensors_are_host_memory_only_when_training_is_elsewhere() -> None:
     tensor = torch.zeros(10)
     assert count_state([("optimizer", tensor)], CPU)["optimizer"] == StateBytes(40, 0)

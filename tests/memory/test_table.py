@@ -11,6 +11,7 @@ import pytest
 
 from shardkit import files
 from shardkit.errors import ConfigError, DataError
+from shardkit.memory.rows import StateBytes, quantized_bytes
 from shardkit.memory.spread import summary
 from shardkit.memory.table import read_jsonl, render_table, write_jsonl
 from tests.memory.samples import MIB, cpu_row, gpu_row
@@ -75,6 +76,26 @@ def test_narrow_terminals_lose_columns_that_say_least_and_never_digits() -> None
     assert max(len(line) for line in table) <= 80
     assert line_of(narrow, "*0") == ["*0", *line_of(wide, "*0")[2:-2], "500.0"]
     assert line_of(render_table(rows, width=20), "*0")[-1] == "500.0"
+
+
+def test_quantized_weights_have_a_column_where_a_rank_has_some() -> None:
+    assert "quantized" not in render_table([cpu_row(0)])
+    row = cpu_row(0)
+    assert row.state is not None
+    packed = replace(row, state={**row.state, "quantized": StateBytes(7 * MIB, 0)})
+    text = render_table([packed], width=200)
+    assert "quantized" in text and "7.00" in line_of(text, "0")
+
+
+def test_a_file_without_the_category_of_quantized_weights_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "memory.jsonl"
+    row = cpu_row(0)
+    assert row.state is not None
+    state = {kind: n_bytes for kind, n_bytes in row.state.items() if kind != "quantized"}
+    write_jsonl(path, 1, [replace(row, state=state)])
+    ((_, (old,)),) = read_jsonl(path)
+    assert "quantized" not in (old.state or {}) and quantized_bytes(old) == 0
+    assert line_of(render_table([old]), "0") == line_of(render_table([row]), "0")
 
 
 def test_nothing_gathered() -> None:

@@ -212,7 +212,8 @@ def test_a_config_file_cannot_name_code_to_fetch(tmp_path: Path, monkeypatch: py
     for prefix in ("", "_"):
         for suffix in ("", "_internal"):
             keys = {f"{prefix}{part}_implementation{suffix}": "stranger/kernel" for part in ("attn", "experts")}
-            strange = {"model_type": "llama", "task_specific_params": keys, **keys}
+            keys["checkpoint_path"] = "stranger/kernel"  # timm reads a pickle there
+            strange = {"model_type": "llama", "task_specific_params": keys, "model_args": keys, **keys}
             (tmp_path / "config.json").write_text(json.dumps(strange))
             small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
             hf = model(hf_config=str(tmp_path), hf=small)
@@ -220,4 +221,6 @@ def test_a_config_file_cannot_name_code_to_fetch(tmp_path: Path, monkeypatch: py
             config = hf.config
             assert config._attn_implementation != "stranger/kernel"
             assert "stranger/kernel" not in json.dumps(config.to_dict(), default=str)
+            with pytest.raises(ConfigError, match="names code or a file to load"):
+                model(hf_config=str(tmp_path), hf={**small, "task_specific_params": keys})
     assert not fetched

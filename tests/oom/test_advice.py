@@ -12,6 +12,7 @@ from shardkit.config.load import load_config, resolve_batch
 from shardkit.config.strategy import STRATEGIES
 from shardkit.errors import ConfigError
 from shardkit.memory.rows import KINDS, StateBytes
+from shardkit.oom import advice_rules
 from shardkit.oom.advice import Advice, Used, advise
 
 GIB = 2**30
@@ -107,6 +108,40 @@ def test_while_wrapping_there_are_weights_only() -> None:
     found = advice(["parallel.strategy=ddp"], phase="wrap", not_state=8 * GIB)
     assert gib(found["parallel.strategy=fsdp"]) == 7
     assert "parallel.strategy=zero1" not in found
+
+
+LORA = ["task.name=hf_causal_lm", "model.hf.model_type=llama", "adapter.type=lora", "precision.mode=bf16"]
+BASE: dict[str, Any] = {"state": state(params=16), "not_state": GIB, "phase": "forward", "n_blocks": 32}
+
+
+def test_a_frozen_base_in_16_bits_is_offered_4() -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    found = advice(LORA, packable=0.75, **BASE)
+    assert gib(found["model.quantize.bits=4"]) == 8.62  # 16 × 0.75 × (1 − 4.5 / 16)
+    assert "unpacks a layer" in found["model.quantize.bits=4"].cost
+    assert gib(advice([*LORA, "precision.mode=fp32"], packable=0.75, **BASE)["model.quantize.bits=4"]) == 10.31
+    for overrides, share in ((LORA, 0.0), ([*LORA, "model.quantize={bits: 4}"], 0.75), ([], 0.75)):
+        assert not any("quantize" in change for change in advice(overrides, packable=share, **BASE))
+    assert "model.quantize.bits=4" not in advice([*LORA, "parallel.strategy=zero3"], packable=0.75, **BASE)
+
+
+def test_without_bitsandbytes_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice_rules, "find_spec", lambda name: None)
+    changes = [change for change in advice(LORA, packable=0.75, **BASE) if "quantize" in change]
+    assert changes == ["pip install 'shardkit[quantize]', then model.quantize.bits=4"]
+
+
+def test_packed_weights_are_shared_out_and_offloaded_and_an_adapter_asks_for_no_gradients_of_its_base() -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    used = {**BASE, "state": state(params=2, quantized=8)}
+    packed = [*LORA, "model.quantize={bits: 4}"]
+    fsdp = advice([*packed, "parallel.strategy=ddp"], **used)["parallel.strategy=fsdp"]
+    assert gib(fsdp) == 8.12 and "packed weights" in fsdp.why  # 10 × 7/8 − 2 blocks of 10/32
+    offload = advice([*packed, "parallel.strategy=fsdp"], **used)["parallel.offload_param=cpu"]
+    assert gib(offload) == 9.69 and "packed weights" in offload.why  # 10 × (1 − 1/32)
+    found = advice([*LORA, "parallel.strategy=ddp", "precision.mode=fp32"], **BASE)
+    assert gib(found["precision.mode=bf16"]) == 8.5, "the frozen base is held in bf16, too"
+    assert "frozen base" in found["precision.mode=bf16"].cost
 
 
 def test_whole_logits_are_cut_into_chunks() -> None:

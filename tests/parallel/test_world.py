@@ -179,6 +179,7 @@ def waits_of(run_dir: str, **parallel: Any) -> dict[str, float]:
     return waits
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(

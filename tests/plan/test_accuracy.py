@@ -23,6 +23,10 @@ CASES = [
     "lora zero1@2 bf16 full adamw",
     "lora zero2@2 bf16 full adamw",
     "lora zero3@2 bf16 full adamw",
+    "qlora fsdp@2 bf16 full adamw",
+    "qlora zero2@2 bf16 full adamw",
+    "qlora-double fsdp@2 bf16 full adamw",
+    "qlora-double zero1@2 bf16 full adamw",
 ]
 
 

@@ -30,6 +30,7 @@ def planner() -> Iterator[Planner]:
         yield planner
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_the_model(planner: Planner) -> None:
     time = time_of(planner, "train.micro_batch_size=4", "model.loss_chunk_size=0")
     tokens = 4 * 64
@@ -52,6 +53,7 @@ def test_checkpointing_costs_recomputation_and_sharding_costs_collectives(planne
     assert plain.parts["links"] > ddp.parts["links"]
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 def test_offload_costs_the_hosts_memory_bandwidth(planner: Planner) -> None:
     here = time_of(planner, "parallel.strategy=zero2")
@@ -59,6 +61,7 @@ def test_offload_costs_the_hosts_memory_bandwidth(planner: Planner) -> None:
     assert offloaded.parts["host"] > 10 * here.parts["host"]
 
 
+@pytest.mark.slow
 def test_every_micro_batch_counts(planner: Planner) -> None:
     one, three, nine = (time_of(planner, f"train.grad_accum_steps={n}") for n in (1, 3, 9))
     assert nine.flops == pytest.approx(9 * one.flops, rel=0.01)
@@ -115,6 +118,7 @@ def test_cpu_ranks_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not speeds_of(Target(2, None, 2)).overlap
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 def test_new_large_tensors_wait_for_pages_on_a_cpu_only(planner: Planner) -> None:
     """ZeRO-2 joins its gradients in a new tensor of each bucket; DDP has views of buckets that are kept."""

@@ -58,6 +58,7 @@ def measured(root: str) -> dict[str, dict[str, int]]:
 
         return call
 
+    gc.unfreeze()  # the server of ranks has frozen its objects: data loaders would leave the model frozen, and unseen
     found = {}
     loop.evaluate = marked("evaluate", loop.evaluate)
     loop.write_samples = marked("sample", loop.write_samples)

@@ -21,6 +21,7 @@ from tests.commands import python_m
 pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_fsdp2_has_the_units_that_accelerate_makes(tied: bool) -> None:
     """Which weights are gathered together, and which are freed after their forward."""
@@ -96,7 +97,7 @@ def test_zero3_computes_with_fp32_adapters_where_peft_made_them_after_the_shardi
 @pytest.mark.parametrize(
     ("given", "model", "ranks"),
     [
-        pytest.param({"bf16": True, "gradient_checkpointing": True}, {}, 1, id="bf16"),
+        pytest.param({"bf16": True, "gradient_checkpointing": True}, {}, 1, id="bf16", marks=slow),
         pytest.param({"gradient_accumulation_steps": 4}, {"vocab_size": 8192}, 1, id="accumulation", marks=slow),
         pytest.param({"bf16": True}, {"dtype": "bfloat16"}, 1, id="bf16-weights", marks=slow),
         pytest.param({"optim": "adamw_torch"}, {}, 1, id="adamw-torch", marks=slow),

@@ -48,6 +48,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_measured_in_epochs_is_planned_without_reading_its_data(two_h100: Planner, tmp_path: Path) -> None:
     """No step needs more memory than another, so their number, which depends on the data, does not matter."""
     missing = f"data.path={tmp_path / 'tokens.bin'}"
@@ -402,6 +403,7 @@ def test_a_constructor_that_reads_values_and_cannot_be_built_here_is_refused(for
         for_users("nowhere", "parallel.strategy=ddp")
 
 
+@pytest.mark.slow
 def test_weights_that_are_on_the_cpu_already_count_once(on_a_cpu: Ask) -> None:
     estimate = on_a_cpu("plain")
     assert estimate.phases["wrap"].allocated < 1.2 * 4 * estimate.n_params
@@ -439,6 +441,7 @@ def test_statistics_of_all_ranks_are_planned(strategy: str, for_users: Ask) -> N
     assert together.peak.phase == apart.peak.phase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_states_in_bf16_on_the_cpu_are_half_as_large(strategy: str, two_h100: Planner) -> None:
     offloaded = [f"parallel.strategy={strategy}", "parallel.offload_optimizer=cpu"]
@@ -449,10 +452,12 @@ def test_states_in_bf16_on_the_cpu_are_half_as_large(strategy: str, two_h100: Pl
     assert bf16 == pytest.approx(fp32 / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_plan_loss_goes_round_what_cannot_be_traced(on_a_cpu: Ask) -> None:
     assert on_a_cpu("value, plan_loss: true").n_params == 4 * 32 * 33
 
 
+@pytest.mark.slow
 def test_a_shim_that_crashes_its_process_leaves_cpu_fakes_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,6 +482,7 @@ def test_a_planning_process_that_is_killed_is_no_answer(tmp_path: Path, monkeypa
     assert "memory" in found.value.fix
 
 
+@pytest.mark.slow
 def test_a_plan_asks_no_hub_for_a_tokenizer_that_is_missing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that is missing looks like a hub's name: asking for it would tell the hub, and send the user's token."""
     pytest.importorskip("transformers")

@@ -33,6 +33,7 @@ def test_a_misfit_is_refused_with_the_plan_unless_forced(tmp_path: Path) -> None
     assert forced.returncode == 0 and "#SBATCH" in forced.stdout
 
 
+@pytest.mark.slow
 def test_what_fits_is_submitted_and_what_was_planned_is_kept(tmp_path: Path) -> None:
     fake = tmp_path / "bin"
     fake.mkdir()

@@ -32,6 +32,7 @@ def test_a_package_in_a_folder_of_pythonpath_is_a_library(tmp_path: Path, monkey
     refuse_value(frame_of(tmp_path / "deepspeed" / "runtime" / "engine.py"))
 
 
+@pytest.mark.slow
 def test_an_environment_behind_a_link_is_a_library(tmp_path: Path) -> None:
     link = tmp_path / "env"
     link.symlink_to(sys.prefix)

@@ -18,6 +18,32 @@ from tests.commands import python_m
 REPO = Path(__file__).resolve().parents[2]
 
 
+_PROGRAM = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from shardkit.plan.simulate.fakes import Fakes
+
+def facts(t):
+    return t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, t.untyped_storage().nbytes()
+
+def count_operators():
+    dispatch, names = FakeTensorMode.__torch_dispatch__, []
+    def noted(self, func, *arguments):
+        names.append(func.name())
+        return dispatch(self, func, *arguments)
+    FakeTensorMode.__torch_dispatch__ = noted
+    return names
+"""
+
+
+def run_program(folder: Path, code: str) -> str:
+    """The output of a program in a process of its own; it may count the operators that torch's fakes are asked."""
+    (folder / "program.py").write_text(_PROGRAM + code)
+    done = python_m(f"{folder}/program.py")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def config(*overrides: str) -> RunConfig:
     return load_config(None, ["model.preset=debug", *overrides]).config
 
@@ -28,6 +54,7 @@ def h100() -> Iterator[Planner]:
         yield planner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -53,6 +80,7 @@ def test_every_policy_is_planned_on_a_gpu(policy: str, h100: Planner) -> None:
     assert 0 < less < most
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 def test_pinned_memory_on_the_host_is_planned_as_torch_rounds_it_up(h100: Planner) -> None:
     offload = config("parallel.strategy=zero2", "parallel.offload_optimizer=cpu", "precision.mode=bf16")
@@ -68,6 +96,7 @@ def test_pinned_memory_on_the_host_is_planned_as_torch_rounds_it_up(h100: Planne
     assert pinned.host_peak > plain.host_peak
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 def test_a_share_of_the_optimizer_states_is_planned_on_each_side(h100: Planner) -> None:
     shared = h100.predict(
@@ -89,6 +118,7 @@ def test_the_command_plans_on_fake_cuda_tensors(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["method"] == "cuda"
 
 
+@pytest.mark.slow
 def test_heads_that_share_keys_are_planned_as_torch_runs_them(tmp_path: Path, h100: Planner) -> None:
     """No kernel takes them in fp32: torch keeps whole attention weights, queries × keys for each head."""
     shape = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
@@ -120,13 +150,6 @@ def test_blocks_of_fixed_segments_are_counted_whole() -> None:
 def test_results_made_again_from_memory_are_those_of_torch(tmp_path: Path) -> None:
     """Every operator of a small step, three times: from the third on nothing is asked of torch's own dispatch."""
     code = """
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from shardkit.plan.simulate.fakes import Fakes
-
-def facts(t):
-    return t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, t.untyped_storage().nbytes()
-
 def run():
     x = torch.empty(4, 6, dtype=torch.bfloat16)
     made = [x, x.t(), x[1:, ::2], x.float(), x.view(-1).unsqueeze(0), *x.split(2), *x.float().sort(-1)]
@@ -139,28 +162,23 @@ def run():
 
 with FakeTensorMode():
     wanted = run()
-own, asked = FakeTensorMode.__torch_dispatch__, []
-FakeTensorMode.__torch_dispatch__ = lambda self, func, *rest: (asked.append(func.name()), own(self, func, *rest))[1]
+asked = count_operators()
 for again in range(4):
     with Fakes():
         asked.clear()
         assert run() == wanted, again
 assert len(asked) <= 2, asked
 """
-    (tmp_path / "again.py").write_text(code)
-    done = python_m(f"{tmp_path}/again.py")
-    assert done.returncode == 0, done.stderr
+    run_program(tmp_path, code)
 
 
 def test_operators_with_cuda_kernels_are_not_taken_apart_on_a_cpu_build(tmp_path: Path) -> None:
     """A CPU build composes these three of others, which keep more: 3 % of a Llama's peak."""
     code = """
-import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from shardkit.hardware.cards import GPUS
 from shardkit.plan.model.predict import prepare
-from shardkit.plan.simulate.fakes import Fakes
 from shardkit.plan.target import Target
 
 class Seen(TorchDispatchMode):
@@ -174,12 +192,51 @@ with Fakes(), Seen():
     for layer in (nn.SiLU(), nn.Mish(), nn.RMSNorm(8, device="cuda")):
         layer(x).sum().backward()
 """
-    (tmp_path / "seen.py").write_text(code)
-    done = python_m(f"{tmp_path}/seen.py")
-    assert done.returncode == 0, done.stderr
-    seen = set(done.stdout.split())
+    seen = set(run_program(tmp_path, code).split())
     assert {"aten::silu_backward", "aten::mish_backward", "aten::_fused_rms_norm"} <= seen
     assert not {"aten::sigmoid", "aten::tanh", "aten::rsqrt"} & seen
+
+
+def test_views_are_made_again_anywhere_in_a_storage(tmp_path: Path) -> None:
+    """ZeRO cuts thousands of slices out of flat buffers, each at another place: torch describes one of each length."""
+    code = """
+def run():
+    flat, made = torch.empty(48), []
+    for at in range(0, 48, 6):
+        part = flat[at : at + 6]
+        made += [part, part[-2:], part[4:99], part[5:2], part[::4], part.view(2, 3), part.view(2, 3).t(), part.add(1)]
+        made += [flat.as_strided((2, 2), (3, 1), at), part.view(torch.int16), torch.view_as_complex(part.view(3, 2))]
+    return [facts(t) for t in made]
+
+with FakeTensorMode():
+    wanted = run()
+asked = count_operators()
+for again in range(4):
+    with Fakes():
+        assert run() == wanted, again
+assert asked.count("aten::slice.Tensor") == 4 * 2  # of four lengths and steps
+"""
+    run_program(tmp_path, code)
+
+
+def test_an_all_gather_is_asked_of_torch_once_for_each_shape_and_group(tmp_path: Path) -> None:
+    code = """
+import torch.distributed as dist
+from shardkit.plan.simulate.fake_world import fake_world
+
+asked = count_operators()
+with fake_world(torch.device("cpu"), 4, 4):
+    pair = dist.new_group([0, 1])
+    for group, size in ((None, 12), (None, 24), (pair, 12)):
+        asked.clear()
+        for _ in range(3):
+            gathered, ranks = torch.empty(size), 2 if group else 4
+            handle = dist.all_gather_into_tensor(gathered, torch.empty(size // ranks), group=group, async_op=True)
+            handle.wait()
+            assert gathered.shape == (size,)
+        assert asked.count("c10d::_allgather_base_") == 1, asked
+"""
+    run_program(tmp_path, code)
 
 
 def test_planning_replaces_no_function_of_shardkit_by_its_dotted_name() -> None:

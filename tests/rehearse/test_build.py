@@ -22,7 +22,7 @@ class Stub:
     def __init__(self, torch: Torch, package: Path, objects: Path) -> None:
         self.package = package
 
-    def run(self) -> None:
+    def run(self, computing: bool) -> None:
         type(self).started.append(self.package)
         self.package.mkdir(parents=True)
         (self.package / "sitecustomize.py").write_text("")
@@ -52,8 +52,8 @@ def test_a_build_that_was_killed_is_not_believed(
 ) -> None:
     complete = Stub.run
 
-    def killed(self: Stub) -> None:
-        complete(self)
+    def killed(self: Stub, computing: bool) -> None:
+        complete(self, computing)
         (self.package / "half").write_text("")
         raise KeyboardInterrupt
 
@@ -69,9 +69,9 @@ def test_a_build_that_was_killed_is_not_believed(
 def test_two_builds_at_once_are_one(stub: type[Stub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complete, second_waits = Stub.run, threading.Event()
 
-    def slow(self: Stub) -> None:
+    def slow(self: Stub, computing: bool) -> None:
         second_waits.wait(60)
-        complete(self)
+        complete(self, computing)
 
     monkeypatch.setattr(Stub, "run", slow)
     asked = threading.Barrier(2, action=second_waits.set)

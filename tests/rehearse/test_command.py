@@ -18,7 +18,10 @@ from tests.commands import python_m
         (["--", "/bin/ls"], "/bin/ls is not a Python program", "name the Python program itself"),
         (["--", "no-such-program"], "there is no program no-such-program", "its environment is active"),
         (["--", "python3", "-I", "x.py"], "lets Python ignore its environment", "leave -I out"),
-        (["--ranks", "128", "--", "python", "x.py"], "No such option: --ranks", "--help"),
+        (["--ranks", "8", "--", "torchrun", "x.py"], "torchrun starts ranks by itself", "that each rank runs"),
+        (["--ranks", "8", "--live", "8", "--", "x.py"], "of 8 ranks, 0 to 7", "--live 0"),
+        (["--live", "0", "--", "python", "x.py"], "--live names ranks of --ranks", "--ranks 128 --live 0,64"),
+        (["--until", "friday", "--", "python", "x.py"], "--until friday is no event", "--until save"),
     ],
 )
 def test_a_wrong_command_takes_two_lines(words: list[str], cause: str, fix: str) -> None:

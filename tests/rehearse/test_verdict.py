@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from shardkit.hardware.cards import GPUS
-from shardkit.rehearse.verdict import Finish, Verdict, judge, read_records
+from shardkit.rehearse.ranks import RehearsedWorld
+from shardkit.rehearse.verdict import ASSUMPTIONS, Finish, Verdict, judge, read_records
 
 CARD = GPUS["h100"]
 GIB = 2**30
@@ -85,6 +86,53 @@ def test_a_value_that_was_not_computed_is_not_known() -> None:
     verdict = verdict_of(failed(0, "RuntimeError", message), record(1), finish=Finish("program", 1))
     assert (verdict.kind, verdict.exit_code) == ("not known", 7)
     assert "aten::nonzero" in verdict.reason and "docs/rehearse.md" in verdict.text()
+
+
+def test_the_ranks_that_were_started_are_those_that_must_be_there() -> None:
+    ranks = RehearsedWorld(64, 8, (0, 32))
+    of_64 = record(0, world_size=64), record(32, world_size=64)
+    verdict = judge(of_64, CARD, 3, DONE, ranks)
+    assert verdict is not None and verdict.kind == "fits"
+    assert verdict.notes[0].startswith("live of 64 ranks: 0, 32; the others were pretended")
+    verdict = judge(of_64[:1], CARD, 3, DONE, ranks)
+    assert verdict is not None and verdict.reason == "of 64 ranks these used no GPU: 32"
+
+
+def test_a_rank_that_was_asked_for_what_nobody_can_invent_is_known_by_number() -> None:
+    message = "rank 0 asks rank 32, which is pretended, for 1 numbers of type int64 (recv): nobody can invent them"
+    verdict = verdict_of(failed(0, "PretendedRankError", message), finish=Finish("program", 1))
+    assert (verdict.kind, verdict.exit_code, verdict.pretended) == ("not known", 7, 32)
+
+
+def test_assumptions_are_told_with_line_and_count_of_the_rank_with_most() -> None:
+    def told(count: int) -> list[dict[str, Any]]:
+        return [{"assumption": "any", "source_line": "train.py:7: if mask.any():", "count": count}]
+
+    verdict = verdict_of(record(0, assumptions=told(2)), record(1, assumptions=told(5)))
+    assert "assumed   any() of what nobody computed is False: 5 × train.py:7: if mask.any():" in verdict.text()
+    assert verdict.as_json()["assumptions"] == [
+        {"kind": "any", "source_line": "train.py:7: if mask.any():", "count": 5}
+    ]
+    page = Path(__file__, "../../../docs/rehearse.md").resolve().read_text()
+    assert all(f"| {row} |" in page for row in ASSUMPTIONS.values())
+
+
+def test_a_card_without_a_type_of_the_program_does_not_hold_it_without_a_word() -> None:
+    verdict = judge([record(0, reserved=5, types=["bf16"]), record(1, reserved=5)], GPUS["t4"], 3, DONE)
+    assert verdict is not None and verdict.kind == "fits"
+    assert verdict.reason.endswith(
+        "to spare; but t4 has no bf16: torch emulates it slowly there, and fp16 is the type to use"
+    )
+    assert "bf16" not in verdict_of(record(0, types=["bf16"]), record(1)).reason
+
+
+def test_the_largest_tensors_of_the_peak_are_told_with_their_line() -> None:
+    line = {"source_line": "model.py:7: gate * up", "n_bytes": 3 * GIB, "tensors": 12}
+    telling = record(1, lines={"1": [line]}, at_update={"parameters": GIB, "optimizer states": 2 * GIB})
+    verdict = verdict_of(record(0), telling)
+    assert "at peak   3.00 GiB in 12 tensors: model.py:7: gate * up" in verdict.text()
+    assert "update    rank 1 holds parameters 1.00 GiB, optimizer states 2.00 GiB" in verdict.text()
+    assert verdict.as_json()["ranks"][1]["at_peak"] == [line]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_it_draws_every_figure_asks_for_nothing_and_says_nothing(opened: Opened, run: Path, tmp_path: Path) -> None:
     opened.show(run / "report.html")
     figures = opened.page.locator("[id^=figure-]")
@@ -103,6 +104,7 @@ def test_it_draws_every_figure_asks_for_nothing_and_says_nothing(opened: Opened,
     assert opened.asked == [(run / "report.html").as_uri(), other.as_uri()]
 
 
+@pytest.mark.slow
 def test_hovering_over_a_point_shows_its_value(opened: Opened, run: Path) -> None:
     opened.show(run / "report.html")
     opened.page.locator("#figure-training").scroll_into_view_if_needed()

@@ -118,6 +118,7 @@ def _check(whole: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject,
 EASY = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @settings(EASY, max_examples=12)
 @given(data=st.data())
 def test_a_report_of_odd_values(whole: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:

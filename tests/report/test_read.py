@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def test_files_that_are_missing_or_of_another_version_are_named(tmp_path: Path) 
         word in told for word in ("env.json: No such file", "metrics.jsonl: No such", "config.yaml:", "plan.json")
     )
     assert "memory.jsonl: 2 lines are not records of schema 1 to 2" in told
+
+
+def test_a_config_that_takes_quadratic_time_to_parse_is_noted_at_once(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "config.yaml").write_text("[" * 100_000)  # PyYAML alone: minutes
+    began = time.process_time()
+    run = read_run(path)
+    assert time.process_time() - began < 10
+    assert run.config == {} and "nested" in run.notes[0]
 
 
 def test_a_run_recorded_before_the_phase_was_renamed_reads_the_same(tmp_path: Path) -> None:

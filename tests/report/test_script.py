@@ -49,6 +49,7 @@ def test_it_shows_the_starts_the_failing_rank_and_its_log(tmp_path: Path, capsys
     assert str(last / "shardkit_x/attempt_0/1/stderr.log") in page
 
 
+@pytest.mark.slow
 def test_a_real_start_that_failed_is_shown(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('boom')\n")
     script = ["--nproc-per-node", 2, "--run-dir", tmp_path / "run", "--", tmp_path / "bad.py"]

@@ -60,6 +60,7 @@ def prepared(tmp_path: Path) -> Any:
     return prepare
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:
     args = settings(tmp_path / "run", "wait", train__max_steps=100_000, checkpoint__every_steps=5, logging__every=6)
     first = train(*args)
@@ -335,6 +336,25 @@ def test_a_command_refuses_a_model_folder_before_it_reads_data_or_writes(tmp_pat
     assert [path.name for path in tmp_path.rglob("*")] == ["base", "config.json"]
 
 
+def test_a_file_in_the_way_is_refused_before_data_are_read(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    for module, first in STARTS:
+        done = python_m(module, *first, *settings(tmp_path / "notes" / "runs" / "x"))
+        assert (done.returncode, done.stderr.count("\n")) == (2, 2), done.stderr
+        assert f"run.dir={tmp_path}/notes/runs/x lies below {tmp_path}/notes, which is a file" in done.stderr
+        assert "reading the data" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_a_directory_without_permission_is_refused_at_the_first_look(
+    tmp_path: Path, prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigError, match=rf"run.dir={tmp_path}/run cannot be written: no permission to write in"):
+        prepared()
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_shells_and_launchers_put_there_does_not_stand_in_the_way(tmp_path: Path, prepared: Any) -> None:
     names = ("train.log", "logs/slurm-7.out", "submit/1/config.yaml", "plan.json", ".gitkeep", "slurm-8.err")
     for name in names:
@@ -362,8 +382,9 @@ def test_a_start_that_failed_before_its_first_step_is_no_run(tmp_path: Path, pre
 
 def test_weights_that_are_missing_once_do_not_block_the_directory(tmp_path: Path) -> None:
     args = settings(tmp_path / "run", train__max_steps=1)
-    failed = python_m("shardkit.train", *args, f"model.init_from={tmp_path}/nowhere")
-    assert failed.returncode == 2, failed.stderr
+    (tmp_path / "cut.safetensors").write_bytes(b"")
+    failed = python_m("shardkit.train", *args, f"model.init_from={tmp_path}/cut.safetensors")
+    assert failed.returncode == 2 and "building the model" in failed.stdout, failed.stderr
     again = python_m("shardkit.train", *args)
     assert again.returncode == 0, again.stderr
 
@@ -419,6 +440,7 @@ def test_a_restart_goes_on_from_whole_checkpoints_only(tmp_path: Path) -> None:
     assert restart.overrides(str(tmp_path), "other/run", {"TORCHELASTIC_RESTART_COUNT": "1"}) == ["run.overwrite=true"]
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_saves_as_a_termination_does(tmp_path: Path) -> None:
     import pty
 
@@ -477,6 +499,7 @@ def dies_in_every_fourth_step(run_dir: Path) -> list[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [pytest.param([], id="plain"), pytest.param(["run.overwrite=true"], id="overwrite", marks=pytest.mark.slow)]
 )

@@ -69,6 +69,7 @@ def test_a_job_is_told_that_its_next_start_continues() -> None:
         assert "the same command again with run.resume=true" in restart.how_to_continue(argv, False, environ)
 
 
+@pytest.mark.slow
 def test_a_last_save_that_fails_is_a_failure(tmp_path: Path) -> None:
     found = run_ranks(2, "tests.run.test_endings:end_each", folder=str(tmp_path))
     codes = {name: case[2] for name, case in ENDS.items()}

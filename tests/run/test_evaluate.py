@@ -19,6 +19,7 @@ from tests.ranks import run_ranks
 from tests.strategies.cases import PARTITION_ALL
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_each_source_gets_its_loss_and_perplexity(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -88,6 +89,7 @@ def val_losses(root: str) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_the_validation_loss_is_the_same_for_any_ranks_and_micro_batch(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ OVERFLOWS = [
 BEFORE = list(range(1, BAD_STEP))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "cases"), WORLDS, ids=["one rank", "two ranks"])
 def test_a_gradient_that_is_not_finite_never_reaches_a_checkpoint(
     world: int, cases: dict[str, dict[str, Any]], tmp_path: Any
@@ -63,6 +64,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_a_checkpoint(
             assert case in UPDATES_TOO_EARLY or found["spoiled"] == [], f"{case}: the update was made"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "case"), [(1, "single"), (2, "zero3")])
 def test_what_remains_is_the_state_before_it(world: int, case: str, tmp_path: Any) -> None:
     target = "tests.run.gradients:losses"
@@ -73,6 +75,7 @@ def test_what_remains_is_the_state_before_it(world: int, case: str, tmp_path: An
     assert len(rest) == STEPS - BAD_STEP + 1 and rest == pytest.approx(whole[BAD_STEP - 1 :], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "cases"), OVERFLOWS, ids=["one rank", "two ranks"])
 def test_a_norm_that_overflows_is_an_error_of_its_own(
     world: int, cases: dict[str, dict[str, Any]], tmp_path: Any

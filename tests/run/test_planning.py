@@ -35,6 +35,7 @@ def planners() -> list[psutil.Process]:
     return [process for process in found if "shardkit.plan.worker" in " ".join(process.cmdline())]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(("ranks", "strategy"), [(0, "ddp"), pytest.param(2, "fsdp", marks=pytest.mark.slow)])
 def test_a_run_shows_its_plan_beside_what_was_measured(

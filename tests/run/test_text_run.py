@@ -41,6 +41,7 @@ def train(keys: dict[str, Any], of_rank: list[dict[str, Any]] | None = None) -> 
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks_tokenise_once_and_resume_refuses_other_data(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -228,32 +228,21 @@ def test_slurm_against_torchrun_is_refused(tmp_path: Path, text: Path) -> None:
     user_error(run(settings(tmp_path, text), env={**torchrun, **slurm}), "SLURM")
 
 
+def rank_0_of_two(port: str) -> dict[str, str]:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
 def test_a_port_in_use_is_named(tmp_path: Path, text: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        env = {
-            "RANK": "0",
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        user_error(run(settings(tmp_path, text), env=env), port, "in use")
+        user_error(run(settings(tmp_path, text), env=rank_0_of_two(port)), port, "in use")
 
 
 def test_ranks_that_never_come_end_the_wait(tmp_path: Path, text: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = str(found.getsockname()[1])
-    env = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    user_error(run(settings(tmp_path, text, run__init_timeout_s=2), env=env), "init_timeout_s")
+    user_error(run(settings(tmp_path, text, run__init_timeout_s=2), env=rank_0_of_two(port)), "init_timeout_s")
 
 
 @pytest.mark.slow
@@ -399,7 +388,9 @@ CONFIG_RANKS = {"quickstart": 2, "ddp": 2, "fsdp": 2, "hsdp": 4, "zero1": 2, "ze
 def test_every_ready_made_config_trains(name: str, tmp_path: Path, text: Path) -> None:
     of_tasks = {"bert", "gpt2", "swin2sr", "vit"}  # trained by tests/tasks/test_models.py
     of_guide = {"sft_full", "sft_lora", "pretrain_packed"}  # trained by tests/docs/test_finetune.py
-    assert {p.stem for p in (REPO / "configs").glob("*.yaml")} == set(CONFIG_RANKS) | of_tasks | of_guide
+    of_adapters = {"qlora"}  # trained by tests/tasks/test_quantized.py
+    names = {p.stem for p in (REPO / "configs").glob("*.yaml")}
+    assert names == set(CONFIG_RANKS) | of_tasks | of_guide | of_adapters
     small = [
         "model.preset=debug",
         "train.seq_len=64",

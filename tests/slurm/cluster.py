@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.guard import MARK
@@ -91,6 +92,19 @@ class Cluster:
 
     def wait_for_step(self, run_dir: Path, step: int, output: Path) -> None:
         until(lambda: last_step(run_dir) >= step, 180, lambda: read(output))
+
+
+@contextmanager
+def running(folder: Path, **variables: str) -> Iterator[Cluster]:
+    """A cluster that is started and stopped, with its files in an empty folder; `variables`: of cluster.sh."""
+    cluster = Cluster(folder)
+    start = ["bash", str(SCRIPT), "start", str(folder), "2"]
+    started = subprocess.run(start, env={**cluster.env, **variables}, stdout=subprocess.DEVNULL)
+    try:
+        assert started.returncode == 0, "the cluster did not come up, see above"
+        yield cluster
+    finally:
+        subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=False)
 
 
 def until(condition: Callable[[], bool], seconds: float, explain: Callable[[], str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import REPO, environment, losses
-from tests.slurm.cluster import SCRIPT, Cluster, read, why_not
+from tests.slurm.cluster import Cluster, read, running, why_not
 from tests.slurm.runs import steady, tiny
 
 
@@ -19,15 +19,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     missing = why_not()
     if missing is not None:
         pytest.skip(missing)
-    folder = tmp_path_factory.mktemp("slurm")
-    cluster = Cluster(folder)
-    start = ["bash", str(SCRIPT), "start", str(folder), "2"]
-    started = subprocess.run(start, env=cluster.env, stdout=subprocess.DEVNULL)
-    try:
-        assert started.returncode == 0, "the cluster did not come up, see above"
+    with running(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
-    finally:
-        subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=False)
 
 
 @pytest.fixture(scope="session")

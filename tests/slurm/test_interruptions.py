@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.disks import mounted
 from tests.launch.jobs import losses, settings
 from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, until
 from tests.slurm.runs import reasons, record, steady, with_task
@@ -253,11 +253,8 @@ def test_a_save_that_finds_no_room_is_no_reason_to_queue_again(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system too small for a checkpoint."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with mounted(tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.mark.release

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import ConfigError
 from shardkit.run.job import start
@@ -25,18 +26,23 @@ class Expert(nn.Sequential):
 
 
 class ExpertLayer(nn.Module):
-    """One expert a sample, chosen by the data: by the first token modulo their number."""
+    """One expert a sample, chosen by the data: by the first token modulo their number.
 
-    def __init__(self, experts: int = 4) -> None:
+    Args:
+        name: of the list of experts.
+    """
+
+    def __init__(self, experts: int = 4, name: str = "experts") -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.experts = nn.ModuleList([Expert() for _ in range(experts)])
+        self.norm, self.name = nn.LayerNorm(WIDTH), name
+        setattr(self, name, nn.ModuleList([Expert() for _ in range(experts)]))
 
     def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        out = x.clone()
-        for index in (choice % len(self.experts)).unique().tolist():  # others are not even called
-            rows = choice % len(self.experts) == index
-            out[rows] = x[rows] + self.experts[index](self.norm(x[rows]))
+        out, experts = x.clone(), self.get_submodule(self.name)
+        assert isinstance(experts, nn.ModuleList)
+        for index in (choice % len(experts)).unique().tolist():  # others are not even called
+            rows = choice % len(experts) == index
+            out[rows] = x[rows] + experts[index](self.norm(x[rows]))
         return out
 
 
@@ -57,15 +63,57 @@ class Experts(nn.Module):
 
 
 class TopExperts(nn.Module):
-    """The same, but the experts are the model's only list: what `find_blocks` takes for its blocks."""
+    """The same, but the experts are the model's only list, and named otherwise: `find_blocks` takes them for blocks."""
+
+    list_name = "parts"
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.mixture = ExpertLayer()
+        self.mixture = ExpertLayer(name=self.list_name)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.mixture(self.embed(tokens), tokens[:, 0]))
+        return logits
+
+
+class NamedExperts(TopExperts):
+    """The same, where the name of the list tells."""
+
+    list_name = "experts"
+
+
+class BranchedBlock(nn.Module):
+    """A part of it is used by the samples whose first token is even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.branch = nn.LayerNorm(WIDTH), Expert(), Expert()
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(self.norm(x))
+        rows = choice % 2 == 0
+        if rows.any():
+            hidden = hidden.clone()
+            hidden[rows] = hidden[rows] + self.branch(hidden[rows])
+        return x + hidden
+
+
+class Branched(nn.Module):
+    """Blocks with a part that a rank may not need, and a norm that all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList([BranchedBlock() for _ in range(3)])
+        for block in self.blocks:
+            block.norm = self.blocks[0].norm
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, tokens[:, 0])
+        logits: torch.Tensor = self.head(x)
         return logits
 
 
@@ -180,7 +228,7 @@ class Together(Plain):
         return list(self.blocks[: 4 if self.calls < 4 else 3])
 
 
-CHOOSING = {"nested": Experts, "top": TopExperts, "leaver": Leaver, "together": Together}
+CHOOSING = {"nested": Experts, "top": TopExperts, "named": NamedExperts, "leaver": Leaver, "together": Together}
 
 
 def by_expert(strategies: list[str], cases: list[str]) -> dict[str, Any]:
@@ -189,11 +237,45 @@ def by_expert(strategies: list[str], cases: list[str]) -> dict[str, Any]:
     for name in strategies:
         for case in cases:
             out[f"{name} {case}"] = train(CHOOSING[case], name, steps=6 if case == "together" else 4)
-            if name == "ddp":
-                out[f"ddp+unused {case}"] = train(CHOOSING[case], name, **{"parallel.find_unused": True})
         out[f"{name}+class top"] = train(TopExperts, name, block_classes=(ExpertLayer,))
+        if name == "ddp":
+            for case, finds in (("named", True), ("top", False)):
+                out[f"ddp {case} {finds}"] = train(CHOOSING[case], name, **{"parallel.find_unused": finds})
         if name == "fsdp":
             out["fsdp late"] = train(Late, name, batches=late, steps=5)
+    return out
+
+
+def on_one_rank(step: int, rows: int) -> torch.Tensor:
+    """Tokens by which each step needs the branches of `Branched` in the first micro-batch of one rank alone."""
+    found = tokens(step, rows)
+    found[:, 0] = 1 + 2 * torch.arange(rows)
+    found[step % 2 * rows // 2, 0] = 2
+    return found
+
+
+def by_branch(strategies: list[str]) -> dict[str, Any]:
+    """Losses and last norm by AdamW with weight decay, where a rank needs a part of the blocks; also recomputed and
+    accumulated. "<strategy> idle": no rank needs it in the third step; "late": every rank needs it for one of its two
+    samples in the first two steps, then one rank alone."""
+
+    def not_in_the_third(step: int, rows: int) -> torch.Tensor:
+        return on_one_rank(step, rows) if step != 2 else on_one_rank(step, rows) | 1
+
+    def late_branch(step: int, rows: int) -> torch.Tensor:
+        found = on_one_rank(step, rows)
+        if step < 2:
+            found[:, 0] = 2 + torch.arange(rows)
+        return found
+
+    out: dict[str, Any] = {}
+    for name in strategies:
+        out[name] = train(Branched, name, batches=on_one_rank)
+        out[f"{name} recomputed"] = train(Branched, name, batches=on_one_rank, **{"activation.policy": "full"})
+        rows_apart = {"micro_batches": ROWS // torch.distributed.get_world_size()}
+        out[f"{name} accumulated"] = train(Branched, name, batches=on_one_rank, **rows_apart)
+        out[f"{name} idle"] = train(Branched, name, batches=not_in_the_third)
+        out[f"{name} late"] = train(Branched, name, batches=late_branch)
     return out
 
 
@@ -751,3 +833,26 @@ def complex_resumed(root: str, strategies: list[str]) -> dict[str, Any]:
         resumed(Complex, name, None, None, f"{root}/{name}", range(1))
         out[name] = resumed(Complex, name, None, f"{root}/{name}", None, range(1, 3))
     return out
+
+
+class Reentrant(nn.Module):
+    """A layer in a reentrant checkpoint(), which hides it from the loss's graph, and one that rank 0 alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.hidden, self.rare = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, uses_rare: bool) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.hidden, self.first(x), use_reentrant=True)
+        return out + self.rare(out) if uses_rare else out
+
+
+def reentrant() -> list[float]:
+    """How far each parameter of `Reentrant` has moved under ddp."""
+    rank = torch.distributed.get_rank()
+    with start(None, settings("ddp")) as job:
+        params = [*job.wrap(Reentrant).parameters()]
+        before = [param.detach().clone() for param in params]
+        for _ in range(2):
+            job.step([torch.ones(2, WIDTH)], lambda model, x: model(x, rank == 0).pow(2).sum(), len)
+        return [float((param - old).norm()) for param, old in zip(params, before, strict=True)]

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardkit.errors import ConfigError
-from shardkit.parallel.blocks import describe_blocks, find_blocks
 from shardkit.run.job import start
 from tests.strategies.foreign import ROWS, VOCAB, WIDTH, next_token, settings, tokens
 
@@ -305,12 +304,3 @@ def unsharded() -> str:
 
     fsdp.fully_shard = forgetful  # type: ignore[assignment]
     return str(curve(Model, "fsdp", {}))
-
-
-def blocks_line(strategy: str) -> list[str]:
-    lines = []
-    for build in (SharedInShared, Tied):
-        with start(None, settings(strategy)) as job:
-            job.wrap(build)
-            lines.append(describe_blocks(job.model, find_blocks(job.model)))
-    return lines

@@ -11,6 +11,7 @@ from tests.ranks import run_ranks
 DECAY = 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_every_strategy_keeps_the_average_of_one_process() -> None:

@@ -12,6 +12,7 @@ from tests.tasks.adapters import write_models
 EVERY = [(engine, packing) for engine in ("ddp", "fsdp", "zero2", "zero3") for packing in ("packed", "padding_free")]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def fp32() -> list[tuple[float, float]]:
     return run_ranks(1, "tests.strategies.precision_cases:curves", names=["single"], extra={})[0]["single"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("mode", ["bf16", "pure_bf16"])
@@ -37,6 +38,7 @@ def test_bf16_losses_stay_near_those_of_fp32(mode: str, fp32: list[tuple[float, 
             assert abs(loss - want) <= SPREAD, f"{name}: {loss} instead of {want}"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_masters_and_moments_are_fp32_unless_asked() -> None:

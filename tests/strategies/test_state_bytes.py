@@ -54,6 +54,7 @@ def test_fsdp_keeps_its_rows(name: str, model: Transformer, measured: list[dict[
         assert rank[name]["optimizer"] == 8 * own + STEP_COUNT * len(list(model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_zero12_keeps_a_flat_partition(
     name: str, model: Transformer, measured: list[dict[str, dict[str, int]]]

@@ -309,7 +309,7 @@ def test_other_hooks_of_the_optimizer_run_beside_the_check_of_unused_parameters(
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     called: list[int] = []
-    refuse_unused(model, optimizer, ParallelConfig(strategy="ddp"), set())
+    refuse_unused(model, optimizer, ParallelConfig(strategy="ddp"), set(), set())
     optimizer.register_step_pre_hook(lambda *_: called.append(1))
     for _ in range(3):
         model(torch.ones(1, 2)).sum().backward()

@@ -46,6 +46,7 @@ def compare(found: dict[tuple[str, str], Curve], alone: dict[str, Curve]) -> Non
             assert abs(norm - want_norm) <= 1e-5 * want_norm, f"{model} {strategy}: {curve} instead of {alone[model]}"
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 def test_every_engine_gives_the_losses_of_peft_alone(root: Path, alone: dict[str, Curve]) -> None:
     """Separate, packed (Phi3) and transposed (GPT-2) projections, tied embeddings."""
@@ -146,8 +147,8 @@ def test_targets_that_cannot_be_adapted_are_named(targets: Any, cause: str, fix:
 @pytest.mark.parametrize(
     ("key", "value", "cause"),
     [
-        ("adapter.quantization", "nf4", "QLoRA"),
-        ("adapter.type", "qlora", "QLoRA"),
+        ("adapter.quantization", "nf4", "is written model.quantize here"),
+        ("adapter.type", "qlora", "is written adapter.type=lora with model.quantize here"),
         ("adapter.use_dora", True, "DoRA"),
         ("adapter.modules_to_save", ["lm_head"], "whole modules"),
         ("adapter.lora_alpha", 3, "adapter.alpha"),

@@ -34,6 +34,7 @@ def compare(tasks: list[str], strategies: list[str], folder: Path) -> None:
                     assert step.get(name) == pytest.approx(want.get(name), abs=1e-4), (task, strategy, name)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ...errors import CheckpointError
 from ..frozen_base import digest_of_pieces
 from ..native.reader import TensorSpec
 from ..native.writer import byte_view
+from ..stored_packed import holds_packed
 from .detect import open_source
 from .hub_names import as_the_model_names
 from .prefix import find_prefix, with_prefix
@@ -32,11 +33,13 @@ class SavedAdapter:
     Attributes:
         transposed: whether the adapted layers store their weights as [in, out].
         base: digest, dtype and source of the frozen model.
+        quantized: whether the run held the frozen model packed.
     """
 
     settings: AdapterConfig
     transposed: bool
     base: Mapping[str, Any]
+    quantized: bool = False
 
 
 def saved_adapter(source: Source) -> SavedAdapter | None:
@@ -53,7 +56,8 @@ def saved_adapter(source: Source) -> SavedAdapter | None:
         base = {key: entry["base"][key] for key in ("digest", "dtype", "source")}
         if base["dtype"] not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype {base['dtype']}")
-        return SavedAdapter(AdapterConfig(**settings), bool(entry["fan_in_fan_out"]), base)
+        quantized = entry.get("quantize") is not None
+        return SavedAdapter(AdapterConfig(**settings), bool(entry["fan_in_fan_out"]), base, quantized)
     except (LookupError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(f"{source.path} does not describe its adapter: {problem}", "restore it") from error
@@ -144,6 +148,11 @@ def _merged(
     source: Source, adapter: SavedAdapter, base_source: Source, parameters: list[str], dtype: torch.dtype | None
 ) -> Source:
     """`merged`, once the base is open; checks that it is the one that the adapter was trained on."""
+    if holds_packed(base_source):
+        raise CheckpointError(
+            f"the run's base, {base_source.path}, is packed in 4 bits: an adapter is never added to packed weights",
+            "export the adapter with --to peft, and let peft merge it into the 16-bit model",
+        )
     saved = {name.partition(".")[2]: (name, spec) for name, spec in base_source.tensors.items()}
     saved |= {alias: saved[name] for alias, name in base_source.ties.items() if name in saved}
     prefix = find_prefix(parameters, saved)

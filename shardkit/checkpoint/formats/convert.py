@@ -24,6 +24,10 @@ from .hub_names import reference_of, ties_of
 from .targets import ModelFacts, model_facts
 from .tensor_source import Source
 
+_OF_QUANTIZED = (
+    "the adapter is added to the weights that the run had packed: the model differs from the run by the error of "
+    "packing"
+)
 TARGETS = ("safetensors", "torch", "shardkit", "peft")
 
 
@@ -130,6 +134,7 @@ def _convert(order: _Order, path: Path, source: Source) -> Converted:
         _check_adapter(source, adapter, order)
         if adapter is not None and order.merge:
             source, facts = _with_adapter(source, adapter, order, facts)
+            notes += [_OF_QUANTIZED] * adapter.quantized
         export = targets.exported(source, order.cast, facts, order.average)
         if order.to == "safetensors":
             export, deviations = targets.as_published(export, facts)

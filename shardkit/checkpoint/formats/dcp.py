@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,7 +79,6 @@ class _Folder:
             (index.get("fqn"), whole_numbers(index.state.get("offset") or ())): storage
             for index, storage in metadata.get("storage_data").items()
         }
-        self._read: Counter[Path] = Counter()
 
     def source(self, weights_only: bool) -> Source:
         """The model's tensors, and its optimizer's unless `weights_only`, under shardkit's names."""
@@ -189,9 +187,6 @@ class _Folder:
         if storage.state.get("transform_descriptors"):
             raise CheckpointError(f"{self.path / name} is compressed", "save it without stream extensions")
         file, (start, length) = self.path / name, whole_numbers([storage.get("offset"), storage.get("length")])
-        self._read[file] += length
-        if self._read[file] > 2 * file.stat().st_size:
-            raise ValueError(f"the same bytes of {name} for many tensors")
         return Archive(file, start, length)
 
 

@@ -52,24 +52,34 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
 
 def _open(path: Path, step: str, weights_only: bool) -> Source:
     """Open the checkpoint at `path` with the reader of its kind; see `open_source`."""
+    chosen, open_chosen = opener(path, step)
+    return open_chosen(chosen, weights_only)
+
+
+def opener(path: Path, step: str = "latest") -> tuple[Path, Callable[[Path, bool], Source]]:
+    """The file or folder to open for `path`, and the function that opens its kind; only names of files are looked at.
+
+    Raises:
+        CheckpointError: nothing there is of a kind that shardkit knows.
+    """
     if not path.is_file() and not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a directory", f"name {KINDS}")
     chosen = _chosen(path, step)
     if chosen.is_file():
-        return _open_file(chosen)
+        return chosen, _opener_of_file(chosen)
     for recognises, open_folder in FOLDERS:
         if recognises(chosen):
-            return open_folder(chosen, weights_only)
+            return chosen, open_folder
     if (chosen / "config.json").is_file():
         raise CheckpointError(f"no *.safetensors in {path}, only the model's description", "copy the weights there")
     raise CheckpointError(f"{path} holds no checkpoint that shardkit knows", f"name {KINDS}")
 
 
-def _open_file(path: Path) -> Source:
+def _opener_of_file(path: Path) -> Callable[[Path, bool], Source]:
     if path.suffix == ".safetensors":
-        return open_safetensors(path)
+        return lambda file, _: open_safetensors(file)
     if path.suffix in SUFFIXES:
-        return open_torch(path)
+        return lambda file, _: open_torch(file)
     raise CheckpointError(
         f"{path} has none of the suffixes that shardkit knows: .safetensors, {', '.join(SUFFIXES)}", f"name {KINDS}"
     )
@@ -98,12 +108,7 @@ def _chosen(path: Path, step: str) -> Path:
         return _of_run(path, saved, step)
     tags = {p.name: p for p in path.glob("global_step*") if p.is_dir()}
     if tags:
-        tag = path / layout.LATEST
-        tag_name = (
-            (tag.read_text(errors="replace").strip() if tag.is_file() else "")
-            if step == "latest"
-            else f"global_step{step}"
-        )
+        tag_name = _tag(path / layout.LATEST) if step == "latest" else f"global_step{step}"
         if tag_name not in tags:
             raise CheckpointError(
                 f"{path} has no checkpoint {tag_name or 'that a file `latest` names'}",
@@ -115,6 +120,11 @@ def _chosen(path: Path, step: str) -> Path:
             f"--step {step}, but {path} does not hold several checkpoints", "leave --step out, or name a run"
         )
     return path
+
+
+def _tag(file: Path) -> str:
+    """The folder that DeepSpeed's file `latest` names; empty without such a file."""
+    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
 
 
 def _of_run(path: Path, saved: list[Path], step: str) -> Path:

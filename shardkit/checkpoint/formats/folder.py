@@ -15,7 +15,7 @@ import torch
 
 from ...config.schema import RunConfig
 from ...errors import CheckpointError, ConfigError
-from ...files import parse_json, read_objects, read_regular
+from ...files import parse_json, read_object, read_objects, read_regular
 from ...tasks.load import tokenizer_of
 from ..native.manifest import Manifest
 
@@ -57,8 +57,11 @@ def write_configs(model: Any, config: RunConfig | None, folder: Path, dtype: tor
         model.generation_config.save_pretrained(folder)
 
 
-def copy_tokenizer(config: RunConfig, folder: Path) -> str:
+def copy_tokenizer(config: RunConfig, folder: Path, is_named: bool = True) -> str:
     """Copy the run's tokenizer, its chat template and the base model's licence.
+
+    Args:
+        is_named: whether the user named the run. Another config may be a stranger's, and name any file of the user's.
 
     Returns:
         The reason why there is no tokenizer to copy; empty if there is one.
@@ -72,6 +75,12 @@ def copy_tokenizer(config: RunConfig, folder: Path) -> str:
         return f"{error.cause}: no tokenizer is written"
     if source is None:
         return "the run has no tokenizer (data are bytes or token ids), so none is written"
+    template = config.data.chat_template
+    alone = source if source.is_file() else template
+    if alone is not None and not is_named:
+        return (
+            f"the run's config names {alone}, a file that is copied only if the run is named: no tokenizer is written"
+        )
     if source.is_file():
         _copy(source, folder / "tokenizer.json")
         source = source.parent
@@ -81,8 +90,8 @@ def copy_tokenizer(config: RunConfig, folder: Path) -> str:
     for file in sorted(source.glob("additional_chat_templates/*.jinja")):
         (folder / "additional_chat_templates").mkdir(exist_ok=True)
         _copy_of(source, f"additional_chat_templates/{file.name}", folder)
-    if config.data.chat_template is not None:
-        _copy(Path(config.data.chat_template).expanduser(), folder / "chat_template.jinja")
+    if template is not None:
+        _copy(Path(template).expanduser(), folder / "chat_template.jinja")
         _forget_own_template(folder)
     for file in sorted(path for pattern in LICENCES for path in source.glob(pattern) if path.is_file()):
         _copy_of(source, file.name, folder)
@@ -100,8 +109,8 @@ def _forget_own_template(folder: Path) -> None:
     """Remove the tokenizer's own chat template from the copies: llama.cpp takes it before `chat_template.jinja`."""
     (folder / "chat_template.json").unlink(missing_ok=True)
     file = folder / "tokenizer_config.json"
-    keys = parse_json(read_regular(file)) if file.is_file() else {}
-    if isinstance(keys, dict) and "chat_template" in keys:
+    keys = read_object(file)
+    if "chat_template" in keys:
         del keys["chat_template"]
         file.write_text(json.dumps(keys, indent=2, ensure_ascii=False) + "\n")
 
@@ -215,9 +224,6 @@ def folder_dtype(config: RunConfig) -> str | None:
     described = config.model.described_by
     if described is None:
         return None
-    try:
-        keys = parse_json(read_regular(described))
-    except (OSError, ValueError):
-        return None  # building the model has reported this error
-    dtype = keys.get("dtype", keys.get("torch_dtype")) if isinstance(keys, dict) else None
+    keys = read_object(described)  # building the model has reported a file that cannot be read
+    dtype = keys.get("dtype", keys.get("torch_dtype"))
     return dtype if isinstance(dtype, str) else None

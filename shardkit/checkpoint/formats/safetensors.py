@@ -31,8 +31,6 @@ _DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
-_LONGEST_HEADER = 100 * 10**6
-"""Bytes; the safetensors library refuses longer headers too."""
 
 
 def open_safetensors(path: Path) -> Source:
@@ -41,7 +39,7 @@ def open_safetensors(path: Path) -> Source:
     Raises:
         CheckpointError: a file is damaged or missing, or has a dtype that shardkit does not know.
     """
-    files = _files(path)
+    files = listed_files(path, INDEX, ".safetensors")
     tensors: dict[str, FileTensor] = {}
     for file in files:
         in_file = _read_header(file)
@@ -91,10 +89,6 @@ def listed_files(path: Path, index: str, suffix: str) -> list[Path]:
     return files
 
 
-def _files(path: Path) -> list[Path]:
-    return listed_files(path, INDEX, ".safetensors")
-
-
 def _read_header(file: Path) -> dict[str, FileTensor]:
     """The tensors of a file by name; the header is read and checked, the arrays are not.
 
@@ -106,7 +100,7 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
             size = file.stat().st_size
             head = opened.read(_LENGTH.size)
             length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
-            if length > min(_LONGEST_HEADER, size - _LENGTH.size):
+            if length > size - _LENGTH.size:
                 raise CheckpointError(f"{file} is damaged: its header does not end before the file does", RESTORE)
             header = json.loads(opened.read(length))
         begin = _LENGTH.size + length

@@ -27,6 +27,7 @@ from ...strategies.base import Shard
 from ..native.reader import TensorSpec
 from ..native.writer import byte_view
 from ..resume import agreed
+from ..stored_packed import holds_packed, packed_names, refuse_other_layers
 from .buckets import Destination, Range, read_ranges
 from .detect import open_source
 from .hub_names import as_the_model_names, reference_of
@@ -92,6 +93,7 @@ def load_weights(
     path: str | Path,
     source_name: Callable[[str], str | None] = str,
     resized: Collection[str] = (),
+    packed: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Loaded:
     """Fill the wrapped model with the weights at `path`; collective.
 
@@ -103,6 +105,7 @@ def load_weights(
         resized: names of parameters that may have fewer rows in the source. Their new rows become the mean of the old
             ones. One rank reads these once more and sums them in float64 in the rows' order, so the mean has the same
             bits on any number of ranks.
+        packed: name in files of the model → shape of the weights that the caller reads itself.
 
     Raises:
         CheckpointError: on every rank: a weight is missing or has another shape, the source cannot be trusted, or nodes
@@ -111,11 +114,15 @@ def load_weights(
     problem: CheckpointError | None = None
     destinations: dict[Range, Destination] = {}
     new_rows: dict[str, _NewRows] = {}
+    read_later = set[str]()
     with ExitStack() as at_end:
         try:
-            source = _open_named(Path(path), strategy.model)
+            source = open_weights(Path(path), strategy.model)
             at_end.callback(source.close)
+            if holds_packed(source):
+                refuse_other_layers(source, packed or {})
             destinations, new_rows = _destinations(strategy, source, source_name, resized)
+            read_later = packed_names(source) or set(names_in(source, packed or {}).values())
             is_sampled = world.env.n_nodes > 1 and world.env.local_rank == 0
             digest = _sample(source, strategy.model) if is_sampled else ""
         except CheckpointError as error:
@@ -128,7 +135,7 @@ def load_weights(
         _refuse_different_sources({need.node: need.digest for need in needs if need.digest}, source.path)
         n_rows = dict(sorted(entry for need in needs for entry in need.n_rows.items()))
         if world.is_main:
-            _warn_of_unused(source, {name for need in needs for name, _, _ in need.ranges})
+            _warn_of_unused(source, {name for need in needs for name, _, _ in need.ranges} | read_later)
         ranges = [(need.node, need.ranges) for need in needs]
         agreed(group, read_ranges(source, destinations, ranges, world, group))
         agreed(group, _fill_new_rows(source, new_rows, n_rows, world, group))
@@ -137,7 +144,7 @@ def load_weights(
         return Loaded(source.path, int(world.sum([float(source.bytes_read())])[0]), grown)
 
 
-def _open_named(path: Path, model: nn.Module) -> Source:
+def open_weights(path: Path, model: nn.Module) -> Source:
     """Open the weights at `path`; those of a transformers model come under the names that the model uses."""
     source = open_source(path.expanduser(), weights_only=True)
     for module in model.modules():
@@ -178,6 +185,33 @@ def _refuse_different_sources(digests: Mapping[int, str], path: Path) -> None:
         )
 
 
+def names_in(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The source's name of each weight.
+
+    Args:
+        shapes: the weights' shapes by their names in the model.
+
+    Raises:
+        CheckpointError: the source lacks one, or has it in another shape.
+    """
+    saved = _saved(source)
+    prefix = find_prefix(list(shapes), saved)
+    names = {}
+    for plain_name, shape in shapes.items():
+        fqn = with_prefix(plain_name, prefix)
+        if fqn not in saved:
+            raise CheckpointError(f"{source.path} has no {fqn}", _FIX)
+        names[plain_name], spec = saved[fqn]
+        _check_fits(spec, fqn, Shard(fqn, shape, 0, torch.empty(0)), source, may_grow=False)
+    return names
+
+
+def _saved(source: Source) -> dict[str, tuple[str, TensorSpec]]:
+    """The tensors of the source by their names without a kind, tied ones by each name."""
+    saved = {name.partition(".")[2]: (name, spec) for name, spec in source.tensors.items()}
+    return saved | {alias: saved[name] for alias, name in source.ties.items() if name in saved}
+
+
 def _destinations(
     strategy: Strategy, source: Source, source_name: Callable[[str], str | None], resized: Collection[str] = ()
 ) -> tuple[dict[Range, Destination], dict[str, _NewRows]]:
@@ -192,8 +226,7 @@ def _destinations(
         if shard.name.startswith(("model.", "ema.", "buffer."))
         and (plain_name := source_name(shard.name.partition(".")[2])) is not None
     ]
-    saved = {name.partition(".")[2]: (name, spec) for name, spec in source.tensors.items()}
-    saved |= {alias: saved[name] for alias, name in source.ties.items() if name in saved}
+    saved = _saved(source)
     prefix = find_prefix([name for name, shard in shards if shard.name.startswith("model.")], saved)
     destinations: dict[Range, Destination] = {}
     new_rows: dict[str, _NewRows] = {}

@@ -17,7 +17,7 @@ from torch import nn
 
 from ...config.load import load_config
 from ...config.schema import RunConfig
-from ...errors import CheckpointError, ShardkitError
+from ...errors import CheckpointError, ConfigError, ShardkitError
 from ...parallel.weights import parameters_on_meta
 from ...tasks.load import load_task
 from ..native.layout import read_manifest
@@ -43,6 +43,7 @@ class ModelFacts:
         frozen: names that the parameters under an adapter have in the model without it; empty without an adapter.
         config: the run's config, if there is a run.
         run: the run's directory.
+        is_named: whether the user named this directory, not a checkpoint in it.
         note: why the facts are missing; empty if they are not.
     """
 
@@ -52,6 +53,7 @@ class ModelFacts:
     frozen: tuple[str, ...] = ()
     config: RunConfig | None = None
     run: Path = Path()
+    is_named: bool = False
     note: str = ""
 
 
@@ -76,15 +78,15 @@ def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
     run = run_of(checkpoint)
     if run is None:
         return ModelFacts(note="it is not in a run's checkpoints/, so tied names and config.json are left out")
-    config = run / "config.yaml"
+    config, is_named = run / "config.yaml", run == path.absolute()
     try:
         loaded = load_config(config).config
-        if loaded.task.factory is not None and run != path.absolute():
+        if loaded.task.factory is not None and not is_named:
             return ModelFacts(
                 note=f"{config} names code (task.factory={loaded.task.factory}), which is imported only if the run is "
                 f"named (shardkit convert {run} --step …): tied names and config.json are left out"
             )
-        task = load_task(loaded)
+        task = _task_of(loaded)
         with parameters_on_meta():
             model = task.build_model()
     except ShardkitError as error:
@@ -96,7 +98,22 @@ def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
     adapter = getattr(task, "adapter", None)
     names = [] if adapter is None else [adapter.base_name(fqn) for fqn, _ in model.named_parameters()]
     frozen = tuple(name for name in names if name is not None)
-    return ModelFacts(ties_of(model), prefix, pretrained, frozen, loaded, run)
+    return ModelFacts(ties_of(model), prefix, pretrained, frozen, loaded, run, is_named)
+
+
+def _task_of(config: RunConfig) -> Any:
+    """The task of a run, whose model is as its files hold it: a quantised run packs weights unless the files do.
+
+    Raises:
+        ConfigError: the model cannot be built.
+    """
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"quantize": None})})
+    try:
+        return load_task(plain)
+    except ConfigError:
+        if config.model.quantize is None:
+            raise
+        return load_task(config)
 
 
 def _pretrained(model: nn.Module) -> tuple[str, Any]:
@@ -216,16 +233,11 @@ def as_published(weights: Export, facts: ModelFacts) -> tuple[Export, list[str]]
         name: TensorSpec(layout.regions[name].shape, weights.tensors[layout.regions[name].name].dtype) for name in names
     }
     unchanged = [name for name in weights.names if name in layout.unknown]
-    notes = [
-        f"{name} is written as transformers {_transformers()} holds it, not as its folders do" for name in unchanged
-    ]
+    release = sys.modules["transformers"].__version__
+    notes = [f"{name} is written as transformers {release} holds it, not as its folders do" for name in unchanged]
     names |= {name: weights.names[name] for name in unchanged}
     tensors |= {name: weights.tensors[name] for name in unchanged}
     return Export(weights.source, names, tensors, weights.ties, dict(layout.regions)), notes
-
-
-def _transformers() -> str:
-    return str(sys.modules["transformers"].__version__)
 
 
 def write_numbers(out: BinaryIO, weights: Export, names: Sequence[str]) -> None:
@@ -278,7 +290,7 @@ def write_rest(weights: Export, facts: ModelFacts, folder: Path) -> list[str]:
     if facts.config is None:
         return []
     write_card(read_manifest(weights.source.path), facts.config, facts.run, facts.pretrained, folder, dtype)
-    lacking = copy_tokenizer(facts.config, folder)
+    lacking = copy_tokenizer(facts.config, folder, facts.is_named)
     return [lacking] if lacking else []
 
 

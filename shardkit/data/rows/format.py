@@ -126,10 +126,9 @@ def reading(path: str) -> Iterator[None]:
         DataError: the file cannot be read, is damaged, or takes more memory than a file of its size may.
     """
     try:
-        with memory_limit(LIMITS["data file"].at(os.stat(path).st_size)[0]) as n_bytes:
-            yield
-    except MemoryError as error:  # pyarrow's ArrowMemoryError is one
-        raise beyond(path, "data file", f"{gib(n_bytes)} of memory", DataError) from error
+        n_bytes, _ = LIMITS["data file"].at(os.stat(path).st_size)
+        with memory_limit(n_bytes, lambda: beyond(path, "data file", f"{gib(n_bytes)} of memory", DataError)):
+            yield  # pyarrow's ArrowMemoryError is a MemoryError
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise damaged(path, error) from error
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ... import files
 from ...errors import DataError
 from ...files import group_of_new_files, locked, mode_like
 from ..listing import TextFile, is_text, split_files, unreadable
@@ -27,11 +28,6 @@ META = "meta.json"
 _TEMPORARY = ".building-"
 _ABANDONED_AFTER_S = 24 * 3600.0
 _FIX = "set data.cache_dir to a directory that can be written and has room"
-
-
-def default_cache_dir() -> Path:
-    """$XDG_CACHE_HOME/shardkit, or ~/.cache/shardkit."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
 
 
 def cached_entry(
@@ -49,7 +45,7 @@ def cached_entry(
         DataError: the cache directory cannot be written, or is full.
     """
     try:
-        root = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+        root = Path(cache_dir).expanduser() if cache_dir else files.cache_dir()
     except RuntimeError as error:
         raise DataError("this user has no home directory to keep the token cache in", _FIX) from error
     entry = root / key

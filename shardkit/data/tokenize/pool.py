@@ -30,7 +30,8 @@ from .encode import SHOWN, Encoded, Encoder, Recipe, Report, encode_piece
 
 _LOG = logging.getLogger(__name__)
 _SMALL = 1 << 20
-"""Sets of at most this many bytes are encoded by a forked child: starting processes anew would take longer."""
+"""Sets whose files have at most this many bytes, packed or not, are encoded by a forked child, within limits of time,
+too: starting processes anew would take longer."""
 Result = tuple[Piece, Encoded, Report]
 
 
@@ -68,7 +69,8 @@ def encode_all(directory: Path, source: str, pieces: list[Piece], recipe: Recipe
     totals, n_lines = _Totals(), 0
     started = time.monotonic()
     with Writer(directory, recipe.dtype, recipe.masked) as writer:
-        results = _small(source, pieces, recipe) if total <= _SMALL else _large(directory, pieces, recipe, workers)
+        is_small = min(total, sum(Path(path).stat().st_size for path in {piece.path for piece in pieces})) <= _SMALL
+        results = _small(source, pieces, recipe) if is_small else _large(directory, pieces, recipe, workers)
         bar = _Progress(source, total)
         for piece, encoded, report in results:
             writer.append(encoded.tokens, encoded.lengths, encoded.places, encoded.is_target, ends=piece.ends)

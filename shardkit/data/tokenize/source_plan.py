@@ -17,6 +17,7 @@ from ...config.libraries import is_first_rank
 from ...config.schema import DataConfig
 from ...errors import ConfigError, DataError
 from ...files import open_regular
+from ...files.cgroups import n_cpus
 from ..chat import READS_CLOCK, LossOn, Template, at_date, no_template
 from ..listing import TextFile
 from ..rows.columns import Columns, choose_columns, names_to_find
@@ -119,7 +120,7 @@ def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str)
         "skips": not row_format.has_columns and len(files) > 1,  # a folder of text may hold a file of another encoding
         "template": None if template is None else text_digest(json.dumps([template.source, template.special])),
     }
-    workers = data.tokenize_workers or len(os.sched_getaffinity(0))
+    workers = data.tokenize_workers or n_cpus()
     return Plan(called, files, row_format, recipe, facts, workers)
 
 

@@ -116,7 +116,7 @@ class EventLog:
             allocation.consumed = not torch.is_grad_enabled()
 
     def labelled(self, index: int, label: str) -> None:
-        """Label a storage; of two labels the first of params, master_params, grads, optimizer, buffers wins."""
+        """Label a storage; of two labels the first in the order of `KINDS` wins."""
         allocation = self.allocations[index]
         old, new = _ORDER.get(allocation.label or "", len(_ORDER)), _ORDER.get(label, len(_ORDER))
         if allocation.label is None or new < old:

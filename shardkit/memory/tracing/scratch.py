@@ -26,6 +26,11 @@ def scratch(func: Any, args: Sequence[Any], out: Any) -> tuple[torch.device, int
     return None if device is None or count is None else (device, count(args, out))
 
 
+def may_take_scratch(func: Any) -> bool:
+    """Whether an operator's scratch memory is known on some kind of device."""
+    return any(_counted_by(func, kind) is not None for kind in ("cpu", "cuda"))
+
+
 @functools.cache
 def _counted_by(func: Any, kind: str) -> Count | None:
     name = schema(func).name

@@ -16,6 +16,7 @@ from ..phases import Phases
 from ..rows import CATEGORIES, Category, PhaseName
 from ..state import HasState, local_tensors
 from .events import EventLog, Peak, following_modules
+from .repeated import repeat_last_step
 from .tracker import TensorTracker
 
 BETWEEN = "between"
@@ -58,6 +59,10 @@ class Tracing:
     def stepped(self, source: HasState) -> None:
         label_state(self._tracker, source)
         self._log.mark(BETWEEN, "")
+
+    def repeats(self) -> bool:
+        """Log the last step once more, without taking it; False if another one would differ from it."""
+        return repeat_last_step(self._log, BETWEEN)
 
 
 def label_state(tracker: TensorTracker, source: HasState) -> None:

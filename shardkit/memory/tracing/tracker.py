@@ -9,17 +9,16 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..state import local_tensors
 from .compat import DEVICE, DispatchMode, Patches, schema, tensors
 from .events import EventLog
-from .scratch import scratch
+from .scratch import may_take_scratch, scratch
 
 Device = str | torch.device
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation")
@@ -130,19 +129,21 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         Patches.release(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(_wraps(cls) for cls in types):
-            return NotImplemented  # its own dispatch runs, and calls this mode again with the tensors inside
+        for cls in types:
+            if _wraps(cls):
+                return NotImplemented  # its own dispatch runs, and calls this mode again with the tensors inside
         if func is DEVICE:  # only a query, but as frequent as all operators together
             return getattr(args[0], "fake_device", None) or func(*args)
         out = func(*args, **(kwargs or {}))
         if not Patches.in_propagation():
-            name = "" if self.log is None else schema(func).name
-            self._see_result(reversed(out) if name in _LAST_FIRST else out, name, _returns_arguments(func))
+            traits = _traits(func)
+            self._see_result(reversed(out) if traits.is_last_first else out, traits.name, traits.is_older)
             if self.log is not None:
-                self._note_scratch(name, scratch(func, args, out))
-                if name in PRODUCTS and self.log.product_workspace and isinstance(out, torch.Tensor):
+                if traits.may_take_scratch:
+                    self._note_scratch(traits.name, scratch(func, args, out))
+                if traits.is_product and self.log.product_workspace and isinstance(out, torch.Tensor):
                     with self._updating():
-                        self.log.multiplied(str(out.device), name)
+                        self.log.multiplied(str(out.device), traits.name)
             if self._ran is not None:
                 self._ran(func, args, kwargs or {}, out)
         return out
@@ -160,7 +161,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
                 self.log.scratch(str(taken[0]), name, taken[1])
 
     def _see(self, tensor: torch.Tensor, label: str | None, op: str = "", is_older: bool = False) -> None:
-        for local in local_tensors(tensor):
+        for local in local_tensors(tensor) if _wraps(type(tensor)) else (tensor,):
             if local.device.type != "meta" and local.layout == torch.strided:
                 self._count(local, label, op, is_older)
 
@@ -199,17 +200,9 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
             if not self._busy:
                 self._bury()
 
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
+    def _updating(self) -> _Update:
         """Guard an update: remove dead storages before it (their addresses may be reused) and after it."""
-        with self._lock:
-            self._bury()
-            self._busy, before = True, self._busy
-            try:
-                yield
-            finally:
-                self._busy = before
-                self._bury()
+        return _Update(self)
 
     def _bury(self) -> None:
         while self._dead:
@@ -239,10 +232,58 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         return used[0] if used else str(asked_device)
 
 
+class _Update:
+    """The context of an update of a tracker; it may be within another one. See `TensorTracker._updating`."""
+
+    __slots__ = ("_before", "_tracker")
+
+    def __init__(self, tracker: TensorTracker) -> None:
+        self._tracker, self._before = tracker, False
+
+    def __enter__(self) -> None:
+        tracker = self._tracker
+        tracker._lock.acquire()
+        tracker._bury()
+        self._before, tracker._busy = tracker._busy, True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tracker = self._tracker
+        tracker._busy = self._before
+        try:
+            tracker._bury()
+        finally:
+            tracker._lock.release()
+
+
+class _Traits(NamedTuple):
+    """What is known about an operator before it runs.
+
+    Attributes:
+        is_older: its results lie in the memory of its arguments: views, and what it writes to.
+        is_last_first: its kernel makes the last result first.
+        is_product: it takes the matrix library's workspace.
+        may_take_scratch: it takes scratch memory on some kind of device.
+    """
+
+    name: str
+    is_older: bool
+    is_last_first: bool
+    is_product: bool
+    may_take_scratch: bool
+
+
 @functools.cache
-def _returns_arguments(func: Any) -> bool:
-    """Whether an operator's results lie in the memory of its arguments: views, and what it writes to."""
-    return any(result.alias_info is not None for result in schema(func).returns)
+def _traits(func: Any) -> _Traits:
+    name = schema(func).name
+    return _Traits(
+        name,
+        is_older=any(result.alias_info is not None for result in schema(func).returns),
+        is_last_first=name in _LAST_FIRST,
+        is_product=name in PRODUCTS,
+        may_take_scratch=may_take_scratch(func),
+    )
 
 
 @functools.cache

@@ -64,15 +64,20 @@ def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
     return Depth(layers, (shallower, deeper), at, layers_at_ends) if deeper < layers else None
 
 
+def is_slow(config: RunConfig) -> bool:
+    """Whether the whole model is traced and so deep that a rough trace takes a fraction of the time."""
+    if find_depth(config) is not None:
+        return False
+    rough = find_depth(config, rough=True)
+    return rough is not None and rough.layers >= MUCH_DEEPER
+
+
 def has_first_look(config: RunConfig) -> bool:
     """Whether a rough trace takes a fraction of the time of an exact one, and is as good as one of a deep model.
 
     It is not under ZeRO, whose buckets span layers.
     """
-    if config.parallel.strategy in STAGES or find_depth(config) is not None:
-        return False
-    rough = find_depth(config, rough=True)
-    return rough is not None and rough.layers >= MUCH_DEEPER
+    return config.parallel.strategy not in STAGES and is_slow(config)
 
 
 def _with_model(config: RunConfig, **changes: object) -> RunConfig:

@@ -84,6 +84,7 @@ class MemoryEstimate:
         device_memory, host_memory: the limits in bytes; `None` = not asked.
         uncertainty: expected relative error, 0 to 1.
         time: the time of a step; `None` = not asked.
+        n_packable: values that `model.quantize` would pack.
         largest, largest_block: values in the largest parameter, and in the largest repeated block.
     """
 
@@ -108,6 +109,7 @@ class MemoryEstimate:
     time: TimeEstimate | None = None
     largest: int = 0
     largest_block: int = 0
+    n_packable: int = 0
 
     @property
     def verdict(self) -> Verdict | None:

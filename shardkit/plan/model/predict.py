@@ -18,6 +18,7 @@ from ...hardware.cards import TYPICAL
 from ...memory.rows import CATEGORIES, PHASES
 from ...memory.tracing.compat import TRACKER
 from ...memory.tracing.events import EventLog
+from ...memory.tracing.repeated import repeat_last_step
 from ...memory.tracing.traced_step import BETWEEN, Tracing
 from ...memory.tracing.tracker import TensorTracker
 from ...parallel.weights import Weights
@@ -35,7 +36,7 @@ from ..simulate.step import count_model, on_fake, sample_batch, take_evaluation,
 from ..target import Target
 from .allocator import ROUND, Replay, replay, required, whole_pages
 from .cost import Segment, Speeds, TimeEstimate, speeds_of, step_time
-from .depth import Depth, Edges, edges, extended, find_depth, line
+from .depth import Depth, Edges, edges, extended, find_depth, is_slow, line
 from .estimate import (
     EVALUATION,
     CategoryEstimate,
@@ -50,8 +51,9 @@ from .work import WorkCounter
 _RECURRENT = 0.7
 """Uncertainty of plans with recurrent layers. An LSTM on the CPU took 1.7 times its plan, because a trace does not see
 the workspace of the kernel's library."""
-MICRO_BATCHES = 3
-"""Micro-batches traced per step: the first, one for all in the middle, and the last."""
+MICRO_BATCHES, FEW = 3, 2
+"""Micro-batches traced per step: the first, one for all in the middle, and the last. Of deep models, whose traces are
+slow, only the first and the last, which leave out a loss: 512 bytes. Times are of all three."""
 
 
 def prepare(target: Target, fakes: str = "cuda") -> Method:
@@ -109,7 +111,8 @@ def predict(
         reason = capability.CAPABILITIES["fp8"].on_cpu
         raise ConfigError(f"precision.mode=fp8 on {target.gpu.name}: {reason}", "use a newer card")
     micro_batches = resolve_batch(config, target.world_size)
-    config, notes = _traceable(config, min(micro_batches, 2 if rough else MICRO_BATCHES), rough)
+    few = FEW if rough or (is_slow(config) and not timed) else MICRO_BATCHES
+    config, notes = _traceable(config, min(micro_batches, few), rough)
     speeds = speeds_of(target) if timed else None
     device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
     scenario = Scenario(target, device, loop, speeds)
@@ -167,6 +170,7 @@ def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
         n_recurrent=deeper.n_recurrent,
         largest=deeper.largest,
         largest_block=deeper.largest_block,
+        n_packable=line(depth, (shallower.n_packable, deeper.n_packable)),
         device=device,
         host=extended(depth, shallower.host, deeper.host),
         segments=[
@@ -203,6 +207,7 @@ class _Trace(Replay):
     n_recurrent: int
     largest: int
     largest_block: int
+    n_packable: int
     device: Edges
     host: Edges
     segments: list[Segment]
@@ -244,7 +249,8 @@ def _traced(config: RunConfig, scenario: Scenario, ends: tuple[int, int] | None 
     room = (target.device_memory or 0) - _overhead(target)
     if real is not None and steps == 2 and ends is None and real.required <= room < real.reserved:
         # On a card that must release its cache, blocks in growing segments move until the third step too.
-        log = trace(config, scenario, 3)[0]
+        if not repeat_last_step(log, BETWEEN):
+            log = trace(config, scenario, 3)[0]
         real = replay(log, str(device), target.expandable)
     on_device = edges(log, str(device), ROUND if on_gpu else 1, *ends or ())
     on_host = edges(log, "cpu", 1, *ends or ()) if device.type == "cuda" else {}
@@ -330,7 +336,9 @@ def _follow(
     with wrapped(config, world, task, weights, scenario.loop) as strategy:
         tracing.wrapped(strategy, strategy.model)
         counts = count_model(strategy, task)
-        for _ in range(steps):
+        for number in range(steps):
+            if number == 2 and tracing.repeats():
+                break
             take_step(config, world, task, batch, inputs.n_targets, strategy, tracing)
             tracing.stepped(strategy)
         if inputs.evaluated is not None:  # its batch is made after the steps
@@ -389,6 +397,7 @@ def _estimate(
         time=time,
         largest=trace.largest,
         largest_block=trace.largest_block,
+        n_packable=trace.n_packable,
     )  # fmt: skip
 
 

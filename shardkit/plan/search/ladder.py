@@ -79,7 +79,9 @@ def default_rungs(world_size: int, config: RunConfig | None = None) -> list[Rung
 
 
 def _without_techniques(config: RunConfig) -> Iterator[str]:
-    """The overrides that reset the sections which the rungs change to their defaults."""
+    """The overrides that reset the sections which the rungs change to their defaults, and a base in 4 bits."""
+    if config.model.quantize is not None:
+        yield "model.quantize=null"
     for name in ("parallel", "precision", "activation"):
         section = getattr(config, name)
         defaults = type(section)()

@@ -59,7 +59,9 @@ resolve_process_group = PLANS.take("torch.distributed.distributed_c10d._resolve_
 PLANS.take("torch.ops.aten.add.Tensor._overloadpacket")
 LOCAL_SCALAR = PLANS.take("torch.ops.aten._local_scalar_dense.default")
 PIN_MEMORY = PLANS.take("torch.ops.aten._pin_memory.default")
+ALL_GATHER = PLANS.take("torch.ops.c10d._allgather_base_.default")
 GROUPED_MM = PLANS.take("torch.ops.aten._grouped_mm.default")
+_make_subclass = PLANS.take("torch.Tensor._make_subclass")
 own_apply = PLANS.take("torch.nn.Module._apply")
 PLANS.take("torch.amp.grad_scaler.GradScaler._maybe_opt_step")
 _split = PLANS.use(f"{_FSDP}._fsdp_param._chunk_with_empty")
@@ -81,6 +83,7 @@ _register_guard = FAKE_CUDA.use(
     "torch.lib.libc10._ZN3c104impl24DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE",
     _FAKE_DEVICE,
 )
+_raw_stream = FAKE_CUDA.use("torch._C._cuda_getCurrentRawStream", cuda=True)
 _foreach_types = [
     FAKE_CUDA.take(f"torch.{module}._foreach_supported_types") for module in ("optim.optimizer", "utils._foreach_utils")
 ]
@@ -108,6 +111,13 @@ _GUARD_SLOTS = 64  # more virtual functions than DeviceGuardImplInterface has
 _alive: list[Any] = []  # objects that C++ points to, and registrations, must live as long as the process
 
 
+def copy_of_fake(meta: torch.Tensor, device: torch.device, attributes: Mapping[str, Any]) -> FakeTensor:
+    """A fake tensor of a meta tensor's shape on a device, with the attributes of a new fake tensor on that device."""
+    fake = _make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+    fake.__dict__.update(attributes)
+    return fake  # type: ignore[no-any-return]
+
+
 def packet_of(func: Any) -> Any:
     """The operator (all overloads) that this overload belongs to."""
     return func._overloadpacket
@@ -115,16 +125,13 @@ def packet_of(func: Any) -> Any:
 
 @functools.cache
 def makes_alike(func: Any) -> bool:
-    """Whether an operator's results follow from its arguments' shapes, dtypes and numbers, which it leaves unchanged.
-
-    Views that are not declared as views do not count.
-    """
+    """Whether an operator's results follow from its arguments' shapes, dtypes and numbers, and it changes no shapes."""
     if getattr(func, "namespace", "") not in ("aten", "prims") or func.name() in _ALIASES or "resize" in func.name():
         return False
     return not _UNLIKE.intersection(func.tags)
 
 
-_ALIASES = ("aten::_unsafe_view", "aten::lift", "aten::lift_fresh", "aten::_efficientzerotensor")
+_ALIASES = ("aten::lift", "aten::lift_fresh", "aten::_efficientzerotensor")
 _UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
@@ -166,6 +173,8 @@ def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) ->
     for key, value in cuda.items():
         setattr(torch.cuda, key, value)
     torch.cuda._lazy_init = lambda: None
+    if not _raw_stream.exists():  # bitsandbytes, which peft imports, reads it where it sees a GPU
+        torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch.Event = cuda["Event"]  # type: ignore[misc]
     for key in ("current_stream", "synchronize"):  # FSDP2 calls these when it has gathered a frozen block for nothing
         setattr(torch.accelerator, key, cuda[key])

@@ -42,6 +42,7 @@ class LoopTraits:
         frozen: the type of a model's frozen weights beside adapters, whatever `precision.mode` is.
         embeddings_decay: embeddings are in the optimizer's group with weight decay, which decides how ZeRO cuts it up.
         fp32_adapters: ZeRO-3 computes with adapters in fp32, and casts the input of each to it.
+        bnb_layers: a base in 4 bits is bitsandbytes' own, and its adapters are peft's for it.
         keeps_cache: a transformers model copies every layer's keys and values, and holds them until its forward ends.
     """
 
@@ -51,6 +52,7 @@ class LoopTraits:
     embeddings_decay: bool = False
     fp32_adapters: bool = False
     keeps_cache: bool = False
+    bnb_layers: bool = False
 
     def engine(self) -> EngineFactory:
         """A factory of the engines that work on fake tensors, for this loop."""
@@ -64,6 +66,8 @@ class LoopTraits:
             task.hf.config.use_cache = True  # transformers' own default
         if self.frozen is not None and task.adapter is not None:
             task.adapter.frozen_dtype = getattr(torch, self.frozen)
+        if self.bnb_layers and task.adapter is not None:
+            task.adapter.use_bnb_layers()
 
     def change_model(self, model: nn.Module) -> nn.Module:
         """Give adapters the type that they have in this loop. Returns the model.
@@ -104,6 +108,10 @@ class PlannedDDP(DDP):
     @override
     def wrap(self, model: nn.Module, **options: Any) -> Wrapped:
         return cast(Wrapped, StandInDDP(model, **options, bucket_views=self._loop.bucket_views))
+
+    @override
+    def reduce_unused(self) -> None:
+        """Nothing: a trace assumes that every parameter gets a gradient."""
 
 
 class PlannedFSDP(FSDP):

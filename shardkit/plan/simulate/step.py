@@ -14,7 +14,7 @@ from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...memory.phases import Phases
 from ...memory.tracing.traced_step import Tracing
-from ...parallel.blocks import find_blocks
+from ...parallel.blocks import find_blocks, n_values, packable_values
 from ...parallel.optim import SPARED, make_optimizer
 from ...parallel.weights import Weights
 from ...parallel.world import World
@@ -82,16 +82,18 @@ def take_evaluation(
 
 def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
     """{"n_params": parameters of the wrapped model, "n_blocks": repeated blocks, "n_recurrent": LSTMs and the like,
-    "largest", "largest_block": values in the largest parameter, and in the largest block}."""
+    "largest", "largest_block": values in the largest parameter, and in the largest block, "n_packable": see
+    `packable_values`}."""
 
     def numel(module: nn.Module) -> list[int]:
-        return [int(getattr(p, "ds_numel", p.numel())) for p in module.parameters()]
+        return [n_values(name, param) for name, param in module.named_parameters()]
 
     blocks, every = find_blocks(strategy.model, getattr(task, "block_classes", ())), numel(strategy.model)
     recurrent = sum(isinstance(module, nn.RNNBase) for module in strategy.model.modules())
     return {
         "n_params": sum(every), "n_blocks": len(blocks), "n_recurrent": recurrent, "largest": max(every, default=0),
         "largest_block": max((sum(numel(block)) for block in blocks), default=0),
+        "n_packable": packable_values(blocks),
     }  # fmt: skip
 
 

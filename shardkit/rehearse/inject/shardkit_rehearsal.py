@@ -1,12 +1,15 @@
 """Records a rehearsed program from inside: each process's peaks of memory, steps, and the exception that ended it.
 
 `SHARDKIT_REHEARSAL` names the folder of the records, one JSON file a process. After `SHARDKIT_REHEARSAL_STEPS` steps of
-its optimizer a process waits to be ended.
+its optimizer a process waits to be ended; with `SHARDKIT_REHEARSAL_UNTIL=save` once a step follows a save of any rank.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
+import io
 import json
 import os
 import sys
@@ -15,7 +18,13 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any
 
+import shardkit_categories  # type: ignore[import-not-found]
+import shardkit_held  # type: ignore[import-not-found]
+import shardkit_tensors  # type: ignore[import-not-found]
+from shardkit_assumed import INSTALLED, Assumed  # type: ignore[import-not-found]
+
 BUILDING, FORWARD, EVALUATION, BACKWARD, UPDATE = "building", "forward", "evaluation", "backward", "update"
+SAVING = "save"
 """From the start to the first call of a module; `update` lasts from a backward to the end of the optimizer's step."""
 _DEEPSPEED_ENGINE = os.path.join("deepspeed", "runtime", "engine.py")
 
@@ -23,8 +32,8 @@ _DEEPSPEED_ENGINE = os.path.join("deepspeed", "runtime", "engine.py")
 class Recording:
     """Peaks, steps and the end of this process."""
 
-    def __init__(self, folder: str, max_steps: int) -> None:
-        self.folder, self.max_steps = folder, max_steps
+    def __init__(self, folder: str, max_steps: int, until_save: bool = False) -> None:
+        self.folder, self.max_steps, self.until_save = folder, max_steps, until_save
         self.pid = os.getpid()
         self.phase, self.steps = BUILDING, 0
         self.devices: dict[str, dict[str, Any]] = {}
@@ -34,13 +43,21 @@ class Recording:
         self._steps_of: dict[int, int] = {}
         self._backward_depth = 0
         self._module_hook: Any = None
+        self.assumed = Assumed()
+        self.at_update: dict[str, int] = {}
+        self.lines: dict[str, list[dict[str, Any]]] = {}
+        self.peak: dict[str, int] = {}
+        self.over_time: list[dict[str, Any]] = []
+        self.phases: list[dict[str, Any]] = []
+        self.holders = shardkit_held.StateHolders()
+        self.moments = [shardkit_categories.PhaseStart(0, BUILDING, 0)]
 
     def attach(self) -> None:
         """Follow the program's steps, once torch is there."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        register_optimizer_step_pre_hook(lambda *_: self._before_step())
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self._before_step(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: self._after_step(optimizer))
         run_backward, reset_peaks = torch.autograd.backward, torch.cuda.reset_peak_memory_stats
 
@@ -55,12 +72,16 @@ class Recording:
         torch.autograd.backward = backward
         torch.cuda.reset_peak_memory_stats = reset_peak_memory_stats
         torch.cuda.memory.reset_peak_memory_stats = reset_peak_memory_stats
+        torch.save = self._saving(torch.save)
+        if self._tells_lines():
+            shardkit_tensors.record_history(torch)
         self._await_module()
 
     def enter(self, phase: str) -> None:
         """Begin a phase; peaks until now belong to the one before."""
         self.read_peaks()
         self.phase = phase
+        self.moments.append(shardkit_categories.PhaseStart(time.time_ns() // 1000, phase, self.steps + 1))
         self.write()
 
     def read_peaks(self) -> None:
@@ -84,14 +105,52 @@ class Recording:
         if distributed.is_available() and distributed.is_initialized():
             self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
             if self.world_size > 1:
-                self.nccl_groups = max(self.nccl_groups, distributed.distributed_c10d.get_pg_count())
+                backends = [str(backend) for backend, _ in distributed.distributed_c10d._world.pg_map.values()]
+                self.nccl_groups = max(self.nccl_groups, sum("nccl" in backend for backend in backends))
 
     def finish(self, kind: str, **details: Any) -> None:
         """Record how this process ends; only its first end counts."""
         if not self.end:
             self.end = {"kind": kind, "time": time.time(), **details}
+            torch = sys.modules.get("torch")
+            if torch is not None and self._tells_lines() and _uses_cuda(torch):
+                with contextlib.suppress(RuntimeError):  # of a card that failed
+                    self._tell_history(torch)
         self.read_peaks()
         self.write()
+
+    def _tell_history(self, torch: Any) -> None:
+        """Take what torch's allocator remembers: lines and categories of the peak, and the curve as a file."""
+        histories = shardkit_tensors.histories(torch)
+        self.lines = {
+            device: shardkit_tensors.by_line(shardkit_tensors.at_peak(events)) for device, events in histories.items()
+        }
+        if not histories:
+            return
+        if not self.holders.holdings:
+            self.holders.note()
+        device = max(histories, key=lambda device: len(histories[device]))
+        history = shardkit_categories.History(histories[device], self.moments, self.holders.holdings)
+        trace = {"rank": self.rank, "device": f"cuda:{device}", **history.trace()}
+        self.peak, self.phases = trace["peak"]["categories"], history.steps()
+        os.makedirs(os.path.join(self.folder, "trace"), exist_ok=True)
+        with open(os.path.join(self.folder, "trace", f"rank{self.rank}.json"), "w") as file:
+            json.dump(trace, file)
+
+    def _sample(self) -> None:
+        """Note this process's memory at the end of a step."""
+        devices = {device: (peaks["allocated"], peaks["reserved"]) for device, peaks in self.devices.items()}
+        if not devices:
+            return
+        import torch
+
+        device = max(devices, key=lambda device: devices[device])
+        stats = torch.cuda.memory_stats(int(device))
+        self.over_time.append({
+            "step": self.steps, "time": time.time(), **_resident(),
+            "allocated": stats["allocated_bytes.all.current"], "reserved": stats["reserved_bytes.all.current"],
+            "peak_allocated": devices[device][0], "peak_reserved": devices[device][1],
+        })  # fmt: skip
 
     def write(self) -> None:
         """Replace this process's record. Processes that use no GPU and do not fail have none."""
@@ -101,20 +160,56 @@ class Recording:
         fields = {
             "pid": self.pid, "rank": self.rank, "world_size": self.world_size, "launched": "RANK" in os.environ,
             "devices": self.devices, "steps": self.steps, "phase": self.phase, "nccl_groups": self.nccl_groups,
-            "end": self.end,
+            "end": self.end, "assumptions": self.assumed.as_json(), "types": self.assumed.types(),
+            "at_update": self.at_update, "lines": self.lines, "peak": self.peak, "phases": self.phases,
+            "over_time": self.over_time, **_resident(),
         }  # fmt: skip
         with open(path + ".tmp", "w") as file:
             json.dump(fields, file)
         os.replace(path + ".tmp", path)
+
+    def _tells_lines(self) -> bool:
+        """Whether this rank is the one that tells the lines that made its tensors."""
+        live = os.environ.get("SHARDKIT_REHEARSAL_LIVE", "0").partition(",")[0]
+        return os.environ.get("SHARDKIT_REHEARSAL_LINES") == "1" and os.environ.get("RANK", live) == live
+
+    def _saving(self, save: Any) -> Any:
+        """A function that writes tensors to a file, as a phase of its own."""
+
+        @functools.wraps(save)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.phase == SAVING or any(isinstance(argument, io.BytesIO) for argument in args):
+                return save(*args, **kwargs)
+            before = self.phase
+            self.enter(SAVING)
+            try:
+                return save(*args, **kwargs)
+            finally:
+                self.enter(before)
+                with open(os.path.join(self.folder, "saved"), "w"):
+                    pass
+
+        run.is_of_rehearsal = True  # type: ignore[attr-defined]
+        return run
+
+    def _watch_safetensors(self) -> None:
+        """See safetensors' saves, once the program has imported it."""
+        module = sys.modules.get("safetensors.torch")
+        write = getattr(module, "serialize_file", None)
+        if write is not None and not getattr(write, "is_of_rehearsal", False):
+            module.serialize_file = self._saving(write)  # type: ignore[union-attr]
+
+    def _is_saved(self) -> bool:
+        return self.until_save and os.path.exists(os.path.join(self.folder, "saved"))
 
     def _await_module(self) -> None:
         """See the next call of any module, which begins a forward. One call only: hooks on all modules are slow."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         if self._module_hook is None:
-            self._module_hook = register_module_forward_pre_hook(lambda *_: self._module_called())
+            self._module_hook = register_module_forward_pre_hook(lambda module, _: self._module_called(module))
 
-    def _module_called(self) -> None:
+    def _module_called(self, module: Any) -> None:
         import torch
 
         if self._backward_depth or not _uses_cuda(torch):  # recomputed, or built on the host
@@ -122,22 +217,28 @@ class Recording:
         hook, self._module_hook = self._module_hook, None
         if hook is not None:
             hook.remove()
+        self._watch_safetensors()
+        self.holders.see_module(module)
         self.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
         if self.phase == EVALUATION:
             self._await_module()
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: Any) -> None:
         if self.phase != UPDATE and not self._backward_depth:
             self.enter(UPDATE)
+        self._note(optimizer)
         engine = _deepspeed_engine(sys._getframe())
         if engine is not None:
-            self.steps = int(engine.global_steps)
-            if self.steps >= self.max_steps:
-                self._wait_for_the_end()
+            if engine.global_steps > self.steps:
+                self.steps = int(engine.global_steps)
+                self._sample()
+            self._end_if_done()
 
     def _after_step(self, optimizer: Any) -> None:
+        self._note(optimizer)
         if _deepspeed_engine(sys._getframe()) is not None:  # it steps once for each group of parameters
             return
+        self.at_update = _held_by(optimizer)
         self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
         steps = min(self._steps_of.values())
         if max(self._steps_of.values()) > 2 * max(self.max_steps, steps):
@@ -145,14 +246,21 @@ class Recording:
         if steps > self.steps:
             self.read_peaks()
             self.steps = steps
+            self._sample()
             self.write()
-            if steps >= self.max_steps:
-                self._wait_for_the_end()
+            self._end_if_done()
         self._await_module()
 
-    def _wait_for_the_end(self) -> None:
-        """Keep the process alive: other ranks may still need its sockets and memory."""
-        self.finish("steps")
+    def _note(self, optimizer: Any) -> None:
+        if self._tells_lines():
+            self.holders.see_optimizer(optimizer)
+            self.holders.note()
+
+    def _end_if_done(self) -> None:
+        """After the last step keep the process alive: other ranks may still need its sockets and memory."""
+        if not (self._is_saved() or (self.steps >= self.max_steps and not self.until_save)):
+            return
+        self.finish("saved" if self.until_save else "steps")
         while True:
             time.sleep(3600)
 
@@ -181,8 +289,35 @@ def _launched_as() -> tuple[int, int]:
     return (int(rank), int(world_size)) if rank.isdecimal() and world_size.isdecimal() else (0, 1)
 
 
+def _resident() -> dict[str, int]:
+    """Bytes of host memory that this process has, and had at most."""
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    kib = {name: int(fields.get(field, "0").split()[0]) for name, field in (("rss", "VmRSS"), ("peak_rss", "VmHWM"))}
+    return {name: size * 1024 for name, size in kib.items()}
+
+
 def _uses_cuda(torch: Any) -> bool:
     return bool(torch.cuda.is_initialized())
+
+
+def _held_by(optimizer: Any) -> dict[str, int]:
+    """Bytes on GPUs of an optimizer's parameters, their gradients and its states; each tensor counts once."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors = {
+        "parameters": parameters, "gradients": [parameter.grad for parameter in parameters],
+        "optimizer states": [tensor for state in optimizer.state.values() for tensor in state.values()],
+    }  # fmt: skip
+    return {name: _n_bytes(members) for name, members in tensors.items()}
+
+
+def _n_bytes(tensors: list[Any]) -> int:
+    sizes = {}
+    for tensor in tensors:
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        if getattr(tensor, "is_cuda", False):
+            sizes[tensor.data_ptr()] = int(tensor.nbytes)
+    return sum(sizes.values())
 
 
 def _deepspeed_engine(frame: FrameType | None) -> Any:
@@ -203,7 +338,9 @@ RECORDING: Recording | None = None
 def begin() -> None:
     """Ready the emulated GPUs and the record of this process, before its program begins."""
     global RECORDING
-    RECORDING = Recording(os.environ["SHARDKIT_REHEARSAL"], int(os.environ.get("SHARDKIT_REHEARSAL_STEPS", "3")))
+    steps = int(os.environ.get("SHARDKIT_REHEARSAL_STEPS", "3"))
+    until_save = os.environ.get("SHARDKIT_REHEARSAL_UNTIL") == "save"
+    RECORDING = Recording(os.environ["SHARDKIT_REHEARSAL"], steps, until_save)
     _record_exceptions()
     os.register_at_fork(after_in_child=_begin_in_child)
     try:
@@ -218,14 +355,24 @@ def begin() -> None:
 def attach() -> None:
     """An entry point of `torch.backends`, called when torch has been imported."""
     if RECORDING is not None:
+        import emucuda
+
         RECORDING.attach()
+        emucuda.attach()
+        RECORDING.assumed.attach(str(emucuda.LIBRARIES / "libemucuda_no_compute.so"))
+        if live := os.environ.get("SHARDKIT_REHEARSAL_LIVE"):
+            import shardkit_pretended  # type: ignore[import-not-found]
+            import shardkit_stores  # type: ignore[import-not-found]
+
+            shardkit_pretended.attach([int(rank) for rank in live.split(",")])
+            shardkit_stores.attach([int(rank) for rank in live.split(",")])
         _record_exceptions()
         atexit.register(lambda: RECORDING.finish("exit") if RECORDING is not None else None)
 
 
 def _begin_in_child() -> None:
     if RECORDING is not None:
-        RECORDING.__init__(RECORDING.folder, RECORDING.max_steps)  # type: ignore[misc]
+        RECORDING.__init__(RECORDING.folder, RECORDING.max_steps, RECORDING.until_save)  # type: ignore[misc]
 
 
 def _record_exceptions() -> None:
@@ -246,8 +393,7 @@ def _record_exceptions() -> None:
 
 def _program_line(frames: traceback.StackSummary) -> str:
     """The innermost line that no installed library holds, else the innermost."""
-    installed = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<frozen")
-    programs = [frame for frame in frames if not any(part in frame.filename for part in installed)]
+    programs = [frame for frame in frames if not any(part in frame.filename for part in INSTALLED)]
     if not frames:
         return ""
     frame = (programs or frames)[-1]

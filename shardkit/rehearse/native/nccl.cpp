@@ -1,5 +1,5 @@
 // NCCL between processes of one machine. An operation runs on its stream's thread, after what the stream holds already.
-#include <nccl.h>
+#include "nccl_api.h"
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,8 +36,8 @@ struct Operation {
 
 bool ranks_agree(const Operation& op) {
   ncclComm& comm = *op.comm;
-  for (int rank = 0; rank < comm.ranks; rank++) {
-    const Call& call = comm.shared->calls[rank];
+  for (int rank : comm.live) {
+    const Call& call = comm.shared->calls[comm.index[rank]];
     bool rooted = op.kind == BROADCAST || op.kind == REDUCE;
     if (call.kind == op.kind && call.type == op.type && call.number == op.number && !(rooted && call.root != op.peer))
       continue;
@@ -75,7 +75,9 @@ void take(const Operation& op, size_t begin, size_t number, size_t stride) {
       reduce(to, parts, number, op.type, op.reduction, op.scale);
       break;
     }
-    case BROADCAST: std::memcpy(to, comm.slots[op.peer], number * width); break;
+    case BROADCAST:  // from a pretended rank comes what this one has
+      std::memmove(to, comm.pretended(op.peer) ? op.from + begin * width : comm.slots[op.peer], number * width);
+      break;
     case ALL_GATHER:
       for (int rank = 0; rank < comm.ranks; rank++)
         std::memcpy(op.to + (rank * op.number + begin) * width, comm.slots[rank], number * width);
@@ -91,14 +93,15 @@ void take(const Operation& op, size_t begin, size_t number, size_t stride) {
 // False: aborted, or the device was lost.
 bool run_collective(Operation& op) {
   ncclComm& comm = *op.comm;
-  comm.shared->calls[comm.rank] = {op.kind, op.type, op.peer, op.number, op.ready_ms};
+  comm.shared->calls[comm.index[comm.rank]] = {op.kind, op.type, op.peer, op.number, op.ready_ms};
   if (!comm.meet(comm.shared->data)) return false;
   if (!ranks_agree(op)) {
     comm.error = ncclInvalidUsage;
     comm.aborted = true;
     return false;
   }
-  for (int rank = 0; rank < comm.ranks; rank++) op.ready_ms = std::max(op.ready_ms, comm.shared->calls[rank].ready_ms);
+  for (int each : comm.live)
+    op.ready_ms = std::max(op.ready_ms, comm.shared->calls[comm.index[each]].ready_ms);
   size_t width = width_of(op.type);
   // None may write its next call before all have read this one; a collective of data meets below.
   if (!op.number || op.number * width > emucuda_skip_above()) return comm.meet(comm.shared->data);
@@ -140,8 +143,24 @@ bool move_message(Operation& op) {
   return true;
 }
 
+// Messages to pretended ranks are dropped. From one comes what this rank sends to itself, if it does (an all-to-all),
+// else nothing.
+void answer_for_pretended(ncclComm& comm, std::vector<Operation*>& messages) {
+  const Operation* to_itself = nullptr;
+  for (auto* op : messages)
+    if (op->kind == SEND && op->peer == comm.rank) to_itself = op;
+  for (auto* op : messages) {
+    if (!comm.pretended(op->peer)) continue;
+    op->bytes_done = op->number * width_of(op->type);
+    if (op->kind != RECEIVE || !to_itself) continue;
+    size_t bytes = std::min(op->bytes_done, to_itself->number * width_of(to_itself->type));
+    if (bytes <= emucuda_skip_above()) std::memcpy(op->to, to_itself->from, bytes);
+  }
+}
+
 // All messages of a group at once; those of one peer and direction in order.
 void run_messages(ncclComm& comm, std::vector<Operation*>& messages) {
+  answer_for_pretended(comm, messages);
   while (!comm.aborted && !lost(comm.device)) {
     uint32_t movements = comm.shared->mail;
     bool moved = false, left = false;
@@ -265,16 +284,31 @@ EMU_EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   return ncclSuccess;
 }
 EMU_EXPORT ncclResult_t ncclCommInitRank(ncclComm_t* made, int ranks, ncclUniqueId id, int rank) {
-  return ncclComm::make(made, id.internal, ranks, rank);
+  return ncclComm::make(made, id.internal, ranks, rank, nullptr);
 }
-EMU_EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int ranks, ncclUniqueId id, int rank, ncclConfig_t*) {
-  return ncclComm::make(made, id.internal, ranks, rank);
+EMU_EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int ranks, ncclUniqueId id, int rank,
+                                               ncclConfig_t* config) {
+  return ncclComm::make(made, id.internal, ranks, rank, config);
 }
 EMU_EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t* made, int ranks, int rank, int, ncclUniqueId* ids,
-                                                 ncclConfig_t*) {
-  return ncclComm::make(made, ids[0].internal, ranks, rank);
+                                                 ncclConfig_t* config) {
+  return ncclComm::make(made, ids[0].internal, ranks, rank, config);
 }
-EMU_EXPORT ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* made, ncclConfig_t*) {
+// Of a communicator with pretended ranks: which of them join a part is not known here, so the part's name tells its size
+// and its live ranks; `key` is the rank in it, as torch numbers them.
+static ncclResult_t split_pretending(ncclComm_t comm, int color, int key, ncclComm_t* made, const ncclConfig_t* config) {
+  int split = comm->splits++, size = 0;
+  *made = nullptr;
+  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  std::string name = config && config->netName ? config->netName : "";
+  if (name == comm->name || std::sscanf(name.c_str(), "shardkit-live:%d:", &size) != 1) {
+    std::fprintf(stderr, "[emucuda] ncclCommSplit: the size of the part is not known, as ranks are pretended\n");
+    return ncclInvalidUsage;
+  }
+  return ncclComm::make(made, comm->id + "s" + std::to_string(split) + "c" + std::to_string(color), size, key, config);
+}
+EMU_EXPORT ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* made, ncclConfig_t* config) {
+  if (comm->pretends()) return split_pretending(comm, color, key, made, config);
   Shared& shared = *comm->shared;
   shared.color[comm->rank] = color;
   shared.key[comm->rank] = key;
@@ -289,7 +323,7 @@ EMU_EXPORT ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclC
   std::sort(members.begin(), members.end());
   auto me = std::find_if(members.begin(), members.end(), [&](auto& member) { return member.second == comm->rank; });
   return ncclComm::make(made, comm->id + "s" + std::to_string(split) + "c" + std::to_string(color),
-                        static_cast<int>(members.size()), static_cast<int>(me - members.begin()));
+                        static_cast<int>(members.size()), static_cast<int>(me - members.begin()), nullptr);
 }
 EMU_EXPORT ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 EMU_EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {

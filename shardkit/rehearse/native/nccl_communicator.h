@@ -1,6 +1,6 @@
 // What the ranks of a communicator share: memory in which they meet and through which bytes move.
 #pragma once
-#include <nccl.h>
+#include "nccl_api.h"
 
 #include <atomic>
 #include <condition_variable>
@@ -13,7 +13,7 @@ namespace emu {
 
 const size_t SLOT_BYTES = 1 << 20;  // each rank's part of a collective, at a time
 const size_t MAIL_BYTES = 1 << 20;  // a message's part, at a time
-const int MAX_RANKS = 64;
+const int MAX_RANKS = 64;  // that are processes
 
 // Sleep while `word` is `value`; wakes up by itself now and then, so that a caller can look whether it was aborted.
 void wait_while(std::atomic<uint32_t>& word, uint32_t value);
@@ -43,10 +43,12 @@ struct Mailbox {
 }  // namespace emu
 
 struct ncclComm {
-  std::string id;
+  std::string id, name;  // `name`: the config's, which tells the live ranks
   int ranks, rank, device;
+  std::vector<int> live;   // ranks that are processes; the others are pretended
+  std::vector<int> index;  // of each rank among the live ones; -1: pretended
   emu::Shared* shared;
-  std::vector<char*> slots;
+  std::vector<char*> slots;  // of each rank; a pretended one has that of the live rank before it, else of the first
   char* mailboxes;
 
   std::atomic<bool> aborted{false};
@@ -57,7 +59,10 @@ struct ncclComm {
   int splits = 0;
   std::map<int, double> scales;  // of the operations that ncclRedOpCreatePreMulSum made
 
-  static ncclResult_t make(ncclComm** made, const std::string& id, int ranks, int rank);
+  bool pretended(int rank) const { return index[rank] < 0; }
+  bool pretends() const { return live.size() < index.size(); }
+
+  static ncclResult_t make(ncclComm** made, const std::string& id, int ranks, int rank, const ncclConfig_t* config);
   void close();
   void abort();
   bool meet(emu::Barrier& barrier);  // false: aborted, or the device was lost

@@ -1,6 +1,6 @@
 // Sums, products, minima, maxima and averages over the ranks' buffers, in rank order and float32 for half precision.
 #pragma once
-#include <nccl.h>
+#include "nccl_api.h"
 
 #include <cstdint>
 #include <cstring>

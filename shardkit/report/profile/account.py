@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from .chrome_trace import OUTSIDE, PHASES, ProfiledAllocation, Trace
 
-CATEGORIES = ("params", "master_params", "grads", "optimizer", "buffers", "activations", "other")
+CATEGORIES = ("params", "quantized", "master_params", "grads", "optimizer", "buffers", "activations", "other")
 """The ledger's kinds of state, activations, and the rest: scratch, communication, gathered parameters."""
-STATE = CATEGORIES[:5]
+STATE = CATEGORIES[:6]
 TOP = 30
 """Most entries of each list."""
 

@@ -122,10 +122,10 @@ def _two(names: tuple[str, str], runs: tuple[Summary, Summary]) -> Iterator[str]
     yield ""
     before, after = runs[0]["peak"], runs[1]["peak"]
     yield f"peak: A in {before['phase']}, B in {after['phase']}"
+    held = {c: (before["categories"].get(c, 0), after["categories"].get(c, 0)) for c in CATEGORIES}
     rows = [
-        [c, *_change(before["categories"][c], after["categories"][c]), _share(before["categories"][c], before["bytes"]),
-         _share(after["categories"][c], after["bytes"])]
-        for c in CATEGORIES if before["categories"][c] or after["categories"][c]
+        [c, *_change(*held[c]), _share(held[c][0], before["bytes"]), _share(held[c][1], after["bytes"])]
+        for c in CATEGORIES if any(held[c])
     ]  # fmt: skip
     rows.append(["all", *_change(before["bytes"], after["bytes"]), "", ""])
     yield from _table(["", "A", "B", "change", "of A", "of B"], rows, "<>>>>>")

@@ -19,7 +19,11 @@ _COLUMNS = 1000
 """Most moments to draw; moments that share a column show the one with the most bytes."""
 # Okabe and Ito's palette, distinguishable with any colour vision.
 _COLORS = dict(
-    zip(CATEGORIES, ("#0072b2", "#56b4e9", "#d55e00", "#009e73", "#f0e442", "#e69f00", "#999999"), strict=True)
+    zip(
+        CATEGORIES,
+        ("#0072b2", "#cc79a7", "#56b4e9", "#d55e00", "#009e73", "#f0e442", "#e69f00", "#999999"),
+        strict=True,
+    )
 )
 _SHADES = {"forward": "#cfe3f5", "backward": "#f7d9c8", "optimizer": "#cdeadd"}
 

@@ -5,14 +5,16 @@ DeepSpeed pairs the ranks' gathers and reductions by their order alone, and upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...config.capability import CAPABILITIES
 from ...config.schema import RunConfig
+from ...config.strategy import StrategyName
 from ...errors import ConfigError
 from ...parallel.blocks import chosen_members
 from ...parallel.world import World
@@ -40,7 +42,7 @@ class ChosenParts:
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, world: World) -> None:
         members = {} if config.parallel.find_unused is False else chosen_members(model, blocks)
         self._model, self._members, self._world = model, members, world
-        self._strategy = config.parallel.strategy
+        self._strategy: StrategyName = config.parallel.strategy
         self._member_of: dict[int, str] = {}
         for name in sorted(members, key=len):  # the innermost member comes last
             self._member_of |= {id(p): name for p in members[name].parameters() if p.requires_grad}
@@ -49,6 +51,7 @@ class ChosenParts:
         self._skipped: set[int] = set()
         self._copies: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._order: _AgreedOrder | None = None
+        self._is_last = True
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Give each member parameter groups of its own, so that it can be left out of an update and count its steps."""
@@ -68,17 +71,37 @@ class ChosenParts:
         """Take over the order of DeepSpeed's reductions, its gathers of the members and its update of their groups."""
         if stage_of(zero) == 3:
             gather_with_callers(self._model, self._members, zero)
-        if not self._names:
-            return
-        for group in masters_of(zero):
+        self._zero = zero
+        if self._names:
+            self._count(self._names)
+            self._agree_on_order()
+
+    def allow(self, names: Collection[str]) -> None:
+        """Let ranks use these parameters differently too, from the present backward on; collective.
+
+        They have no parameter groups of their own: a step in which no rank uses them is refused.
+        """
+        fresh = {id(p): fqn for fqn, p in self._model.named_parameters() if fqn in names and id(p) not in self._names}
+        self._names |= fresh
+        self._count(fresh)
+        if self._order is None:
+            self._agree_on_order().begin(self._is_last)
+
+    def _count(self, keys: Collection[int]) -> None:
+        """Note which of these parameters, by id, get gradients on this rank."""
+        for group in masters_of(self._zero):
             for param in group:
-                if id(param) in self._names:
+                if id(param) in keys:
                     param.register_hook(partial(self._note, id(param)))  # type: ignore[no-untyped-call]
-        self._zero, self._order = zero, _AgreedOrder(zero, self._world, self._strategy)
-        zero._optimizer_step = self._skipping(zero._optimizer_step)
+
+    def _agree_on_order(self) -> _AgreedOrder:
+        self._order = _AgreedOrder(self._zero, self._world, self._strategy)
+        self._zero._optimizer_step = self._skipping(self._zero._optimizer_step)
+        return self._order
 
     def begin_backward(self, is_last: bool) -> None:
         """Call before each backward; `is_last` on the step's last micro-batch."""
+        self._is_last = is_last
         if self._order is not None:
             self._order.begin(is_last)
 
@@ -86,7 +109,7 @@ class ChosenParts:
         """Find the groups that no rank used in this step: they are not updated; collective.
 
         Raises:
-            ConfigError: a member was used in part, so its group can be neither updated nor left out.
+            ConfigError: a group was used in part, so it can be neither updated nor left out.
         """
         if self._order is None:
             return
@@ -96,17 +119,32 @@ class ChosenParts:
         used = {key for key, count in zip(self._names, counts, strict=True) if count}
         self._used.clear()
         self._skipped.clear()
+        used_in_part: list[int] = []
         for index, params in enumerate(masters_of(self._zero)):
             unused = [id(param) for param in params if id(param) in self._names and id(param) not in used]
-            if not unused:
-                continue
             if len(unused) < len(params):
-                raise ConfigError(
-                    f"{self._member_of[unused[0]]} was used in part in this step: {self._names[unused[0]]} got no "
-                    f"gradient on any rank, which parallel.strategy={self._strategy} cannot leave alone by itself",
-                    "use all of the module's parameters, freeze those, or set parallel.strategy=fsdp",
-                )
-            self._skipped.add(index)
+                used_in_part += unused
+            else:
+                self._skipped.add(index)
+        if used_in_part:
+            raise self._used_in_part(used_in_part)
+
+    def _used_in_part(self, unused: Sequence[int]) -> ConfigError:
+        """The error for a group of which these parameters, by id, got no gradient on any rank."""
+        member, name = self._member_of.get(unused[0]), self._names[unused[0]]
+        if member is None:
+            n_trained = sum(len(params) for params in masters_of(self._zero))
+            return ConfigError(
+                f"{len(unused)} of {n_trained} parameters got no gradient in this step on any rank ({name}"
+                f"{', …' if len(unused) > 1 else ''}), which parallel.strategy={self._strategy} cannot train: "
+                f"{CAPABILITIES['unused_params'].reasons[self._strategy]}",
+                "freeze them (requires_grad_(False)), use them in the loss, or set parallel.strategy=fsdp",
+            )
+        return ConfigError(
+            f"{member} was used in part in this step: {name} got no gradient on any rank, which parallel.strategy="
+            f"{self._strategy} cannot leave alone by itself",
+            "use all of the module's parameters, freeze those, or set parallel.strategy=fsdp",
+        )
 
     def _note(self, key: int, grad: torch.Tensor) -> None:
         self._used.add(key)

@@ -29,7 +29,7 @@ from .chosen import ChosenParts
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
 from .finite_norms import FiniteNorms
-from .gathers import KeepReused
+from .gathers import DifferingBlocks, KeepReused, compare_before_gathers, keep_behind_other_outputs
 from .state import (
     EPILOGUE,
     BuiltInPartitions,
@@ -98,7 +98,7 @@ class ZeRO:
             self._fqns = {id(param): fqn for fqn, param in named}
         if any(hasattr(param, "ds_tensor") for _, param in named):
             for fqn, param in named:
-                self._fill_partition(fqn, param, weights)
+                _fill_partition(fqn, param, weights, self._world.rank)
         else:
             weights.materialise(model, self._world.device, self._world)
             named = list(model.named_parameters())
@@ -123,18 +123,12 @@ class ZeRO:
         self.optimizer = self._zero.optimizer
         self._chosen.attach(self._zero)
         self._reused = KeepReused(self._zero.parameter_offload) if self.stage == 3 else None
+        self._differing = DifferingBlocks(model, self._zero.parameter_offload) if self.stage == 3 else None
+        if self.stage == 3:
+            keep_behind_other_outputs(model)
         self._norms = FiniteNorms(self._zero, self._world.device)
         setattr(self._zero, EPILOGUE, self._with_meanwhile(getattr(self._zero, EPILOGUE)))
         _return_freed_memory()  # DeepSpeed has copied every partition into one buffer
-
-    def _fill_partition(self, fqn: str, param: Any, weights: Weights) -> None:
-        """Draw this rank's range of a parameter into its ZeRO-3 partition; the rest is zero padding."""
-        part = param.ds_tensor
-        start = self._world.rank * part.ds_numel
-        part.data.zero_()
-        n_local = min(part.ds_numel, max(param.ds_numel - start, 0))
-        weights.fill(fqn, param.ds_shape, part.data[:n_local], start)
-        param.ds_secondary_tensor = None  # hpz: a copy of the old values
 
     def _on_cpu(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Replace AdamW by DeepSpeed's vectorised CPU kernel; other optimizers stay torch's own."""
@@ -156,8 +150,27 @@ class ZeRO:
         self._chosen.begin_backward(is_last)
         return nullcontext()
 
+    def allow_differing_use(self, names: Collection[str]) -> None:
+        """Let ranks use these parameters differently from the present micro-batch on; called on every rank alike,
+        between forward and backward."""
+        self._chosen.allow(names)
+
+    def gather_with_block(self, block: nn.Module, part: nn.Module) -> None:
+        """ZeRO-3: gather a part of a block now, and later with the block; called on every rank alike, in forward."""
+        assert self._differing is not None, "facts.gathers_by_layer says so"
+        self._differing.gather(block, part)
+
+    def compare_gathers(self, compare: Callable[[str], None]) -> None:
+        """Call `compare` with a parameter's name before this rank gathers it alone: ranks have to do so alike."""
+        if self.stage == 3:
+            compare_before_gathers(
+                ((self._fqns[id(param)], param) for param in self._engine.module.parameters()), compare
+            )
+
     def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
         self._meanwhile = meanwhile
+        if self._differing is not None:
+            self._differing.end_forward()
         if self._reused is None:
             self._engine.backward(loss, scale_wrt_gas=False)
             return
@@ -238,6 +251,16 @@ class ZeRO:
         if hasattr(self, "_engine"):
             self._engine.destroy()
         vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
+
+
+def _fill_partition(fqn: str, param: Any, weights: Weights, rank: int) -> None:
+    """Draw a rank's range of a parameter into its ZeRO-3 partition; the rest is zero padding."""
+    part = param.ds_tensor
+    start = rank * part.ds_numel
+    part.data.zero_()
+    n_local = min(part.ds_numel, max(param.ds_numel - start, 0))
+    weights.fill(fqn, param.ds_shape, part.data[:n_local], start)
+    param.ds_secondary_tensor = None  # hpz: a copy of the old values
 
 
 def _return_freed_memory() -> None:

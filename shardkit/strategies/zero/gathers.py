@@ -25,6 +25,8 @@ _MODULE_HOOKS = (
 for _name in _MODULE_HOOKS:
     ENGINE.use(f"{_OFFLOAD}.{_name}")
 ENGINE.use("deepspeed.runtime.zero.partition_parameters.Init.is_external_param")
+for _name in ("is_invalid_trace", "_invalidate_trace", "fetch_sub_module"):
+    ENGINE.use(f"deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.{_name}")
 
 
 def gather_with_callers(model: nn.Module, members: Mapping[str, nn.Module], zero: Any) -> None:
@@ -96,6 +98,56 @@ def _check_gathered(name: str, caller: str, member: nn.Module, *_: Any) -> None:
         )
 
 
+class DifferingBlocks:
+    """Gathers a block whole, if ranks use different parts of it (a branch chosen by the data), and keeps it gathered
+    from its first call to the update.
+
+    Ranks would gather its layers in different orders otherwise: in backward, too, since what a rank uses decides where
+    a recomputation begins.
+    """
+
+    def __init__(self, model: nn.Module, offload: Any) -> None:
+        self._model, self._offload = model, offload
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._gathered_ids: set[int] = set()
+        self._differing: list[nn.Module] = []
+
+    def gather(self, block: nn.Module, part: nn.Module) -> None:
+        """Gather the part, which only some ranks call in this forward; collective."""
+        self._forget_trace()
+        keep(part.parameters())
+        for module in part.modules():
+            self._offload.get_param_coordinator().fetch_sub_module(module, forward=True)
+        self._differing.append(block)
+
+    def end_forward(self) -> None:
+        """Gather the blocks in which `gather` was called; collective then. Before, ranks were inside and outside of
+        them."""
+        blocks = {id(block): block for block in self._differing if id(block) not in self._gathered_ids}
+        self._differing.clear()
+        if not blocks:
+            return
+        from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+        if not self._gathered_ids:  # after DeepSpeed's own hook, which begins a trace
+            self._model.register_forward_pre_hook(self._forget_trace)
+        for block in blocks.values():
+            self._gathered_ids.add(id(block))
+            keep(block.parameters())
+            for param in block.parameters():
+                register_external_parameter(block, param)
+            self._offload.get_param_coordinator().fetch_sub_module(block, forward=True)
+        if torch.distributed.get_rank() == 0:
+            names = ", ".join(self._names[key] for key in blocks)
+            _LOG.warning("ranks use different parts of %s, which zero3 keeps gathered to the update from now on", names)
+
+    def _forget_trace(self, *_: Any) -> None:
+        """DeepSpeed gathers ahead by a trace of the calls, which has to be the same on every rank."""
+        coordinator = self._offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+
+
 class KeepReused:
     """Keeps parameters gathered until the update where DeepSpeed would free them before their last use.
 
@@ -146,6 +198,41 @@ class KeepReused:
             gather(module)
 
         return going_back
+
+
+def keep_behind_other_outputs(model: nn.Module) -> None:
+    """Keep a module's own parameters gathered to the update if its output is no tensor, tuple, list or dict.
+
+    DeepSpeed finds no tensors in other outputs (a dataclass), and so not the moment before the module's backward.
+    """
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        if _is_opaque(output):
+            keep(module.parameters(recurse=False))
+            keep(param for _, param in module.ds_external_parameters())
+
+    for module in model.modules():
+        module.register_forward_hook(look, prepend=True)  # before DeepSpeed's hook, which frees the parameters
+
+
+def _is_opaque(output: Any) -> bool:
+    """Whether an output holds objects in which DeepSpeed looks for no tensors."""
+    if isinstance(output, (tuple, list, dict)):
+        return any(map(_is_opaque, output.values() if isinstance(output, dict) else output))
+    return not isinstance(output, (torch.Tensor, str, int, float, type(None)))
+
+
+def compare_before_gathers(named: Iterable[tuple[str, Any]], compare: Callable[[str], None]) -> None:
+    """Call `compare` with a parameter's name before a read outside of its module's call gathers it."""
+
+    def compared(name: str, param: Any, gather: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        compare(name)
+        if args or kwargs or param.ds_status.name != "AVAILABLE":  # comparing may have gathered it on every rank
+            return gather(*args, **kwargs)
+        return None
+
+    for name, param in named:
+        param.all_gather = partial(compared, name, param, param.all_gather)
 
 
 def keep(params: Iterable[Any]) -> None:

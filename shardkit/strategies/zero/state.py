@@ -13,6 +13,7 @@ from torch import nn
 from ...config.libraries import Feature
 from ...errors import CheckpointError
 from ...memory.rows import StateKind
+from ...memory.state import weight_state
 from ...parallel.weights import even_range, exchange, parameters_on_meta, replace_parameters
 from ..base import Shard
 from ..states import create_states, flat, scalars_of, set_scalars
@@ -196,7 +197,7 @@ def zero12_state(module: nn.Module, zero: Any) -> Iterator[tuple[StateKind, torc
         yield "params", flat_group
     for param in module.parameters():
         if not param.requires_grad:
-            yield "params", param.detach()
+            yield from weight_state(param)
     yield from _masters_and_states(zero, zero.single_partition_of_fp32_groups)
     for grads_by_group in (zero.averaged_gradients, zero.all_grad_tensors):
         for grads in grads_by_group.values():

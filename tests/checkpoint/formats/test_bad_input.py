@@ -114,6 +114,7 @@ def test_a_tensor_that_is_not_contiguous(tmp_path: Path, capsys: pytest.CaptureF
     assert "not contiguous" in fails(capsys, tmp_path / "m.pt", "--to", "torch", "--out", tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_damaged_checkpoint_of_shardkit(runs_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = runs_root / "llama" / "checkpoints" / "step_00000002"
@@ -138,6 +139,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_leaves_nothing(plain_file: Path, tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys\n"

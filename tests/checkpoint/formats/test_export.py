@@ -147,6 +147,7 @@ def test_a_model_that_cannot_be_built_is_exported_without_its_config(runs_root: 
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_only_the_config_of_the_named_run_is_code(
     runs_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

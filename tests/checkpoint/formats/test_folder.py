@@ -17,6 +17,7 @@ from shardkit.checkpoint.formats import start
 from shardkit.checkpoint.formats.convert import convert
 from shardkit.checkpoint.formats.detect import open_source
 from shardkit.checkpoint.formats.folder import copy_tokenizer, write_configs
+from shardkit.checkpoint.formats.targets import model_facts
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError
 from shardkit.strategies.base import Shard
@@ -211,6 +212,29 @@ def test_links_out_of_a_strangers_folder_are_not_published(tmp_path: Path) -> No
         with pytest.raises(CheckpointError, match=r"is a link to .*environ, outside of the model's folder"):
             copy_tokenizer(load_config(None, {"task.name": "hf_causal_lm", "model.init_from": str(model)}).config, out)
         assert not any(b"hf_secret" in file.read_bytes() for file in out.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("key", ["data.chat_template", "data.tokenizer"])
+def test_a_file_that_a_strangers_config_names_is_not_published(key: str, tmp_path: Path) -> None:
+    """The config that lies around a step may name any file of the user's; only a run that is named may publish it."""
+    secret = tmp_path / "token"
+    secret.write_text("hf_secret")
+    hub.make_folder(tmp_path / "model", "llama")
+    keys = {"task.name": "hf_causal_lm", "model.init_from": str(tmp_path / "model"), key: str(secret)}
+    for is_named in (False, True):
+        out = tmp_path / f"out-{is_named}"
+        out.mkdir()
+        note = copy_tokenizer(load_config(None, keys).config, out, is_named)
+        assert (f"names {secret}, a file that is copied only if the run is named" in note) is not is_named
+        assert any(b"hf_secret" in file.read_bytes() for file in out.iterdir() if file.is_file()) is is_named
+
+
+def test_the_path_of_a_step_does_not_name_its_run(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints" / "step_00000001"
+    step.mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("model: {preset: debug}\n")
+    named = [model_facts(path, step).is_named for path in (tmp_path, step.parent, step)]
+    assert named == [True, False, False]
 
 
 def test_files_of_the_hubs_cache_are_links_to_its_blobs(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, in
 LATER = pytest.mark.release
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def check_rows(out: Path, folder: Path) -> None:
             assert torch.equal(found[name][OLD:], mean.expand(NEW - OLD, -1)), name
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_new_rows_are_the_mean_under_every_engine_and_loaders_read_the_export(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ LEFT_OUT = {
     "task.factory": "a task of the user's own", "task.args": "a task of the user's own",
     "model.preset": "each task's small model", "model.hf_config": "a file", "model.hf": "keys of transformers",
     "model.init_from": "a file", "model.resize_embeddings": "needs a tokenizer",
+    "model.quantize": "the rows of the small models are no multiples of a block",
     "model.vocab_size": "the task's small model", "model.max_seq_len": "the task's small model",
     "model.d_model": "the task's small model", "model.n_layers": "the task's small model",
     "model.n_heads": "the task's small model", "model.dropout": "ranks draw different elements than one process",

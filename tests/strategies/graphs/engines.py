@@ -78,7 +78,7 @@ class Arm:
 
     @property
     def compiles(self) -> bool:
-        return "offload" in f"{self.engine} {self.then}"
+        return any("zero" in name and "offload" in name for name in (self.engine, self.then or ""))
 
     def run(self, curve: Curve) -> None:
         try:
@@ -149,13 +149,35 @@ def _train(arm: Arm, curve: Curve) -> None:
         gc.collect()
 
 
+class LeaveGroups:
+    """Leave the process groups that a refused payload left behind, and see that the ranks still understand each other.
+
+    For ranks that all refused before an update: none of them waits for a message of another one.
+    """
+
+    compiles = False
+
+    def run(self, curve: Curve) -> None:
+        for group in _left_behind:
+            dist.destroy_process_group(group)
+        _left_behind.clear()
+        total = torch.ones(1000)
+        dist.all_reduce(total)
+        assert torch.equal(total, torch.full((1000,), float(dist.get_world_size()))), "a message of the refused payload"
+
+
+_left_behind: list[dist.ProcessGroup] = []
+"""The process groups of the last payload, if it was refused."""
+
+
 def _report(payload: Payload) -> Report:
     curve: Curve = []
-    groups = len(compat.groups())
+    groups = list(compat.groups())
     try:
         payload.run(curve)
     except ShardkitError as error:
-        return Report(curve, str(error), refused=True, clean=len(compat.groups()) == groups)
+        _left_behind[:] = [group for group in compat.groups() if group not in groups]
+        return Report(curve, str(error), refused=True, clean=not _left_behind)
     except BaseException:
         return Report(curve, traceback.format_exc().replace(f"{REPO}/", ""), clean=False)
     finally:

@@ -165,7 +165,8 @@ class ParameterHook(Feature):
 
     def build(self, graph: Graph) -> None:
         for holder in [graph.head, *(block.norm for block in graph.some_blocks(self.draws))]:
-            holder.weight.register_hook(lambda grad: 0.5 * grad)
+            if holder.weight.requires_grad:  # another feature may have frozen the block
+                holder.weight.register_hook(lambda grad: 0.5 * grad)
 
 
 FEATURES: list[type[Feature]] = [

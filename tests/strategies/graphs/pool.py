@@ -13,13 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.ranks import _context, _end, _main
+from tests.ranks import _context, _end, _Job, _main
 
-from .engines import Payload, Report
+from .engines import LeaveGroups, Payload, Report
 
-PREPARED_IN_S, GRACE_S = 300.0, 5.0
+PREPARED_IN_S, GRACE_S, LEFT_IN_S = 300.0, 5.0, 20.0
 """Longest wait beyond a payload's limit for processes that start and for DeepSpeed's CPU optimizer, which is compiled
-when it is first used; and the wait for the other ranks once one rank has failed."""
+when it is first used; the wait for the other ranks once one rank has failed; and for ranks to leave a payload's
+process groups."""
 
 
 class Pool:
@@ -58,8 +59,19 @@ class Pool:
         self._fresh, self._compiled = False, self._compiled or payload.compiles
         if any(report is None or not report.clean for report in reports):
             self.stacks = self._stacks() if None in reports else ""
-            self.stop()  # a rank that has failed may have left messages behind
+            if not self._refused_alike(reports) or not self._left_groups():
+                self.stop()  # a rank that has failed may have left messages behind
         return reports
+
+    def _refused_alike(self, reports: list[Report | None]) -> bool:
+        """Whether every rank refused the payload before the first update."""
+        return all(report is not None and report.refused and not report.curve for report in reports)
+
+    def _left_groups(self) -> bool:
+        """Whether the ranks have left the process groups of a refused payload, and can go on."""
+        for pipe in self._pipes:
+            pipe.send(LeaveGroups())
+        return all(report is not None and report.clean for report in self._collect(time.monotonic() + LEFT_IN_S))
 
     def _collect(self, deadline: float) -> list[Report | None]:
         reports: list[Report | None] = [None] * self.world
@@ -86,8 +98,8 @@ class Pool:
         context = _context(None, False)
         kwargs = {"pipes": theirs, "stacks": self._folder.name}
         target = "tests.strategies.graphs.engines:serve"
-        job = (self.world, target, 24 * 3600.0, {}, True, False, kwargs, self._folder.name)
-        self._ranks = [context.Process(target=_main, args=(rank, *job)) for rank in range(self.world)]
+        job = _Job(self.world, target, 24 * 3600.0, {}, True, False, kwargs, self._folder.name)
+        self._ranks = [context.Process(target=_main, args=(rank, job)) for rank in range(self.world)]
         for process in self._ranks:
             process.start()
         for end in theirs:

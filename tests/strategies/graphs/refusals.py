@@ -8,6 +8,8 @@ REASONS: dict[str, str] = {
     "a block that a rank skips": r"calls \S+ where rank \d+ calls \S+|is at the end of forward where|"
     r"calls \S+ where rank \d+ is at the end of forward",
     "parameters that ranks use differently": r"the loss of rank \d+ depends on \d+ parameters that rank \d+'s does not",
+    "a second backward under selective_op": r"selective_op: backward reached \S+ a second time",
+    "parameters updated more often than others": r"the checkpoint says \d+ for \S+ and \d+ for \S+, but ZeRO",
     "parameters without a gradient": r"\d+ of \d+ parameters got no gradient in (the first|this) step",
 }
 """Reason → a pattern of its message."""

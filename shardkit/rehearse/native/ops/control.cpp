@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "../core.h"
+#include "assumptions.h"
 #include "boxed.h"
 #include "record.h"
 #include "validity.h"
@@ -58,6 +59,7 @@ Operands operands(const c10::FunctionSchema& schema, const std::vector<IValue>& 
     const auto& argument = schema.arguments()[i];
     each_tensor(given[i], [&](const Tensor& tensor) {
       if (!tensor.defined() || (!tensor.is_cuda() && tensor.dim() == 0)) return;
+      see_type(static_cast<int>(tensor.scalar_type()));
       found.all_small &= tensor.is_cuda() && tensor.layout() == at::kStrided && is_small(tensor);
       if (is_written(argument)) (argument.is_out() ? found.written : found.updated).push_back(tensor);
       if (!argument.is_out()) found.read = std::max(found.read, validity(tensor));
@@ -90,9 +92,26 @@ int64_t positions(const std::vector<IValue>& given) {  // of the dimension that 
   return from.dim() ? from.size(-1) : 1;
 }
 
+// any() of what nobody computed is False, all() is True: nothing overflows, all is finite, nothing is drawn again.
+bool answer_for_all(const std::string& name, const std::vector<Tensor>& answers) {
+  bool any = name == "aten::any" || name.rfind("aten::any.", 0) == 0;
+  if (!any && name != "aten::all" && name.rfind("aten::all.", 0) != 0) return false;
+  for (const Tensor& tensor : answers) {
+    if (!is_small(tensor)) return false;
+    Spend computing(COMPUTING);
+    drain_current_stream(tensor.device());
+    on_host(tensor).fill_(any ? 0 : 1);
+    mark(tensor, Validity::computed);
+  }
+  assume(any ? Assumption::ANY_IS_FALSE : Assumption::ALL_IS_TRUE);
+  return true;
+}
+
 void skip(const CudaKernel& entry, const std::vector<IValue>& given, const std::vector<Tensor>& fresh,
           const Operands& found) {
+  if (answer_for_all(entry.name, fresh.empty() ? found.written : fresh)) return;
   bool chooses = CHOOSES_POSITIONS.count(entry.name);
+  if (chooses) assume(Assumption::POSITIONS_GO_ROUND);
   auto answer = [&](const Tensor& tensor) {
     if (!(chooses && decides(tensor) && is_small(tensor))) return leave(tensor);
     fill_positions(tensor, positions(given));
@@ -132,6 +151,7 @@ void compute(const OperatorHandle& op, const CudaKernel& entry, std::vector<IVal
 // that it has computed. The CPU's does it, and its results get memory.
 void compute_alone(const OperatorHandle& op, const CudaKernel& entry, Stack* stack, const Operands& found) {
   if (entry.name == "aten::equal" && !decides(stack->back().toTensor()) && found.read != Validity::computed) {
+    assume(Assumption::NOT_EQUAL);
     torch::jit::drop(*stack, 2);  // training moves what it trains: no two are equal
     return torch::jit::push(*stack, false);
   }
@@ -183,12 +203,17 @@ void refuse_to_read(const Tensor& tensor, const std::string& name) {
               tensor.scalar_type(), " values that were not computed (EMUCUDA_COMPUTE=0)");
 }
 
+void assume_one(const Tensor& tensor) {
+  if (validity(tensor) == Validity::stand_in) assume(Assumption::IS_ONE);
+}
+
 void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   Spend bookkeeping(BOOKKEEPING);
   const CudaKernel& entry = kernels().at(op.operator_name());
   Tensor to = (*stack)[stack->size() - 3].toTensor(), from = (*stack)[stack->size() - 2].toTensor();
   // Bytes are another tensor's, or quantised floats: a program keeps them, and decides by none.
   if (from.is_cuda() && !to.is_cuda() && from.scalar_type() != at::kByte) refuse_to_read(from, entry.name);
+  if (from.is_cuda() && !to.is_cuda() && from.numel() == 1) assume_one(from);
   if (from.is_cuda() && to.is_cuda()) return counted(op, keys, stack);
   call_kernel(entry.kernel, op, keys, stack);
   // torch converts types on the side where that is cheaper: what moved is at most this.
@@ -200,6 +225,7 @@ void read_scalar(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
   Spend bookkeeping(BOOKKEEPING);
   const CudaKernel& entry = kernels().at(op.operator_name());
   refuse_to_read(stack->back().toTensor(), entry.name);
+  assume_one(stack->back().toTensor());
   call_kernel(entry.kernel, op, keys, stack);
 }
 

@@ -1,0 +1,315 @@
+"""Fill a quantised base: read or draw its weights a piece at a time, pack each piece, and drop it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import CheckpointError, gib
+from ..parallel.weights import Weights, even_range, exchange
+from ..parallel.world import World
+from ..strategies import Strategy
+from ..strategies.base import Shard
+from .formats.start import names_in, open_weights
+from .frozen_base import tensor_sum
+from .resume import agreed
+from .stored_packed import StoredLayers, holds_packed
+
+PIECE = 2**20
+"""Most weights that a rank holds unpacked at once, beyond the largest block."""
+_SCALE_BYTES = 4
+_LISTED = 6
+"""Most parts of a base that the line about it lists; further ones are summed."""
+Read = Callable[[str, int, torch.Tensor], None]
+"""(layer's weight in the wrapped model, index of the first element, out): fills `out`, 1-D."""
+OpenReader = Callable[[ExitStack], Read | StoredLayers]
+"""Opens the source of weights; the stack closes it."""
+
+
+class Quantizer(Protocol):
+    """Packs weights. See `models.quantized.BaseQuantizer`."""
+
+    shapes: dict[str, tuple[int, ...]]
+    settings: Any
+
+    @property
+    def code(self) -> torch.Tensor:
+        """The 16 numbers that codes stand for."""
+        ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def double(self) -> bool:
+        """Whether a layer's scales are quantised together."""
+        ...
+
+    def pack(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pack whole blocks of a flattened weight; returns the packed bytes and the blocks' fp32 scales, both 1-D."""
+        ...
+
+    def state(self, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The bytes that a layer holds for its blocks' scales, 1-D, by the parameter's name."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Bytes of a packed tensor that this rank fills.
+
+    Attributes:
+        start: the first byte in the whole tensor.
+        counts: whether no other rank fills the same bytes for the digest.
+    """
+
+    start: int
+    local: torch.Tensor
+    counts: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.local.numel()
+
+    def take(self, packed: torch.Tensor, start: int) -> None:
+        """Copy those bytes of a piece that are in the range; the piece begins at byte `start` of the tensor."""
+        low, high = max(self.start, start), min(self.end, start + packed.numel())
+        if low < high:
+            self.local[low - self.start : high - self.start].copy_(packed[low - start : high - start])
+
+
+def fill_quantized(
+    strategy: Strategy,
+    world: World,
+    group: dist.ProcessGroup,
+    quantizer: Quantizer,
+    base_name: Callable[[str], str | None],
+    open_reader: OpenReader,
+    dtype: torch.dtype,
+) -> dict[str, int]:
+    """Fill the packed weights of the wrapped model; collective.
+
+    Each rank packs the blocks of its own shard; of tensors that every rank holds whole, an even part that it sends.
+
+    Args:
+        base_name: maps a parameter's name to its name in the model without the adapter.
+        dtype: the type from which weights are packed.
+
+    Returns:
+        The checksum of each layer's weight, unpacked and in `dtype`, by its name in the model without the adapter; of
+        its packed bytes if it was read packed.
+
+    Raises:
+        CheckpointError: a rank cannot read a weight.
+    """
+    replicated = not strategy.facts.shards_parameters
+    tensors = {shard.name.removeprefix("model."): shard for shard in strategy.load_targets()}
+    names = [fqn.removesuffix(".packed") for fqn in tensors if fqn.endswith(".packed")]
+    layers = {name: base_name(f"{name}.weight") or "" for name in names}
+    parts = ("packed", "absmax", "nested") if quantizer.double else ("packed", "absmax")
+    sums = torch.zeros(len(layers), dtype=torch.int64)
+    order = {name: index for index, name in enumerate(sorted(layers))}
+    problem: CheckpointError | None = None
+    with ExitStack() as at_end:
+        try:
+            read = open_reader(at_end)
+        except CheckpointError as error:
+            problem = error
+        agreed(group, problem)
+        for name, weight in layers.items():
+            ranges = {part: _range_of(tensors[f"{name}.{part}"], world, replicated) for part in parts}
+            shape = quantizer.shapes[weight.removesuffix(".weight")]
+            packed = _Packed(0, 0, torch.empty(0))
+            try:
+                if isinstance(read, StoredLayers):
+                    sums[order[name]] = _take_stored(read, weight, ranges)
+                    continue
+                packed = _pack_layer(f"{name}.weight", shape, ranges, quantizer, read, dtype)
+            except CheckpointError as error:
+                problem = error
+            if quantizer.double and not isinstance(read, StoredLayers):
+                packed = _with_all_scales(packed, math.prod(shape) // quantizer.block_size, group, problem is not None)
+            if problem is not None or packed.failed:
+                break
+            sums[order[name]] = packed.checksum
+            _take_state(packed, ranges, quantizer)
+    agreed(group, problem)
+    if replicated and world.size > 1:
+        exchange([tensors[f"{name}.{part}"].local for name in layers for part in parts])
+    dist.all_reduce(sums, group=group)
+    return {layers[name]: int(sums[index]) for name, index in order.items()}
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A layer whose packed bytes are filled, and whose scales are not.
+
+    Attributes:
+        checksum: of this rank's part of the weight.
+        first_block: the block of the first scale.
+        scales: fp32, 1-D.
+        failed: whether a rank could not read the layer.
+    """
+
+    checksum: int
+    first_block: int
+    scales: torch.Tensor
+    failed: bool = False
+
+
+def _with_all_scales(packed: _Packed, n_blocks: int, group: dist.ProcessGroup, failed: bool) -> _Packed:
+    """The layer with the scales of all its blocks, which double quantisation needs together; collective.
+
+    Ranks that packed the same block have the same scale, and no scale is negative.
+    """
+    scales = torch.zeros(n_blocks + 1)
+    scales[packed.first_block : packed.first_block + packed.scales.numel()] = packed.scales
+    scales[n_blocks] = float(failed)
+    dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
+    return _Packed(packed.checksum, 0, scales[:n_blocks].to(packed.scales.device), bool(scales[n_blocks]))
+
+
+@torch.no_grad()
+def _take_stored(stored: StoredLayers, weight: str, ranges: dict[str, _Range]) -> int:
+    """Fill this rank's bytes of one layer with those of a folder; returns their checksum."""
+    checksum = 0
+    for part, of_part in ranges.items():
+        for begin in range(0, of_part.local.numel(), PIECE):
+            n_bytes = min(PIECE, of_part.local.numel() - begin)
+            piece = torch.empty(n_bytes, dtype=torch.uint8)
+            stored.read_into(weight, part, of_part.start + begin, piece)
+            of_part.local[begin : begin + n_bytes].copy_(piece)
+            checksum += tensor_sum(piece, of_part.start + begin) if of_part.counts else 0
+    return checksum
+
+
+def _take_state(packed: _Packed, ranges: dict[str, _Range], quantizer: Quantizer) -> None:
+    """Fill this rank's bytes of a layer's scales."""
+    for part, state in quantizer.state(packed.scales).items():
+        ranges[part].take(state, packed.first_block * _SCALE_BYTES)
+
+
+def _range_of(shard: Shard, world: World, replicated: bool) -> _Range:
+    """The bytes of a packed tensor that this rank fills: its shard, or an even part of a tensor that it holds whole."""
+    if not replicated:
+        return _Range(shard.start, shard.local, shard.replica == 0)
+    start, end = even_range(shard.local.numel(), world.rank, world.size)
+    return _Range(start, shard.local[start:end], counts=True)
+
+
+@torch.no_grad()
+def _pack_layer(
+    name: str, shape: tuple[int, ...], ranges: dict[str, _Range], quantizer: Quantizer, read: Read, dtype: torch.dtype
+) -> _Packed:
+    """Fill this rank's packed bytes of one layer."""
+    block, checksum, packed = quantizer.block_size, 0, ranges["packed"]
+    device = packed.local.device
+    spans = [(2 * packed.start, 2 * packed.end)] if packed.local.numel() else []
+    if ranges["absmax"].local.numel() and not quantizer.double:
+        of_scales = ranges["absmax"]
+        spans.append((of_scales.start // _SCALE_BYTES * block, -(-of_scales.end // _SCALE_BYTES) * block))
+    if not spans:
+        return _Packed(0, 0, torch.empty(0, device=device))
+    low = min(start for start, _ in spans) // block * block
+    high = min(-(-max(end for _, end in spans) // block) * block, math.prod(shape))
+    step = max(PIECE // block, 1) * block
+    scales = torch.empty((high - low) // block, device=device)
+    for start in range(low, high, step):
+        weights = torch.empty(min(step, high - start), dtype=dtype)
+        read(name, start, weights)
+        if packed.counts:
+            begin, end = max(start, 2 * packed.start), min(start + weights.numel(), 2 * packed.end)
+            if begin < end:
+                checksum += tensor_sum(weights[begin - start : end - start], begin)
+        packed_bytes, piece_scales = quantizer.pack(weights.to(device))
+        packed.take(packed_bytes, start // 2)
+        scales[(start - low) // block :][: piece_scales.numel()] = piece_scales
+    return _Packed(checksum, low // block, scales)
+
+
+def drawing(weights: Weights, quantizer: Quantizer, base_name: Callable[[str], str | None]) -> OpenReader:
+    """Draw weights as the run's seed does without `model.quantize`."""
+
+    def read(name: str, start: int, out: torch.Tensor) -> None:
+        shape = quantizer.shapes[(base_name(name) or "").removesuffix(".weight")]
+        weights.fill(name, torch.Size(shape), out, start)
+
+    return lambda at_end: read
+
+
+def reading(
+    path: str | Path, model: nn.Module, quantizer: Quantizer, base_name: Callable[[str], str | None]
+) -> OpenReader:
+    """Read weights from anything that `model.init_from` takes; packed ones of bitsandbytes as they are.
+
+    Raises (where it is opened):
+        CheckpointError: a layer's weight is missing, or has another shape.
+    """
+
+    def open_reader(at_end: ExitStack) -> Read | StoredLayers:
+        source = open_weights(Path(path), model)
+        at_end.callback(source.close)
+        if holds_packed(source):
+            return StoredLayers(source, weight_shapes(quantizer), quantizer.settings, quantizer.code)
+        stored = names_in(source, weight_shapes(quantizer))
+
+        def read(name: str, start: int, out: torch.Tensor) -> None:
+            tensor_name = stored[base_name(name) or ""]
+            piece = torch.empty(out.numel(), dtype=source.tensors[tensor_name].dtype)
+            source.read_into(tensor_name, start, piece)
+            out.copy_(piece)
+
+        return read
+
+    return open_reader
+
+
+def weight_shapes(quantizer: Quantizer) -> dict[str, tuple[int, ...]]:
+    """The shapes of the packed layers' weights, by their names in files of the model."""
+    return {f"{layer}.weight": shape for layer, shape in quantizer.shapes.items()}
+
+
+def describe(model: nn.Module, quantizer: Quantizer, kind: str) -> str:
+    """One line: the share of the base's values that is packed, its bytes, and the parts that are not, with theirs."""
+    packed, scales, n_packed = 0, 0, sum(map(math.prod, quantizer.shapes.values()))
+    unpacked: Counter[str] = Counter()
+    n_values = n_packed
+    for fqn, param in model.named_parameters():
+        if param.requires_grad:
+            continue
+        n_bytes = param.numel() * param.element_size()
+        if fqn.endswith(".packed"):
+            packed += n_bytes
+        elif fqn.endswith((".absmax", ".nested")):
+            scales += n_bytes
+        else:
+            n_values += param.numel()
+            unpacked[_shortened(fqn.removeprefix("module."))] += n_bytes
+    parts = unpacked.most_common()
+    listed = ", ".join(f"{name} {gib(n_bytes)}" for name, n_bytes in parts[:_LISTED])
+    if parts[_LISTED:]:
+        listed += f" and {len(parts) - _LISTED} smaller parts {gib(sum(n_bytes for _, n_bytes in parts[_LISTED:]))}"
+    dtypes = sorted({_dtype(p) for p in model.parameters() if p.is_floating_point() and not p.requires_grad})
+    return (
+        f"quantised: {len(quantizer.shapes)} layers, {n_packed / max(n_values, 1):.1%} of the base, in {kind} "
+        f"({gib(packed)}, scales {gib(scales)}); in {' and '.join(dtypes)}: {listed or 'nothing'}"
+    )
+
+
+def _shortened(fqn: str) -> str:
+    """A parameter's name with `*` for the numbers of layers, and without its last part if that says nothing."""
+    return re.sub(r"\.\d+(?=\.)", ".*", fqn).replace(".base_layer.", ".").removesuffix(".weight")
+
+
+def _dtype(param: torch.Tensor) -> str:
+    return str(param.dtype).removeprefix("torch.")

@@ -1,0 +1,66 @@
+"""Counts what the emulated GPU told the program without having computed it, by the program's line."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import linecache
+import os
+import sys
+from collections import Counter
+from types import FrameType
+
+ASSUMPTIONS = ("any", "all", "one", "positions", "unequal")
+"""In the order of `Assumption` in native/ops/assumptions.h; docs/rehearse.md has a row for each."""
+TYPES = {15: "bf16", 23: "fp8", 24: "fp8"}
+"""Of c10::ScalarType, those that not every card has."""
+INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<frozen", os.path.dirname(__file__))
+"""Parts of the paths of files that are not the program's."""
+_Callback = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+
+class Assumed:
+    """The assumptions that this process made, and the types of tensors that it used."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str, int]] = Counter()
+        self._library: ctypes.CDLL | None = None
+        self._callback = _Callback(self._tell)
+
+    def attach(self, library: str) -> None:
+        """Listen to the emulated GPU, which is loaded by now."""
+        self._library = ctypes.CDLL(library)
+        self._library.emucuda_types_seen.restype = ctypes.c_ulonglong
+        self._library.emucuda_on_assumption(self._callback)
+        atexit.register(lambda: self._library and self._library.emucuda_on_assumption(None))
+
+    def _tell(self, number: int) -> None:
+        try:
+            frame: FrameType | None = sys._getframe(1)
+        except ValueError:  # a thread of autograd's
+            frame = None
+        filename, line = program_line(frame)
+        self.counts[ASSUMPTIONS[number], filename, line] += 1
+
+    def as_json(self) -> list[dict[str, str | int]]:
+        """A row for each assumption and line, the most frequent first."""
+        rows: list[dict[str, str | int]] = []
+        for (name, filename, line), count in self.counts.most_common():
+            text = linecache.getline(filename, line).strip()
+            source_line = f"{filename}:{line}: {text}" if filename else "in backward"
+            rows.append({"assumption": name, "count": count, "source_line": source_line})
+        return rows
+
+    def types(self) -> list[str]:
+        seen = int(self._library.emucuda_types_seen()) if self._library else 0
+        return sorted({name for bit, name in TYPES.items() if seen >> bit & 1})
+
+
+def program_line(frame: FrameType | None) -> tuple[str, int]:
+    """File and line of the innermost frame that no installed library holds, else of the innermost."""
+    innermost = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+    while frame is not None:
+        if not any(part in frame.f_code.co_filename for part in INSTALLED):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return innermost

@@ -1,0 +1,43 @@
+"""Rehearsals of this environment's programs, for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shardkit.rehearse import build
+from shardkit.rehearse.environment import ask, check
+from tests.emulated_cuda.build import WORK
+
+
+def linked_cache(folder: Path) -> Path:
+    """A cache with the emulation in it, linked from the object files of this environment's."""
+    torch = check(ask([sys.executable], os.environ))
+    name = f"torch-{torch.version}-cuda{torch.cuda_major}-{build.digest(torch)}"
+    build.Build(torch, folder / "shardkit" / "rehearse" / name, WORK).run()
+    return folder
+
+
+def rehearsed(
+    cache: Path, folder: Path, *options: str, command: list[str]
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The ended command, and its verdict; every process that it started is gone."""
+    words = [sys.executable, "-m", "shardkit.cli", "rehearse", "--json", *options, "--", *command]
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
+    running = [process.cmdline() for process in psutil.process_iter() if str(folder) in " ".join(cmdline(process))]
+    assert not running
+    return done, json.loads(done.stdout) if done.stdout else {}
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []

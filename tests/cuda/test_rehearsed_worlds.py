@@ -1,0 +1,90 @@
+"""Worlds larger than the machine: a live rank among pretended ones has the peaks that it has among live ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda.rehearsals import linked_cache, rehearsed
+from tests.emulated_cuda import REPO, needs_emulation
+
+pytestmark = [pytest.mark.gpu, needs_emulation, pytest.mark.timeout(600)]
+WORLDS = str(Path(__file__).with_name("worlds.py"))
+SHARDKIT = [
+    sys.executable, "-m", "shardkit.train", "--config", str(REPO / "configs/quickstart.yaml"), "parallel.strategy=fsdp",
+    "run.device=cuda",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return linked_cache(tmp_path_factory.mktemp("cache"))
+
+
+def peaks(cache: Path, folder: Path, live: str, *modes: str) -> dict[str, list[str]]:
+    """Each mode's peaks on rank 0 of four, allocated and reserved, as the program itself reads them."""
+    options = ["--ranks", "4", "--live", live, "--steps", "99"]
+    done, verdict = rehearsed(cache, folder, *options, command=[sys.executable, WORLDS, *modes])
+    assert done.returncode == 0, done.stderr
+    assert len(verdict["ranks"]) == len(live.split(","))
+    lines = [line.split() for line in done.stderr.splitlines() if line.startswith("PEAK")]
+    return {mode: sizes for _, mode, rank, *sizes in lines if rank == "0"}
+
+
+@pytest.mark.parametrize(
+    "modes", [("talk", "ddp", "fsdp", "hsdp", "tp", "zero3"), ("bound", "hsdp", "tp")], ids=["lazy", "split"]
+)
+def test_among_pretended_ranks_the_peaks_are_the_same(modes: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
+    among_pretended = peaks(cache, tmp_path, "0", *modes)
+    assert list(among_pretended) == list(modes)
+    assert among_pretended == peaks(cache, tmp_path, "0,1,2,3", *modes)
+
+
+def test_shardkits_own_ranks_have_the_same_peaks(cache: Path, tmp_path: Path) -> None:
+    def rank_0(live: str) -> dict[str, Any]:
+        command = [*SHARDKIT, f"run.dir={tmp_path / 'run'}"]
+        done, verdict = rehearsed(cache, tmp_path, "--ranks", "4", "--live", live, command=command)
+        assert done.returncode == 0, done.stderr
+        return dict(verdict["ranks"][0])
+
+    assert rank_0("0") == rank_0("0,1,2,3")
+
+
+ASKS = """
+import os, torch, torch.distributed as dist
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+x = torch.ones(4, device="cuda")
+shapes = [None]
+if rank % 2 == 0:
+    dist.send(x, rank + 1)
+    dist.recv_object_list(shapes, src=rank + 1)
+else:
+    dist.recv(x, rank - 1)
+    dist.send_object_list([f"from {rank}"], dst=rank - 1)
+messages = [dist.P2POp(dist.isend, x, (rank + 1) % world), dist.P2POp(dist.irecv, torch.empty_like(x), rank - 1)]
+for work in dist.batch_isend_irecv(messages if rank else messages[:1]):
+    work.wait()
+print("GOT", rank, shapes, flush=True)
+"""
+
+
+def test_a_rank_that_is_asked_for_what_nobody_can_invent_becomes_live(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    done, verdict = rehearsed(cache, tmp_path, "--ranks", "512", command=[sys.executable, "asks.py"])
+    assert done.returncode == 0, done.stderr
+    assert [rank["rank"] for rank in verdict["ranks"]] == [0, 1]
+    assert "rehearsing again with ranks 0,1 live" in done.stderr and "GOT 0 ['from 1']" in done.stderr
+
+
+def test_with_live_ranks_that_the_user_named_it_is_refused(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    done, verdict = rehearsed(cache, tmp_path, "--ranks", "512", "--live", "2", command=[sys.executable, "asks.py"])
+    assert done.returncode == 7, done.stderr
+    assert "rank 2 asks rank 3, which is pretended, for 1 numbers of type int64" in verdict["reason"]
+    assert "recv_object_list" in verdict["reason"] and "--live 2,3" in verdict["reason"]
+    assert "asks.py:10" in verdict["reason"]

@@ -1,0 +1,146 @@
+"""A rank's memory by category: state by address, what a forward leaves behind, and what gathers parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.rehearse import injected
+
+PROGRAM = {"filename": "/home/me/train.py", "line": 9, "name": "train"}
+MODULE = {"filename": "/env/site-packages/torch/nn/modules/linear.py", "line": 5, "name": "forward"}
+FSDP = {
+    "filename": "/env/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+    "line": 7,
+    "name": "",
+}
+CHECKPOINT = {"filename": "/env/site-packages/torch/utils/checkpoint.py", "line": 3, "name": "unpack_hook"}
+DDP = {"filename": "/env/site-packages/torch/nn/parallel/distributed.py", "line": 2, "name": "forward"}
+PHASES = [(0, "building", 0), (20, "forward", 1), (40, "backward", 1), (60, "update", 1)]
+
+
+def event(time_us: int, action: str, address: int, size: int, *frames: dict[str, Any]) -> dict[str, Any]:
+    stack = list(frames or (MODULE, PROGRAM))
+    return {"time_us": time_us, "action": action, "addr": address, "size": size, "frames": stack}
+
+
+def a_step() -> list[dict[str, Any]]:
+    """Weights at 100, a kept and a passing tensor of the forward, a gradient, an optimizer state."""
+    return [
+        event(5, "segment_alloc", 0, 2048), event(10, "alloc", 100, 64), event(11, "alloc", 900, 8),
+        event(25, "alloc", 200, 16, FSDP, PROGRAM), event(26, "alloc", 300, 32, MODULE, DDP, PROGRAM),
+        event(27, "alloc", 400, 4), event(28, "free_requested", 400, 4),
+        event(41, "alloc", 500, 64), event(42, "alloc", 600, 128, MODULE, PROGRAM, CHECKPOINT),
+        event(43, "free_requested", 300, 32), event(44, "free_requested", 600, 128),
+        event(45, "alloc", 700, 2), event(61, "alloc", 800, 96),
+    ]  # fmt: skip
+
+
+def test_each_allocation_has_the_category_of_what_it_is_for() -> None:
+    categories = injected("shardkit_categories")
+    holdings = [
+        categories.Holding(50, {100: "params", 132: "grads", 500: "grads"}),  # 132 lies in the block of 100
+        categories.Holding(70, {100: "params", 800: "optimizer"}),
+    ]
+    events = a_step()
+    history = categories.History(events, [categories.PhaseStart(*phase) for phase in PHASES], holdings)
+    assert {events[index]["addr"]: category for index, category in history.categories.items()} == {
+        100: "params", 900: "unattributed", 200: "communication", 300: "activations", 400: "workspace", 500: "grads",
+        600: "activations", 700: "workspace", 800: "optimizer",
+    }  # fmt: skip
+    trace = history.trace()
+    assert (trace["peak"]["bytes"], trace["peak"]["phase"]) == (64 + 8 + 16 + 32 + 64 + 128, "backward")
+    assert trace["peak"]["categories"]["activations"] == 32 + 128
+    assert trace["phases"]["forward"]["bytes"] == 64 + 8 + 16 + 32 + 4
+    heights = list(zip(*trace["stack"].values(), strict=True))
+    assert [sum(point) for point in heights] == [total for _, total in trace["timeline"]] == history.totals()
+    assert trace["largest"][0] == {
+        "bytes": 128, "category": "activations", "phase": "backward", "op": "/home/me/train.py:9",
+    }  # fmt: skip
+    rows = {row["phase"]: row for row in history.steps()}
+    assert (rows["building"]["reserved"], rows["building"]["allocated"]) == (2048, 72)
+    assert (rows["forward"]["peak_allocated"], rows["forward"]["allocated"]) == (124, 120)
+
+
+def test_an_address_that_is_used_again_is_another_tensor() -> None:
+    categories = injected("shardkit_categories")
+    events = [event(41, "alloc", 100, 8), event(50, "free_requested", 100, 8), event(61, "alloc", 100, 8)]
+    history = categories.History(
+        events, [categories.PhaseStart(*phase) for phase in PHASES], [categories.Holding(45, {100: "grads"})]
+    )
+    assert history.categories == {0: "grads", 2: "workspace"}
+
+
+def test_a_long_history_keeps_its_peak_in_few_points() -> None:
+    categories = injected("shardkit_categories")
+    events = []
+    for index in range(3000):
+        events += [event(index, "alloc", index, 7 if index == 1234 else 1), event(index, "free_requested", index, 1)]
+    trace = categories.History(events, [categories.PhaseStart(0, "building", 0)], []).trace()
+    assert len(trace["timeline"]) <= categories.POINTS and max(total for _, total in trace["timeline"]) == 7
+
+
+def test_a_forward_that_never_ended_holds_activations() -> None:
+    categories = injected("shardkit_categories")
+    history = categories.History(a_step()[:7], [categories.PhaseStart(*phase) for phase in PHASES[:2]], [])
+    assert [history.categories[index] for index in (3, 4, 5)] == ["communication", "activations", "workspace"]
+
+
+def test_an_empty_history_has_no_curve() -> None:
+    categories = injected("shardkit_categories")
+    assert categories.History([], [categories.PhaseStart(0, "building", 0)], []).trace() == {}
+
+
+class OnCard:
+    """Stands for a tensor on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.grad: OnCard | None = None
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Sharded(OnCard):
+    def __init__(self, local: OnCard) -> None:
+        super().__init__(0)
+        self._local_tensor = local
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_local_tensor"], None
+
+
+class Weights(nn.Module):
+    def __init__(self, *weights: OnCard) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter(self.weights)
+
+    def buffers(self, recurse: bool = True) -> Any:
+        return iter([OnCard(77)])
+
+
+def test_state_is_found_by_what_holds_it(tmp_path: Path) -> None:
+    weight, plain = Sharded(OnCard(10)), OnCard(20)
+    plain.grad = OnCard(30)
+    master = OnCard(40)
+    optimizer = type("Optimizer", (), {})()
+    optimizer.param_groups = [{"params": [plain, master]}]
+    optimizer.state = {0: {"exp_avg": OnCard(50), "step": 3.0, "host": torch.zeros(2)}}
+    holders = injected("shardkit_held").StateHolders()
+    model = Weights(weight, plain)
+    holders.see_module(model)
+    holders.see_optimizer(optimizer)
+    holders.note()
+    (holding,) = holders.holdings
+    assert holding.addresses == {
+        10: "params", 20: "params", 30: "grads", 77: "buffers", 40: "master_params", 50: "optimizer",
+    }  # fmt: skip

@@ -1,0 +1,409 @@
+"""A base in 4 bits: the bits of peft with bitsandbytes, the same under every engine; checkpoints, exports, refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.checkpoint.formats.convert import convert
+from shardkit.checkpoint.frozen_base import FrozenBase
+from shardkit.config import capability
+from shardkit.config.load import load_config
+from shardkit.config.schema import QuantizeConfig
+from shardkit.errors import CheckpointError, ConfigError
+from shardkit.models.quantized import BaseQuantizer, QuantizedLinear
+from shardkit.tasks.load import load_task
+from tests.commands import python_m
+from tests.ranks import run_ranks
+from tests.tasks import quantized
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized")
+    quantized.write_model(folder)
+    return folder
+
+
+def load_checked(keys: dict[str, Any]) -> Any:
+    config = load_config(None, keys).config
+    capability.check(config, device="cpu", world_size=1, local_world_size=1)
+    return load_task(config)
+
+
+def refused(keys: dict[str, Any]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_checked(keys)
+    assert caught.value.fix and "\n" not in caught.value.cause + caught.value.fix
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("keys", "cause", "fix"),
+    [
+        ({"adapter.type": "none"}, "nothing could train", "adapter.type=lora"),
+        ({"compile.enabled": True}, "compile.enabled=true", "compile.enabled=false"),
+        ({"parallel.strategy": "zero3"}, "model.quantize does not work with parallel.strategy=zero3", "fsdp"),
+        ({"model.quantize": {"bits": 8}}, "model.quantize.bits=8 is not supported", "bits: 4"),
+        ({"model.quantize": {"type": "int8"}}, "model.quantize.type=int8 is not supported", "remove type"),
+        ({"model.quantize": {"experts": True}}, "model.quantize.experts=true is not supported", "remove experts"),
+        (
+            {"model.quantize": {"bits": 3}},
+            "model.quantize.bits=3 (command line), expected one of 4, 8",
+            "the default is",
+        ),
+        ({"model.quantize": {"blocksize": 64}}, "unknown key model.quantize.blocksize", "model.quantize.block_size"),
+        (
+            {"model.quantize": 4},
+            "model.quantize=4 (command line), expected a mapping, or null",
+            "'model.quantize={bits: 4}'",
+        ),
+    ],
+)
+def test_settings_outside_of_it_are_refused_by_name(keys: dict[str, Any], cause: str, fix: str, tmp_path: Path) -> None:
+    quantized_keys = {"task.name": "hf_causal_lm", "model.hf.model_type": "llama", "adapter.type": "lora"}
+    error = refused({**quantized_keys, "model.quantize": {"bits": 4}, **keys})
+    assert cause in error.cause and fix in error.fix
+
+
+@pytest.mark.parametrize(
+    ("typed", "cause", "fix"),
+    [
+        ("{bits:8}", "has bits:8 without a space behind the colon", "'model.quantize={bits: 8}'"),
+        (
+            "{bits: 4, double:true,type:fp4}",
+            "has double:true, type:fp4 without a space",
+            "'model.quantize={bits: 4, double: true, type: fp4}'",
+        ),
+        ("{skip: [a, b], bits:4}", "has bits:4 without a space", "'model.quantize={skip: [a, b], bits: 4}'"),
+        ("bits:4", "model.quantize='bits:4'", "with a space behind the colon"),
+    ],
+)
+def test_a_missing_space_behind_a_colon_is_named(typed: str, cause: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"model.quantize={typed}"])
+    assert cause in caught.value.cause and fix in caught.value.fix
+    assert "\n" not in caught.value.cause + caught.value.fix
+
+
+def test_a_missing_bitsandbytes_is_named_before_ranks_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = capability.importlib.util.find_spec
+    monkeypatch.setattr(
+        capability.importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name)
+    )
+    keys = {"task.name": "hf_causal_lm", "model.hf.model_type": "llama", "adapter.type": "lora"}
+    error = refused({**keys, "model.quantize": {"bits": 4}})
+    assert error.cause == "model.quantize needs bitsandbytes, which is not installed"
+    assert "shardkit[quantize]" in error.fix
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+def test_a_folder_that_is_quantised_already_is_refused_by_its_method(method: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "quantization_config": {"quant_method": method}})
+    )
+    error = refused(
+        {"task.name": "hf_causal_lm", "model.hf_config": str(tmp_path), "adapter.type": "lora",
+         "model.quantize": {"bits": 4}}
+    )  # fmt: skip
+    assert f"is of a quantised model ({method})" in error.cause and "16-bit model" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("quantize", "model", "cause", "fix"),
+    [
+        ({"skip": ["q_prj"]}, {}, "model.quantize.skip: q_prj matches no module", "did you mean q_proj"),
+        ({"block_size": 128}, {}, "q_proj has 64 input features, no multiple of block_size=128", "block_size: 64"),
+        ({}, {"intermediate_size": 96}, "down_proj has 96 input features", "skip: [down_proj]"),
+        ({"skip": ["layers"]}, {}, "packs no layer", "shorten model.quantize.skip"),
+        ({}, {"model_type": "gpt2", "n_layer": 1}, "GPT2LMHeadModel has no linear layers", "remove model.quantize"),
+    ],
+)
+def test_layers_that_cannot_be_packed_are_named(
+    quantize: dict[str, Any], model: dict[str, Any], cause: str, fix: str
+) -> None:
+    keys = {
+        "task.name": "hf_causal_lm",
+        "adapter.type": "lora",
+        "model.quantize": {"bits": 4, **quantize},
+        "model.hf": model if "model_type" in model else {"model_type": "llama", **quantized.MODEL, **model},
+    }
+    error = refused(keys)
+    assert cause in error.cause and fix in error.fix
+
+
+DOUBLE: dict[str, Any] = {"model.quantize": {"bits": 4, "double": True}}
+FP4_DOUBLE: dict[str, Any] = {"model.quantize": {"bits": 4, "type": "fp4", "double": True}}
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path) -> dict[str, Any]:
+    cases = {"single": {}, "single fp4": {"model.quantize": {"type": "fp4", "skip": ["k_proj", "layers.1.mlp"]}},
+             "single drawn": {"model.init_from": None}, "single double": DOUBLE,
+             "single fp4-double": FP4_DOUBLE}  # fmt: skip
+    (found,) = run_ranks(1, "tests.tasks.quantized:under", root=str(root), cases=cases)
+    return found
+
+
+def close(curve: list[Any], expected: list[Any], tolerance: float = 1e-5) -> bool:
+    return torch.allclose(torch.tensor(curve), torch.tensor(expected), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("single", {}),
+        ("single double", {"double": True}),
+        pytest.param("single fp4-double", {"kind": "fp4", "double": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_one_process_gives_the_bits_of_peft_with_bitsandbytes(
+    name: str, options: dict[str, Any], root: Path, alone: dict[str, Any]
+) -> None:
+    """Without `prepare_model_for_kbit_training`, which would only cast the unpacked weights."""
+    (expected,) = run_ranks(1, "tests.tasks.quantized:bnb_alone", root=str(root), **options)
+    assert expected[0][0] - expected[-1][0] > 0.05, "the loss must fall, or equality says nothing"
+    assert alone[name]["curve"] == expected
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize(("kind", "block_size"), [("nf4", 64), ("nf4", 512), ("fp4", 64), ("fp4", 256)])
+def test_a_layer_holds_the_bits_of_bitsandbytes(kind: Any, block_size: Any, double: bool) -> None:
+    """Packed bytes, the scales' bytes, and the weight that both stand for."""
+    from bitsandbytes import functional
+
+    weight = torch.randn(24, 1024, generator=torch.Generator().manual_seed(3), dtype=torch.bfloat16)
+    packed, state = functional.quantize_4bit(weight, blocksize=block_size, quant_type=kind, compress_statistics=double)
+    quantizer = object.__new__(BaseQuantizer)
+    quantizer.settings = QuantizeConfig(type=kind, block_size=block_size, double=double)
+    layer = QuantizedLinear(nn.Linear(1024, 24, bias=False, device="meta"), quantizer.settings).to_empty(device="cpu")
+    packed_here, scales = quantizer.pack(weight.view(-1))
+    for name, part in {"packed": packed_here, **quantizer.state(scales)}.items():
+        layer.get_parameter(name).data.view(-1).copy_(part)
+    assert torch.equal(layer.packed.flatten(), packed.flatten())
+    assert torch.equal(layer.absmax.view(state.absmax.dtype).flatten(), state.absmax)
+    parts = [layer.get_parameter(name) for name in ("packed", "absmax", *["nested"] * double)]
+    for dtype in (torch.float32, torch.bfloat16):
+        state.dtype = dtype
+        assert torch.equal(layer.unpacked(dtype, *parts), functional.dequantize_4bit(packed, state))
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+def test_every_engine_equals_one_process_over_the_same_bytes(root: Path, alone: dict[str, Any]) -> None:
+    """The digests of source and packed bytes too, before and after training; fsdp computes with the unsharded bytes."""
+    skipped = {"model.quantize": {"type": "fp4", "skip": ["k_proj", "layers.1.mlp"]}}
+    drawn = {"model.init_from": None}
+    cases = {"ddp": {}, "fsdp": {}, "zero1": {}, "zero2": {}, "fsdp fp4": skipped, "fsdp drawn": drawn,
+             "ddp drawn": drawn, "fsdp double": DOUBLE, "ddp double": DOUBLE, "zero2 double": DOUBLE}  # fmt: skip
+    both = run_ranks(2, "tests.tasks.quantized:under", root=str(root), cases=cases)
+    for name, run in both[0].items():
+        expected = alone[f"single {name.partition(' ')[2]}".strip()]
+        assert close(run["curve"], expected["curve"]), (name, run["curve"], expected["curve"])
+        assert both[1][name]["curve"] == run["curve"]
+        assert run["digests"] == 2 * [expected["digests"][0]], name
+        assert run["seen"] == both[1][name]["seen"] == expected["seen"], name
+    digests = {name: alone[name]["digests"][0] for name in alone}
+    assert len({entry["packed"] for entry in digests.values()}) == len(digests)
+    drawn_digest = digests.pop("single drawn")["digest"]
+    assert {entry["digest"] for entry in digests.values()} == {digests["single"]["digest"]} != {drawn_digest}
+
+
+MIXTRAL = {key: size for key, size in quantized.MODEL.items() if key != "attention_bias"} | {
+    "model_type": "mixtral", "num_local_experts": 4,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_policies_recompute_the_same_bits_and_3d_experts_keep_their_type(root: Path, alone: dict[str, Any]) -> None:
+    policies = ("full", "selective", "selective_op", "sqrt")
+    cases: dict[str, Any] = {f"single {policy}": {"activation.policy": policy} for policy in policies}
+    cases["single offload"] = {"activation.offload": "cpu", "activation.offload_min_bytes": 1}
+    experts = {"model.hf_config": None, "model.init_from": None, "model.hf": MIXTRAL}
+    cases["single experts"] = {**experts, "adapter.targets": ["q_proj"], "precision.mode": "bf16"}
+    (found,) = run_ranks(1, "tests.tasks.quantized:under", root=str(root), cases=cases)
+    experts_run = found.pop("single experts")
+    for name, run in found.items():
+        assert run["curve"] == alone["single"]["curve"], name
+    in_16_bits = 2 * (2 * 4 * 3 * 64 * 128 + 2 * 256 * 64 + 2 * 4 * 64 + 5 * 64)
+    packed = 2 * (2 * 64 * 64 + 2 * 64 * 32)
+    assert experts_run["state"]["params"] == in_16_bits + 4 * 2 * 4 * 128
+    assert experts_run["state"]["quantized"] == packed // 2 + packed // 16
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+def test_engines_on_one_rank_and_on_four(root: Path, alone: dict[str, Any]) -> None:
+    cases = {name: {} for name in ("ddp", "fsdp", "zero1", "zero2")}
+    (ones,) = run_ranks(1, "tests.tasks.quantized:under", root=str(root), cases=cases)
+    groups = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}
+    fours = run_ranks(4, "tests.tasks.quantized:under", root=str(root), cases={
+        "hsdp": groups, "fsdp": {"parallel.offload_param": "cpu"},
+        "hsdp double": {**groups, **DOUBLE}, "fsdp double": {"parallel.offload_param": "cpu", **DOUBLE},
+    })[0]  # fmt: skip
+    for name, run in [*ones.items(), *fours.items()]:
+        expected = alone[f"single {name.partition(' ')[2]}".strip()]
+        assert close(run["curve"], expected["curve"]), name
+        assert run["digests"] == 2 * [expected["digests"][0]], name
+
+
+@pytest.mark.slow
+def test_under_bf16_the_base_is_sharded_and_its_bytes_stay_bytes(root: Path) -> None:
+    """fsdp's mixed precision casts no byte; a rank holds half of the packed bytes, the scales and the bf16 rest."""
+    bf16 = {"precision.mode": "bf16"}
+    cases = {"ddp": bf16, "fsdp": bf16, "fsdp full": {**bf16, "activation.policy": "full"},
+             "ddp double": {**bf16, **DOUBLE}, "fsdp double": {**bf16, **DOUBLE}}  # fmt: skip
+    found = run_ranks(2, "tests.tasks.quantized:under", root=str(root), cases=cases)[0]
+    for name in ("fsdp", "fsdp full"):
+        assert close(found[name]["curve"], found["ddp"]["curve"], 2e-2), (name, found)
+        assert found[name]["seen"] == found["ddp"]["seen"]
+        assert found[name]["digests"] == found["ddp"]["digests"]
+    adapter = 2 * (4 * (64 + 64) + 4 * (64 + 32) + 4 * (128 + 64))
+    packed = quantized.N_PACKED // 2 + quantized.N_PACKED // 64 * 4
+    state = {name: run["state"] for name, run in found.items()}
+    for name in ("ddp", "ddp double"):
+        assert state[name]["params"] == 2 * quantized.N_UNPACKED + 4 * adapter
+    for name in ("fsdp", "fsdp double"):
+        assert state[name]["params"] == quantized.N_UNPACKED + 2 * adapter
+    assert (state["ddp"]["quantized"], state["fsdp"]["quantized"]) == (packed, packed // 2)
+    rows = [-(-out * columns // 64 // 256) + 257 for out, columns in quantized.PACKED]
+    double = quantized.N_PACKED // 2 + quantized.N_PACKED // 64
+    assert state["ddp double"]["quantized"] == double + 4 * sum(rows)
+    assert state["fsdp double"]["quantized"] == double // 2 + 4 * sum((n + 1) // 2 for n in rows)
+    assert close(found["fsdp double"]["curve"], found["ddp double"]["curve"], 2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_one_flipped_bit_changes_the_digest_of_the_packed_bytes_alone(strategy: str, root: Path) -> None:
+    before, after = run_ranks(2, "tests.tasks.quantized:flipped", root=str(root), strategy=strategy)[0]
+    assert before["packed"] != after["packed"]
+    assert before["digest"] == after["digest"]
+
+
+def test_the_same_weights_packed_to_other_bytes_are_refused() -> None:
+    """As another release of bitsandbytes, or a GPU, may round them."""
+    model = nn.ParameterDict({"lora_A": torch.ones(2)})
+    for name, frozen in (("embed", torch.ones(2)), ("packed", torch.zeros(2, dtype=torch.uint8))):
+        model[name] = nn.Parameter(frozen, requires_grad=False)
+    base = FrozenBase(model, {"type": "lora"}, str, None)
+    identity = {"digest": "the weights'", "dtype": "float32", "source": None, "packed": "here"}
+    base.about["base"] = identity
+    base.check({"type": "lora", "base": identity})
+    with pytest.raises(CheckpointError, match=r"packed to other bytes .*: digest here here, there there\n"):
+        base.check({"type": "lora", "base": {**identity, "packed": "there"}})
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_elsewhere(root: Path) -> None:
+    want = run_ranks(2, "tests.tasks.quantized:stopped", root=str(root), strategy="fsdp")[0]
+    saved = root / "stopped" / "checkpoints" / "step_00000001"
+    manifest = json.loads((saved / "manifest.json").read_text())["manifest"]
+    names = [name for name in manifest["tensors"] if not name.startswith("rng.")]
+    assert names and all(".lora_" in name for name in names)
+    assert manifest["run"]["extra"]["adapter"]["quantize"]["block_size"] == 64
+    cases = {"single": {}, "single plain": {"model.quantize": None}, "single fp4": {"model.quantize": {"type": "fp4"}}}
+    found = run_ranks(1, "tests.tasks.quantized:resumed", root=str(root), source=str(saved), cases=cases)[0]
+    assert close(found["single"], want[1:])
+    assert (
+        "model.quantize=null, but the checkpoint's is {bits: 4, block_size: 64, double: false"
+        in found["single plain"][0]
+    )
+    assert re.search(r"set model.quantize='\{bits: 4, .*skip: \[\], type: nf4\}'", found["single plain"][1])
+    assert "type: fp4" in found["single fp4"][0]
+    zero = run_ranks(2, "tests.tasks.quantized:resumed", root=str(root), source=str(saved), cases={"zero2": {}})[0]
+    assert close(zero["zero2"], want[1:])
+
+
+def test_merging_adds_the_adapter_to_the_16_bit_weights(root: Path, tmp_path: Path) -> None:
+    """With the packed layers' error added again, the merged folder computes the logits of the run."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(16).view(1, 16)
+    run = root / "merged-run"
+    want = run_ranks(1, "tests.tasks.quantized:logits", root=str(root), run=str(run), tokens=tokens)[0]
+    notes = convert(run, "safetensors", tmp_path / "merged", merge=True).notes
+    assert any(note.startswith("the adapter is added to the weights that the run had packed") for note in notes)
+    source = load_file(root / "model" / "model.safetensors")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert source.keys() == merged.keys()
+    changed = {name for name in source if not torch.equal(source[name], merged[name])}
+    assert changed == {name for name in source if re.search(r"(q_proj|v_proj|down_proj)\.weight", name)}
+    convert(run, "peft", tmp_path / "peft")
+    described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert sorted(described["target_modules"]) == ["down_proj", "q_proj", "v_proj"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        error = (model(tokens).logits.view(-1, 256) - want).abs().mean() / want.abs().mean()
+        assert 0.01 < error < 0.2
+        for name in source:
+            if re.search(r"layers.*proj\.weight", name):
+                model.get_parameter(name).data += quantized.packing_error(source[name])
+        assert (model(tokens).logits.view(-1, 256) - want).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+def test_a_base_that_does_not_fit_is_offered_4_bits_while_it_is_loaded(root: Path, tmp_path: Path) -> None:
+    sizes = {**quantized.MODEL, "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024}
+    done = python_m(
+        "shardkit.train", "task.name=hf_causal_lm", f"model.hf={json.dumps(sizes)}", "adapter.type=lora",
+        "parallel.strategy=single", "train.seq_len=16", "train.micro_batch_size=1", "train.eval_samples=0",
+        "memory.cap=14MiB", "run.device=cpu", f"run.dir={tmp_path}/run", f"data.path={root}/text.txt",
+        f"data.cache_dir={tmp_path}/cache",
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert re.search(r"while wrapping the model.*\n  fix: set model\.quantize\.bits=4 \(saves ", done.stderr), (
+        done.stderr
+    )
+    advice = json.loads((tmp_path / "run" / "oom" / "rank0.json").read_text())["advice"]
+    (change,) = (change for change in advice if change["change"] == "model.quantize.bits=4")
+    assert "unpacks a layer" in change["cost"]
+
+
+@pytest.mark.slow
+def test_the_five_commands_of_the_page_make_one_folder(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    quantized.write_chat(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    block = page.partition("in five commands")[2].partition("```bash\n")[2].partition("```")[0]
+    install, export, *commands = block.splitlines()
+    assert install.startswith("pip install") and len(commands) == 3
+    job = export.removeprefix('export JOB="').removesuffix('"')
+    job += f" data.cache_dir={tmp_path}/cache data.tokenize_workers=1 train.max_steps=2"
+    local = {"$JOB": job, "/models/Llama-3.1-8B": tmp_path / "chat", "/data/": f"{tmp_path}/",
+             "seq_len=2048": "seq_len=64", "runs/qlora": tmp_path / "run", "served": tmp_path / "served"}  # fmt: skip
+    for command in commands:
+        for text, there in local.items():
+            command = command.replace(text, str(there))
+        program, *words = command.split()
+        if program == "torchrun":
+            here = [f"run.dir={tmp_path}/run", "run.device=cpu"]
+            done = python_m("shardkit.train", *words[words.index("--config") :], *here, ranks=2)
+        else:
+            done = python_m("shardkit.cli", *words)
+        assert done.returncode == 0, (command, done.stderr)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "served")("ask 3", return_tensors="pt").input_ids
+    assert model(ids).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_the_shipped_config_trains(root: Path, tmp_path: Path) -> None:
+    done = python_m(
+        "shardkit.train", "--config", "configs/qlora.yaml", f"run.dir={tmp_path}/run", "train.eval_samples=4",
+        f"data.cache_dir={tmp_path}/cache", f"data.path={root}/text.txt", "train.max_steps=3", "run.device=cpu",
+        ranks=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^quantised: 14 layers, .* in nf4 \(.*, scales .*\); in float32: .*lm_head", done.stdout, re.M)

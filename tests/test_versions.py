@@ -1,0 +1,24 @@
+"""The core of the suite on the oldest and the newest torch, DeepSpeed and transformers that are supported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.environments import CORE, LIBRARIES, NAMES, SHIM, check_versions, python_with, run_tests, versions
+
+pytestmark = [pytest.mark.release, pytest.mark.covers(*LIBRARIES), pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["oldest", "newest"])
+def python(request: pytest.FixtureRequest) -> Path:
+    """Of an environment of their own."""
+    interpreter = python_with(versions(request.param))
+    check_versions(interpreter, versions(request.param))
+    return interpreter
+
+
+@pytest.mark.parametrize("files", [NAMES, SHIM, CORE], ids=["names", "shim", "core"])
+def test_passes_on_supported_versions(python: Path, files: list[str]) -> None:
+    run_tests(python, files)
