@@ -35,8 +35,11 @@ from .sft_arms import AT_ONCE, PEERS, Setting
 NAME = "sft"
 OURS = "shardkit"
 ARMS = (*PEERS, OURS)
-SETTINGS = (("full", "padded"), ("lora", "padded"), ("lora", "packed"))
-TOLERANCE = 2e-5  # largest difference of a loss from the peers'
+SETTINGS = (("full", "padded"), ("lora", "padded"), ("lora", "packed"), ("qlora", "padded"), ("qlora", "packed"))
+REFERENCE = "peft + Accelerate"
+TOLERANCE = 2e-5  # largest difference of a loss from the reference's
+BF16_ADAPTER = {("qlora", "TRL"): 5e-3}
+"""Larger tolerances: over a base in 4 bits TRL trains the adapter in bf16, the others in fp32."""
 COMPARED, PEAK_STEPS, WARMUP = 4, 2, 2
 INTERVAL = 6  # fewest samples with a 95 % interval of their median
 COPIES = 10  # of the conversations, to tokenise
@@ -67,22 +70,25 @@ def answers(
 
 
 def agree(setting: Setting, folder: Path) -> dict[str, float]:
-    """Each arm's largest difference of a loss from the first arm's, over a few steps.
+    """Each arm's largest difference of a loss from the reference's, over a few steps.
 
     Raises:
-        DifferentLosses: more than `TOLERANCE`.
+        DifferentLosses: a difference is larger than the arm's tolerance.
     """
     losses: dict[str, list[float]] = {}
     for arm in ARMS:
         with Ranks(setting, arm, folder, COMPARED) as ranks:
             losses[arm] = [ranks.first_step()[1], *(ranks.step()[1] for _ in range(COMPARED - 1))]
-    expected = losses[ARMS[0]]
-    found = {
+    expected = losses[REFERENCE]
+    differences = {
         arm: max(abs(a - b) for a, b in zip(values, expected, strict=True)) for arm, values in losses.items()
     }  # fmt: skip
-    if not max(found.values()) <= TOLERANCE:  # NaN included
-        raise DifferentLosses(f"{setting.tuned}, {setting.layout}: losses differ, so times are not compared: {losses}")
-    return found
+    for arm, difference in differences.items():
+        if not difference <= BF16_ADAPTER.get((setting.tuned, arm), TOLERANCE):  # NaN included
+            raise DifferentLosses(
+                f"{setting.tuned}, {setting.layout}: {arm}'s losses differ, so times are not compared: {losses}"
+            )
+    return differences
 
 
 def arms_of(setting: Setting, folder: Path, count: int, mode: str = "turns") -> turns.Arms:
@@ -157,7 +163,7 @@ def main() -> None:
     peers_env.enter(NAME)
     load = os.getloadavg()[0]
     result = earlier(NAME) or {"settings": {}}
-    result["packages"] = {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")}
+    result["packages"] = {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")}
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "datasets")}

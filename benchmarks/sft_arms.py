@@ -32,7 +32,7 @@ class Setting:
     """What is compared.
 
     Attributes:
-        tuned: "full" or "lora".
+        tuned: "full", "lora", or "qlora": LoRA over a base in 4 bits (NF4).
         layout: "padded": each conversation is a row; "packed": rows of SEQ tokens, best-fit decreasing.
         model: the folder of weights and tokenizer.
         data: JSON lines of `messages`.
@@ -45,14 +45,21 @@ class Setting:
 
     @property
     def adapter(self) -> str | None:
-        return str(Path(self.model).parent / ADAPTER) if self.tuned == "lora" else None
+        return None if self.tuned == "full" else str(Path(self.model).parent / ADAPTER)
 
 
 def _model(setting: Setting) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32, attn_implementation="sdpa")
+    packing = None
+    if setting.tuned == "qlora":
+        packing = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        setting.model, dtype=torch.float32, attn_implementation="sdpa", quantization_config=packing
+    )
     if setting.adapter is None:
         return model
     from peft import PeftModel
@@ -231,7 +238,8 @@ def overrides(setting: Setting, steps: int, folder: str) -> list[str]:
         f"data.packing={'packed' if setting.layout == 'packed' else 'none'}", f"train.seq_len={SEQ}",
         f"train.micro_batch_size={MICRO}", f"train.max_norm={MAX_NORM}", f"train.max_steps={steps}",
         "train.eval_samples=0", f"optim.lr={LR}", "optim.betas=[0.9, 0.999]", "optim.weight_decay=0",
-        "optim.schedule=constant", *(LORA if setting.tuned == "lora" else []),
+        "optim.schedule=constant", *([] if setting.adapter is None else LORA),
+        *(["model.quantize.bits=4"] if setting.tuned == "qlora" else []),
     ]  # fmt: skip
 
 

@@ -15,8 +15,12 @@ import torch
 from torch import nn
 
 from ..errors import TrainingError
-from ..parallel.compat import version_of
+from ..parallel.compat import has_values, version_of
 
+_NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)  # fmt: skip
 _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Block → names of the buffers that a forward of it has changed so far."""
 
@@ -47,7 +51,7 @@ class BufferRecord:
         for name, buffer in self._block.named_buffers(remove_duplicate=False):
             untouched = name in buffers and buffer is buffers[name] and version_of(buffer) == versions[name]
             if untouched and changing is None:  # batch norm's kernel writes without counting: compare values once
-                untouched = torch.equal(buffer, copies[name])
+                untouched = torch.equal(buffer, copies[name]) if has_values(buffer) else not self._is_statistic(name)
             if untouched and (changing is None or name not in changing):
                 continue
             if name not in copies:
@@ -58,6 +62,11 @@ class BufferRecord:
                 )
             self.before[name] = copies[name]
         _changing.setdefault(self._block, set()).update(self.before)
+
+    def _is_statistic(self, name: str) -> bool:
+        """Whether a buffer is one of those that batch norm's kernel writes."""
+        owner = self._block.get_submodule(name.rpartition(".")[0])
+        return isinstance(owner, _NORMS) and owner.training and owner.track_running_stats
 
     @contextmanager
     def restored(self) -> Iterator[None]:

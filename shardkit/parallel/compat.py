@@ -151,6 +151,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values: the fake ones on which planning traces have none."""
+    return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
+
+
 def caller_recomputes() -> bool:
     """Whether the code that runs now is inside a region that the caller recomputes with torch.utils.checkpoint."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -10,6 +10,8 @@ CASES = [
     "transformer single@1 fp32 none adamw",
     "llama single@1 fp32 full adamw",
     "llama single@1 fp32 packed adamw",
+    "cnn single@1 fp32 full adamw",
+    "swinir single@1 bf16 full adamw",
     "transformer ddp@2 bf16 full adamw",
     "transformer fsdp@2 bf16 full adamw",
     "transformer zero1@2 bf16 none adamw",

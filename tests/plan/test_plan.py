@@ -85,6 +85,21 @@ def test_checkpointing_and_sharding_lower_the_prediction(two_h100: Planner) -> N
     assert sharded.categories["params"].device == pytest.approx(plain.categories["params"].device / 2, rel=0.03)
 
 
+def test_checkpointing_of_blocks_with_buffers_is_planned(two_h100: Planner) -> None:
+    """A run compares a block's buffers by their values; what is planned has none."""
+    sizes = (
+        "task.name=super_resolution",
+        "model.preset=swin2sr-debug",
+        "data.crop_size=64",
+        "train.micro_batch_size=2",
+    )
+    plain, full = (
+        two_h100.predict(load_config(None, [*sizes, "parallel.strategy=ddp", f"activation.policy={policy}"]).config)
+        for policy in ("none", "full")
+    )
+    assert full.categories["activations"].device < 0.8 * plain.categories["activations"].device
+
+
 @pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
