@@ -163,7 +163,9 @@ def main() -> None:
     peers_env.enter(NAME)
     load = os.getloadavg()[0]
     result = earlier(NAME) or {"settings": {}}
-    result["packages"] = {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")}
+    result["packages"] = {
+        name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes")
+    }
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "datasets")}
