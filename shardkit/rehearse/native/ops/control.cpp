@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <unordered_map>
 
 #include "../core.h"
@@ -24,7 +25,8 @@ const Names CHOOSES_POSITIONS = {
     "aten::argmax.out", "aten::argmin", "aten::argmin.out", "aten::max.dim", "aten::max.dim_max", "aten::min.dim",
     "aten::min.dim_min", "aten::multinomial", "aten::kthvalue", "aten::mode"};
 // no_compute.cpp has them: they would go through cuDNN.
-const Names BY_HAND = {"aten::cudnn_convolution", "aten::convolution_backward",
+const Names BY_HAND = {"aten::cudnn_convolution", "aten::cudnn_convolution_transpose", "aten::convolution_backward",
+                       "aten::cudnn_batch_norm", "aten::cudnn_batch_norm_backward",
                        "aten::_scaled_dot_product_cudnn_attention",
                        "aten::_scaled_dot_product_cudnn_attention_backward"};
 // Memory that nothing has written yet.
@@ -34,7 +36,13 @@ const Names EMPTY = {"aten::empty.memory_format", "aten::empty_strided"};
 void call_kernel(const c10::SafeKernelFunction& kernel, const OperatorHandle& op, c10::DispatchKeySet keys,
                  Stack* stack) {
   Spend program(PROGRAM);
-  kernel.callBoxed(op, keys, stack);
+  try {
+    kernel.callBoxed(op, keys, stack);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(!std::strstr(error.what(), "CUDNN_STATUS_NOT_INITIALIZED"), "emucuda: ", op.operator_name().name,
+                " runs in cuDNN, which is not emulated");
+    throw;
+  }
 }
 
 struct CudaKernel {

@@ -34,6 +34,42 @@ Tensor convolution(const Tensor& x, const Tensor& weight, at::IntArrayRef paddin
   return made(at::empty(size, x.options().memory_format(format)));
 }
 
+Tensor convolution_transpose(const Tensor& x, const Tensor& weight, at::IntArrayRef padding,
+                             at::IntArrayRef output_padding, at::IntArrayRef stride, at::IntArrayRef dilation,
+                             int64_t groups, bool, bool, bool) {
+  Recorded recorded("aten::cudnn_convolution_transpose");
+  auto format = at::native::cudnn_conv_suggest_memory_format(x, weight);
+  Tensor copies[] = {x.contiguous(format), weight.contiguous(format)};
+  auto size = at::native::conv_input_size(x.sizes(), weight.sizes(), padding, output_padding, stride, dilation, groups);
+  product(x);
+  return made(at::empty(size, x.options().memory_format(format)));
+}
+
+// cuDNN keeps a mean and a deviation for each channel; its reserve is empty where no activation is fused.
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm(const Tensor& x, const Tensor& weight, const MaybeTensor&,
+                                                      const MaybeTensor& mean, const MaybeTensor& var, bool training,
+                                                      double, double) {
+  Recorded recorded("aten::cudnn_batch_norm");
+  Tensor out = made(at::empty(x.sizes(), x.options().memory_format(x.suggest_memory_format())));
+  int64_t n_saved = training ? x.size(1) : 0;
+  Tensor saved_mean = made(at::empty({n_saved}, weight.options())), saved_var = made(at::empty_like(saved_mean));
+  for (const MaybeTensor& statistic : {mean, var})
+    if (training && has(statistic)) mark(*statistic, Validity::skipped);
+  product(x);
+  return {out, saved_mean, saved_var, at::empty({0}, x.options().dtype(at::kByte))};
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(const Tensor& x, const Tensor& grad_out, const Tensor& weight,
+                                                       const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                                                       const MaybeTensor&, double, const Tensor&) {
+  Recorded recorded("aten::cudnn_batch_norm_backward");
+  Tensor grad = grad_out.contiguous(x.suggest_memory_format());
+  Tensor grad_x = made(at::empty(x.sizes(), x.options().memory_format(x.suggest_memory_format())));
+  Tensor grad_weight = made(at::empty(weight.sizes(), weight.options())), grad_bias = made(at::empty_like(grad_weight));
+  product(x);
+  return {grad_x, grad_weight, grad_bias};
+}
+
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad_out, const Tensor& x, const Tensor& weight,
                                                         at::OptionalIntArrayRef, at::IntArrayRef, at::IntArrayRef,
                                                         at::IntArrayRef, bool, at::IntArrayRef, int64_t,
@@ -102,6 +138,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_out, co
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   QuietOverrides quiet;
   library.impl("cudnn_convolution", TORCH_FN(convolution));
+  library.impl("cudnn_convolution_transpose", TORCH_FN(convolution_transpose));
+  library.impl("cudnn_batch_norm", TORCH_FN(batch_norm));
+  library.impl("cudnn_batch_norm_backward", TORCH_FN(batch_norm_backward));
   library.impl("convolution_backward", TORCH_FN(convolution_backward));
   library.impl("_scaled_dot_product_cudnn_attention", TORCH_FN(attention));
   library.impl("_scaled_dot_product_cudnn_attention_backward", TORCH_FN(attention_backward));
