@@ -6,7 +6,7 @@ from importlib import import_module
 
 from .cases import Cases
 
-PARTS = ("mfu", "ladder", "largest", "accuracy", "categories")
+PARTS = ("mfu", "ladder", "largest", "accuracy", "categories", "rehearsed", "qlora")
 EMULATED = ("accuracy", "ranks", "choices", "ladder", "largest", "categories", "mfu")
 """The parts on emulated cards, those first whose figures are memory alone; `ranks` and `choices` exist only there."""
 ALONE = ("mfu",)

@@ -1,0 +1,153 @@
+"""LoRA over a base in 4 bits: shardkit beside peft with bitsandbytes in a plain loop, the same weights and batches."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .. import common
+from .cases import Case, Cases, Found, Where
+from .target import settings
+
+ARMS = ("shardkit", "peft + bitsandbytes")
+TURNS, STEPS, WARMUP = 8, 3, 2
+R, ALPHA, LR, CHUNK = 16, 32, 1e-3, 512
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_SIZES: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+_DRY_SIZES = {
+    **_SIZES, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+
+
+def cases(dry: bool) -> Cases:
+    """Both arms in turns, and each arm's peak in a process of its own."""
+    found: Cases = {"in turns": Case(partial(_measure, ARMS))}
+    for arm in ARMS:
+        found[arm] = Case(partial(_measure, (arm,)))
+    return found
+
+
+def overrides(model: Path, tokens: str, run: Path, dry: bool) -> list[str]:
+    seq, micro = (64, 2) if dry else (1024, 8)
+    return [
+        "task.name=hf_causal_lm", f"model.hf_config={model}", f"model.init_from={model}", "parallel.strategy=single",
+        'model.quantize={"bits": 4, "double": true}', "adapter.type=lora", f"adapter.r={R}", f"adapter.alpha={ALPHA}",
+        f"adapter.targets={json.dumps(TARGETS)}", "adapter.dropout=0", "precision.mode=bf16", f"data.path={tokens}",
+        "data.shuffle=false", f"run.dir={run}", "train.eval_samples=0", f"train.max_steps={(TURNS + WARMUP) * STEPS}",
+        "checkpoint.at_end=false", "memory.plan=false", f"train.seq_len={seq}", f"train.micro_batch_size={micro}",
+        f"optim.lr={LR}", "optim.betas=[0.9, 0.999]", "optim.schedule=constant", "optim.weight_decay=0",
+        "train.max_norm=1.0", f"model.loss_chunk_size={CHUNK}",
+    ]  # fmt: skip
+
+
+def _measure(arms: tuple[str, ...], where: Where) -> Found:
+    """Seconds a step of each arm, turn by turn, and losses; with one arm, the peak of this process."""
+    from shardkit.launch.ranks.gpus import grow_segments
+
+    grow_segments(os.environ)  # as `shardkit.train` does, before torch is imported
+    import torch
+
+    from ..overhead import Ours, write_tokens
+
+    device = torch.device("cpu" if where.on_cpu else "cuda")
+    model, tokens = where.folder / "model", write_tokens(where.folder)
+    _write_model(model, _DRY_SIZES if where.dry else _SIZES, device)
+    given = settings(where, overrides(model, tokens, where.folder / "run", where.dry))
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    steps: dict[str, Iterator[float]] = {}
+    initial: dict[str, torch.Tensor] = {}
+    ours = Ours(given) if ARMS[0] in arms else None
+    if ours is not None:
+        ours.trainer.loop.first_update.is_checked = False  # it looks whether the weights move
+        named = ours.trainer.job.model.named_parameters()
+        initial = {name: param.detach().float().clone() for name, param in named if param.requires_grad}
+        steps[ARMS[0]] = iter(ours.step, None)
+    if ARMS[1] in arms:
+        steps[ARMS[1]] = _peft_steps(given, model, device, initial)
+    times, losses = _timed(steps, device)
+    if ours is not None:
+        ours.close()
+    peaks = {}
+    if device.type == "cuda" and len(arms) == 1:
+        peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    different = [abs(a - b) for a, b in zip(*losses.values(), strict=True)] if len(arms) > 1 else []
+    return {"outcome": "ok", "step_s": times, "losses": losses, "loss_differences": different, **peaks}
+
+
+def _timed(steps: dict[str, Iterator[float]], device: Any) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    import torch
+
+    def turn(arm: Iterator[float]) -> tuple[float, list[float]]:
+        began = time.perf_counter()
+        losses = [next(arm) for _ in range(STEPS)]
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) / STEPS, losses
+
+    taken = common.in_turns({arm: partial(turn, stepping) for arm, stepping in steps.items()}, TURNS + WARMUP)
+    times = {arm: [seconds for seconds, _ in turns[WARMUP:]] for arm, turns in taken.items()}
+    return times, {arm: [loss for _, losses in turns for loss in losses] for arm, turns in taken.items()}
+
+
+def _write_model(folder: Path, sizes: dict[str, Any], device: Any) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def _peft_steps(given: list[str], model: Path, device: Any, initial: dict[str, Any]) -> Iterator[float]:
+    """The losses of a plain loop over the same samples, from the same adapter if there is one."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from shardkit.config.load import load_config
+    from shardkit.models.cross_entropy import attach_loss
+    from shardkit.tasks.load import load_task
+
+    config = load_config(None, given).config
+    task: Any = load_task(config)
+    samples, micro = task.dataset("train"), config.train.micro_batch_size
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    base = AutoModelForCausalLM.from_pretrained(
+        model, quantization_config=packing, dtype=torch.bfloat16, device_map={"": device}
+    )
+    lora = peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules=list(TARGETS))
+    adapted = attach_loss(peft.inject_adapter_in_model(lora, base), CHUNK).train()
+    trained = {name: param for name, param in adapted.named_parameters() if param.requires_grad}
+    for name, param in trained.items():
+        param.data = initial[name].to(device) if initial else param.data.float()
+    optimizer = torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.999), weight_decay=0, fused=True)
+    for step in itertools.count():
+        rows = [samples[step * micro + index] for index in range(micro)]
+        batch = torch.utils.data.default_collate(rows)
+        n_targets = task.n_targets(batch)
+        batch = torch.utils._pytree.tree_map(lambda part: part.to(device, non_blocking=True), batch)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = task.loss(adapted, batch)
+        (loss.float() / n_targets).backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield loss.item() / n_targets

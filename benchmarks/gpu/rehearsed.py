@@ -1,0 +1,159 @@
+"""Programs that know nothing of shardkit: their peaks under `shardkit rehearse` beside those on this GPU.
+
+The prediction of a case is its rehearsal, which needs the CUDA build of torch and no GPU. `programs/` holds programs in
+the style of their libraries' examples; random ones are drawn as `tests.cuda.programs` draws them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from ..common import REPO
+from .cases import Case, Cases, Found, Where
+
+PROGRAMS = Path(__file__).parent / "programs"
+MODEL = "MODEL"
+"""Stands for the model folder in a program's arguments: real weights on a GPU, pretended ones in a rehearsal."""
+NAMED: dict[str, tuple[str, ...]] = {
+    "GPT-2 in a plain loop": ("gpt.py",),
+    "transformers' Trainer, Llama 1.1B": ("llama_trainer.py",),
+    "FSDP2 by hand, torchrun, Llama 1.1B": ("llama_fsdp.py",),
+    "TRL's SFTTrainer, QLoRA": ("trl_qlora.py", MODEL),
+    "torchvision's ResNet-50, fp16": ("resnet.py",),
+    "timm's ViT-B under Accelerate": ("vit_accelerate.py",),
+    "Lightning, U-Net, fp16": ("unet_lightning.py",),
+    "transformers' Trainer, LoRA": ("llama_trainer.py", "--lora"),
+    "32,768 tokens, checkpointed": ("long_context.py",),
+    "the same, bitsandbytes' 8-bit AdamW": ("long_context.py", "--bnb"),
+    "three LSTM layers (cuDNN)": ("lstm.py",),
+    "GPT-2, compiled": ("gpt.py", "--compile"),
+}
+SEEDS = range(30)
+LIMIT_S = 240.0
+_LLAMA = {
+    "vocab_size": 512, "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16,
+    "num_attention_heads": 24, "num_key_value_heads": 8, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def cases(dry: bool) -> Cases:
+    """The named programs; then the random ones as programs of one process, without their ranks."""
+    found: Cases = {name: Case(partial(_run, words), partial(_rehearse, words)) for name, words in NAMED.items()}
+    for seed in SEEDS:
+        found[f"random program {seed}"] = Case(partial(_run_drawn, seed), partial(_rehearse_drawn, seed))
+    return dict(list(found.items())[:1]) if dry else found
+
+
+def _command(words: Sequence[str], runner: Sequence[str] = ()) -> list[str]:
+    """A program's command, run by a module if `runner` names one; torchrun starts what joins a process group."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    in_group = any(call in Path(words[0]).read_text() for call in ("fully_shard(", "DistributedDataParallel("))
+    return [sys.executable, *(torchrun if in_group else []), *runner, *words]
+
+
+def _paths(words: Sequence[str], model: Path) -> list[str]:
+    return [str(PROGRAMS / words[0]), *(str(model) if word == MODEL else word for word in words[1:])]
+
+
+def _run(words: Sequence[str], where: Where) -> Found:
+    model = where.folder / "model"
+    if MODEL in words:
+        write_model(model)
+    return _measured(_paths(words, model), where)
+
+
+def _run_drawn(seed: int, where: Where) -> Found:
+    return _measured([str(_drawn(seed, where))], where)
+
+
+def _drawn(seed: int, where: Where) -> Path:
+    from tests.cuda.programs import draw
+
+    path = where.folder / "drawn.py"
+    path.write_text(draw(seed).text)
+    return path
+
+
+def _measured(words: Sequence[str], where: Where) -> Found:
+    out = where.folder / "peaks.json"
+    command = _command(words, ["-m", "benchmarks.gpu.recorded"])
+    environment = {
+        **os.environ, "RECORDED_PEAKS": str(out), "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    done = subprocess.run(
+        command, cwd=where.folder, env=environment, timeout=LIMIT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    )  # fmt: skip
+    if done.returncode or not out.exists():
+        return {"outcome": "failed", "message": done.stdout[-1500:]}
+    return {"outcome": "ok", **json.loads(out.read_text())}
+
+
+def _rehearse(words: Sequence[str], where: Where) -> Found:
+    model = where.folder / "model"
+    if MODEL in words:
+        pretend_model(model)
+    return _rehearsed(_paths(words, model), where)
+
+
+def _rehearse_drawn(seed: int, where: Where) -> Found:
+    return _rehearsed([str(_drawn(seed, where))], where)
+
+
+def _rehearsed(words: Sequence[str], where: Where) -> Found:
+    command = [sys.executable, "-m", "shardkit.cli", "rehearse", "--gpu", where.card, "--json", "--", *_command(words)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        command, cwd=where.folder, env=environment, timeout=2 * LIMIT_S + 600, capture_output=True, text=True,
+        errors="replace",
+    )  # fmt: skip
+    if done.returncode not in (0, 7) or not done.stdout.strip():
+        return {"outcome": "failed", "message": (done.stdout[-500:] + done.stderr[-1000:])}
+    verdict = json.loads(done.stdout)
+    (rank,) = verdict["ranks"]
+    return {
+        "outcome": "ok", "verdict": verdict["verdict"], "allocated": rank["peak_allocated"],
+        "reserved": rank["peak_reserved"], "outside": rank["outside_estimate"],
+        "assumptions": verdict.get("assumptions", []),
+    }  # fmt: skip
+
+
+def write_model(folder: Path) -> None:
+    """A Llama of 0.4 billion random values in bf16, with a tokenizer of single bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**_LLAMA), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def pretend_model(folder: Path) -> None:
+    """The same folder without its weights."""
+    from transformers import LlamaConfig
+
+    source = folder.with_name("source")
+    LlamaConfig(**_LLAMA, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(source)
+    write_tokenizer(source)
+    subprocess.run(
+        [sys.executable, "-m", "shardkit.cli", "pretend-weights", str(source / "config.json"), str(folder)], check=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    raw = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
