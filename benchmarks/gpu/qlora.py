@@ -17,6 +17,7 @@ from .cases import Case, Cases, Found, Where
 from .target import settings
 
 ARMS = ("shardkit", "peft + bitsandbytes")
+IN_TURNS = "in turns"
 TURNS, STEPS, WARMUP = 8, 3, 2
 R, ALPHA, LR, CHUNK = 16, 32, 1e-3, 512
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -32,7 +33,7 @@ _DRY_SIZES = {
 
 def cases(dry: bool) -> Cases:
     """Both arms in turns, and each arm's peak in a process of its own."""
-    found: Cases = {"in turns": Case(partial(_measure, ARMS))}
+    found: Cases = {IN_TURNS: Case(partial(_measure, ARMS))}
     for arm in ARMS:
         found[arm] = Case(partial(_measure, (arm,)))
     return found

@@ -46,8 +46,12 @@ def cases(dry: bool) -> Cases:
     """The named programs; then the random ones as programs of one process, without their ranks."""
     found: Cases = {name: Case(partial(_run, words), partial(_rehearse, words)) for name, words in NAMED.items()}
     for seed in SEEDS:
-        found[f"random program {seed}"] = Case(partial(_run_drawn, seed), partial(_rehearse_drawn, seed))
+        found[drawn_name(seed)] = Case(partial(_run_drawn, seed), partial(_rehearse_drawn, seed))
     return dict(list(found.items())[:1]) if dry else found
+
+
+def drawn_name(seed: int) -> str:
+    return f"random program {seed}"
 
 
 def _command(words: Sequence[str], runner: Sequence[str] = ()) -> list[str]:

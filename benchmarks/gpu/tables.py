@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +20,9 @@ from .choices import ASKED
 from .ladder import CARDS, KINDS, rungs
 from .largest import ARMS, BYTES_PER_PARAMETER, EMULATED_LIMIT
 from .mfu import CEILING, GOALS, MODELS
+from .qlora import ARMS as ARMS_OF_QLORA
+from .qlora import IN_TURNS
+from .rehearsed import NAMED, SEEDS, drawn_name
 from .store import first_speed, kind
 
 MISSING = "not yet measured"
@@ -45,6 +49,8 @@ def on_a_gpu(results: Path) -> str:
         "emulated_ladder": _emulated_ladder(there["ladder"]), "emulated_provenance": _provenance(there),
         "emulated_largest": rows([name, _emulated_largest(there["largest"], name)] for name in ARMS),
     }  # fmt: skip
+    values["rehearsed"], values["drawn"] = _rehearsed(known["rehearsed"])
+    values["qlora"] = _qlora(known["qlora"])
     values["categories"], values["checkpointing"] = _categories(known["categories"])
     values["emulated_categories"], values["emulated_checkpointing"] = _categories(there["categories"])
     return section(templates()["gpu"], {**values, "measured": "at the end"})
@@ -305,6 +311,69 @@ def _errors(known: Known, part: str = "accuracy") -> str:
         *(f"works with {share} × required" for share in TIGHT.values()),
     )  # fmt: skip
     return "\n\n".join([*parts, table(head, lines)])
+
+
+def _rehearsed(known: Known) -> tuple[str, str]:
+    """The named programs' rows, and a sentence about the random ones."""
+    errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
+
+    def cells(plan: Found, found: Found) -> list[str]:
+        shown = []
+        for key in ("allocated", "reserved"):
+            different = plan[key] / found[key] - 1 if key in plan else None
+            shown += [_gib(found[key]), "–" if different is None else f"{100 * different:+.2f} %"]
+        used = found["used_by_process"]
+        return [*shown, "–" if used is None else _gib(used - found["reserved_at_end"])]
+
+    lines = []
+    for name in NAMED:
+        plan = _predicted(known, name)
+        planned = (
+            f"{_gib(plan['allocated'])} / {_gib(plan['reserved'])}" if "allocated" in plan else plan.get("outcome")
+        )
+        lines.append([name, planned or "–", *_cells(_measured(known, name), partial(cells, plan), 5)])
+    for seed in SEEDS:
+        plan, found = _predicted(known, drawn_name(seed)), _measured(known, drawn_name(seed)) or {}
+        for key, different in errors.items():
+            if key in plan and key in found:
+                different.append(plan[key] / found[key] - 1)
+    if not errors["allocated"]:
+        return rows(lines), f"{len(SEEDS)} random programs: {MISSING}."
+    equal = {key: sum(not error for error in different) for key, different in errors.items()}
+    ranges = ", ".join(
+        f"{key} {equal[key]} to the byte, the others {100 * min(different):+.2f} to {100 * max(different):+.2f} %"
+        for key, different in errors.items()
+    )
+    return rows(lines), f"Of {len(SEEDS)} random programs {len(errors['allocated'])} ran on both sides: {ranges}."
+
+
+def _qlora(known: Known) -> str:
+    together = _measured(known, IN_TURNS)
+
+    def cells(arm: str, found: Found) -> list[str]:
+        return [f"{1e3 * median(found['step_s'][arm]):.0f}"]
+
+    def peaks(found: Found) -> list[str]:
+        return [_gib(found["allocated"]), _gib(found["reserved"])]
+
+    lines = [
+        [arm, *_cells(together, partial(cells, arm), 1), *_cells(_measured(known, arm), peaks, 2)]
+        for arm in ARMS_OF_QLORA
+    ]
+    if together is None or together["outcome"] != "ok":
+        return table(("arm", "step, ms", "allocated", "reserved"), lines)
+    ours, theirs = (together["step_s"][arm] for arm in ARMS_OF_QLORA)
+    ratio = interval(median_ci([a / b for a, b in zip(ours, theirs, strict=True)]), 3)
+    first, largest = together["loss_differences"][0], max(together["loss_differences"])
+    words = (
+        f"shardkit's step over the plain loop's: {ratio}. Losses differ by {first:.0e} in the first step and by "
+        f"{largest:.0e} at most"
+    )
+    alone = [_measured(known, arm) for arm in ARMS_OF_QLORA]
+    if alone[0] is not None and alone[0]["outcome"] == "ok":
+        again = zip(together["losses"][ARMS_OF_QLORA[0]], alone[0]["losses"][ARMS_OF_QLORA[0]], strict=True)
+        words += f"; two runs of shardkit alone differ by {max(abs(a - b) for a, b in again):.0e}"
+    return table(("arm", "step, ms", "allocated", "reserved"), lines) + f"\n\n{words}."
 
 
 def _categories(known: Known) -> tuple[str, str]:
