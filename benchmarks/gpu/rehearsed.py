@@ -118,9 +118,9 @@ def _rehearsed(words: Sequence[str], where: Where) -> Found:
         command, cwd=where.folder, env=environment, timeout=2 * LIMIT_S + 600, capture_output=True, text=True,
         errors="replace",
     )  # fmt: skip
-    if done.returncode not in (0, 7) or not done.stdout.strip():
-        return {"outcome": "failed", "message": (done.stdout[-500:] + done.stderr[-1000:])}
-    verdict = json.loads(done.stdout)
+    verdict = json.loads(done.stdout) if done.stdout.strip() else {"reason": done.stderr[-1000:]}
+    if done.returncode:
+        return {"outcome": "not known" if done.returncode == 7 else "failed", "message": verdict["reason"]}
     (rank,) = verdict["ranks"]
     return {
         "outcome": "ok", "verdict": verdict["verdict"], "allocated": rank["peak_allocated"],
