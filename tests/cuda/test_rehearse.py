@@ -71,6 +71,46 @@ def test_two_ranks_fit_with_their_own_peaks_and_touch_nothing(cache: Path, tmp_p
     assert f"would have been overwritten: {tmp_path / 'model.pt'}" in verdict["notes"]
 
 
+def test_ddps_first_buckets_are_gone_in_the_second_step(cache: Path, tmp_path: Path) -> None:
+    """NCCL's watchdog holds them for some 100 ms, which a step without computation does not last."""
+    program = TRAIN.replace("    torch.save", "    # torch.save")
+    command = [*TORCHRUN[:-1], "1", "train.py"]
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=program)
+    assert done.returncode == 0, done.stderr
+    gradients = 2 * (4096 * 4096 + 4096) * 4
+    assert verdict["ranks"][0]["peak_categories"]["communication"] < 1.1 * gradients
+
+
+CUDNN = """
+import torch
+from torch import nn
+LAYERS
+model = model.cuda().to(memory_format=torch.channels_last)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scaler = torch.amp.GradScaler("cuda")
+for step in range(3):
+    x = torch.randn(8, 3, 64, 64, device="cuda").to(memory_format=torch.channels_last)
+    with torch.autocast("cuda", torch.float16):
+        y = model(x)
+    assert y.shape == x.shape
+    scaler.scale(y.float().pow(2).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_cudnn_runs_is_replaced_or_named(cache: Path, tmp_path: Path) -> None:
+    layers = "nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.ConvTranspose2d(16, 3, 2, 2)"
+    replaced = CUDNN.replace("LAYERS", f"model = nn.Sequential({layers})")
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=[sys.executable, "train.py"], program=replaced)
+    assert done.returncode == 0, done.stderr
+    named = CUDNN.replace("LAYERS", "model = nn.LSTM(8, 8)")
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=[sys.executable, "train.py"], program=named)
+    assert done.returncode == 7
+    assert "aten::_cudnn_rnn_flatten_weight runs in cuDNN, which is not emulated" in verdict["reason"]
+
+
 def test_the_verdict_is_sharp(cache: Path, tmp_path: Path) -> None:
     command = [sys.executable, "train.py"]
     _, plenty = rehearse(cache, tmp_path, command=command)

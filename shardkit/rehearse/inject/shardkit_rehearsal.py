@@ -230,6 +230,7 @@ class Recording:
         engine = _deepspeed_engine(sys._getframe())
         if engine is not None:
             if engine.global_steps > self.steps:
+                _await_watchdog()
                 self.steps = int(engine.global_steps)
                 self._sample()
             self._end_if_done()
@@ -244,6 +245,7 @@ class Recording:
         if max(self._steps_of.values()) > 2 * max(self.max_steps, steps):
             steps = max(self._steps_of.values())  # an optimizer that is not used any more
         if steps > self.steps:
+            _await_watchdog()
             self.read_peaks()
             self.steps = steps
             self._sample()
@@ -281,6 +283,17 @@ class _Backward:
         if not self._recording._backward_depth:
             self._recording.enter(UPDATE)
             self._recording._await_module()
+
+
+def _await_watchdog() -> None:
+    """Let ProcessGroupNCCL's watchdog drop what collectives held that are done: DDP's first buckets, for example.
+
+    It looks every 100 ms, and nobody tells when it has looked. A step on a GPU lasts longer than that; here kernels
+    take no time.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        time.sleep(0.25)
 
 
 def _launched_as() -> tuple[int, int]:
