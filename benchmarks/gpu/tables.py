@@ -20,8 +20,8 @@ from .choices import ASKED
 from .ladder import CARDS, KINDS, rungs
 from .largest import ARMS, BYTES_PER_PARAMETER, EMULATED_LIMIT
 from .mfu import CEILING, GOALS, MODELS
-from .qlora import ARMS as ARMS_OF_QLORA
-from .qlora import IN_TURNS
+from .qlora import ALONE, IN_TURNS
+from .qlora import ARMS as QLORA_ARMS
 from .rehearsed import NAMED, SEEDS, drawn_name
 from .store import first_speed, kind
 
@@ -348,32 +348,21 @@ def _rehearsed(known: Known) -> tuple[str, str]:
 
 
 def _qlora(known: Known) -> str:
-    together = _measured(known, IN_TURNS)
-
-    def cells(arm: str, found: Found) -> list[str]:
-        return [f"{1e3 * median(found['step_s'][arm]):.0f}"]
-
-    def peaks(found: Found) -> list[str]:
-        return [_gib(found["allocated"]), _gib(found["reserved"])]
-
-    lines = [
-        [arm, *_cells(together, partial(cells, arm), 1), *_cells(_measured(known, arm), peaks, 2)]
-        for arm in ARMS_OF_QLORA
-    ]
+    together, alone = _measured(known, IN_TURNS), _measured(known, ALONE)
     if together is None or together["outcome"] != "ok":
-        return table(("arm", "step, ms", "allocated", "reserved"), lines)
-    ours, theirs = (together["step_s"][arm] for arm in ARMS_OF_QLORA)
-    ratio = interval(median_ci([a / b for a, b in zip(ours, theirs, strict=True)]), 3)
+        return _cells(together, lambda _: [], 1)[0] + "."
+    ours, plain = (together["step_s"][arm] for arm in QLORA_ARMS)
+    ratio = interval(median_ci([a / b for a, b in zip(ours, plain, strict=True)]), 2)
     first, largest = together["loss_differences"][0], max(together["loss_differences"])
     words = (
-        f"shardkit's step over the plain loop's: {ratio}. Losses differ by {first:.0e} in the first step and by "
-        f"{largest:.0e} at most"
+        f"A step takes {1e3 * median(ours):.0f} ms, the plain loop's {1e3 * median(plain):.0f} ms: {ratio} times as "
+        "long. "
+        f"The first loss differs by {first:.0e}, later ones by {largest:.0e} at most"
     )
-    alone = [_measured(known, arm) for arm in ARMS_OF_QLORA]
-    if alone[0] is not None and alone[0]["outcome"] == "ok":
-        again = zip(together["losses"][ARMS_OF_QLORA[0]], alone[0]["losses"][ARMS_OF_QLORA[0]], strict=True)
-        words += f"; two runs of shardkit alone differ by {max(abs(a - b) for a, b in again):.0e}"
-    return table(("arm", "step, ms", "allocated", "reserved"), lines) + f"\n\n{words}."
+    if alone is not None and alone["outcome"] == "ok":
+        again = zip(together["losses"][QLORA_ARMS[0]], alone["losses"][QLORA_ARMS[0]], strict=True)
+        words += f"; those of two runs of shardkit by {max(abs(a - b) for a, b in again):.0e}"
+    return words + "."
 
 
 def _categories(known: Known) -> tuple[str, str]:

@@ -45,7 +45,7 @@ class Gpu:
     pcie_gb_s: float
     network_gb_s: float
     _: KW_ONLY
-    context: int = 520 * 2**20
+    context: int
     per_communicator: int = 400 * 2**20
     overhead_from: str = TYPICAL
 
@@ -73,19 +73,24 @@ def blas_workspace(capability: tuple[int, int], requested: str = "") -> int:
 
 def _gpu(
     name: str, device_name: str, gib: float, capability: tuple[int, int], multiprocessors: int,
-    hbm: float, link: float, pcie: float, network: float,
+    hbm: float, link: float, pcie: float, network: float, context_mib: int = 520,
 ) -> Gpu:  # fmt: skip
-    return Gpu(name, device_name, int(gib * GIB), capability, multiprocessors, hbm, link, pcie, network)
+    speeds = hbm, link, pcie, network
+    return Gpu(name, device_name, int(gib * GIB), capability, multiprocessors, *speeds, context=context_mib * 2**20)
+
+
+_HOPPER_CONTEXT_MIB = 760
+"""What most programs of one process took on an H200 (torch 2.11, CUDA 13; benchmarks/results/gpu_rehearsed.json)."""
 
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         _gpu("b200", "NVIDIA B200", 178.4, (10, 0), 148, 8000, 900, 63, 50),
-        _gpu("h200", "NVIDIA H200", 139.8, (9, 0), 132, 4800, 450, 63, 50),
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, (9, 0), 132, 3350, 450, 63, 50),
-        _gpu("h100-pcie", "NVIDIA H100 PCIe", 79.1, (9, 0), 114, 2000, 63, 63, 25),
-        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, (9, 0), 132, 4000, 450, 450, 50),
+        _gpu("h200", "NVIDIA H200", 139.8, (9, 0), 132, 4800, 450, 63, 50, _HOPPER_CONTEXT_MIB),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, (9, 0), 132, 3350, 450, 63, 50, _HOPPER_CONTEXT_MIB),
+        _gpu("h100-pcie", "NVIDIA H100 PCIe", 79.1, (9, 0), 114, 2000, 63, 63, 25, _HOPPER_CONTEXT_MIB),
+        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, (9, 0), 132, 4000, 450, 450, 50, _HOPPER_CONTEXT_MIB),
         _gpu("a100", "NVIDIA A100-SXM4-80GB", 79.2, (8, 0), 108, 2039, 300, 31, 25),
         _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 39.4, (8, 0), 108, 1555, 300, 31, 25),
         _gpu("a40", "NVIDIA A40", 44.4, (8, 6), 84, 696, 31, 31, 12.5),

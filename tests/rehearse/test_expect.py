@@ -12,7 +12,7 @@ from tests.rehearse.test_verdict import GIB, failed, record, verdict_of
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("peak < 21 GiB", 0),
+        ("peak < 21.2 GiB", 0),
         ("peak<20.8GiB", 4),
         ("reserved <= 20 GiB", 0),
         ("reserved < 20GiB", 4),

@@ -47,17 +47,17 @@ def test_the_largest_rank_decides_and_the_estimates_count() -> None:
     verdict = verdict_of(record(0), record(1, reserved=40))
     outside = CARD.context + CARD.per_communicator
     assert (verdict.kind, verdict.exit_code, verdict.needed) == ("fits", 0, 40 * GIB + outside)
-    assert verdict.reason == "fits h100 (79.10 GiB) with 38.20 GiB to spare"
+    assert verdict.reason == "fits h100 (79.10 GiB) with 37.97 GiB to spare"
     assert "a100-40gb" not in [gpu.name for gpu in verdict.other_cards()] and verdict.other_cards()[0].name == "a40"
     text = verdict.text()
-    assert "backward of step 2" in text and "context 0.51 GiB, NCCL 0.39 GiB on each GPU (estimates" in text
+    assert "backward of step 2" in text and "context 0.74 GiB, NCCL 0.39 GiB on each GPU (estimates" in text
     assert "mean nothing" in text
 
 
 def test_what_fits_only_without_the_allocators_cache_is_not_known() -> None:
     verdict = verdict_of(record(0, reserved=79), record(1))
     assert (verdict.kind, verdict.exit_code) == ("not known", 7)
-    assert "only if the allocator gives 0.80 GiB of its cache back" in verdict.reason
+    assert "only if the allocator gives 1.03 GiB of its cache back" in verdict.reason
     assert verdict_of(record(0, reserved=79, allocated=78.9), record(1)).kind == "does not fit"
 
 
