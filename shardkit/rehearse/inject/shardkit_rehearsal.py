@@ -42,7 +42,6 @@ class Recording:
         self.end: dict[str, Any] = {}
         self._steps_of: dict[int, int] = {}
         self._backward_depth = 0
-        self._backwards = 0
         self._module_hook: Any = None
         self.assumed = Assumed()
         self.at_update: dict[str, int] = {}
@@ -231,6 +230,7 @@ class Recording:
         engine = _deepspeed_engine(sys._getframe())
         if engine is not None:
             if engine.global_steps > self.steps:
+                _await_watchdog()
                 self.steps = int(engine.global_steps)
                 self._sample()
             self._end_if_done()
@@ -245,6 +245,7 @@ class Recording:
         if max(self._steps_of.values()) > 2 * max(self.max_steps, steps):
             steps = max(self._steps_of.values())  # an optimizer that is not used any more
         if steps > self.steps:
+            _await_watchdog()
             self.read_peaks()
             self.steps = steps
             self._sample()
@@ -256,13 +257,6 @@ class Recording:
         if self._tells_lines():
             self.holders.see_optimizer(optimizer)
             self.holders.note()
-
-    def end_backward(self) -> None:
-        self.enter(UPDATE)
-        self._backwards += 1
-        if self._backwards <= 2:
-            _await_watchdog()
-        self._await_module()
 
     def _end_if_done(self) -> None:
         """After the last step keep the process alive: other ranks may still need its sockets and memory."""
@@ -287,14 +281,15 @@ class _Backward:
     def __exit__(self, *_: object) -> None:
         self._recording._backward_depth -= 1
         if not self._recording._backward_depth:
-            self._recording.end_backward()
+            self._recording.enter(UPDATE)
+            self._recording._await_module()
 
 
 def _await_watchdog() -> None:
-    """Let ProcessGroupNCCL's watchdog drop what collectives hold that are done, such as the buckets that DDP replaces.
+    """Let ProcessGroupNCCL's watchdog drop what collectives held that are done: DDP's first buckets, for example.
 
-    DDP makes them anew after the first backward. The watchdog looks every 100 ms, and nobody tells when it has looked.
-    On a GPU the first backward lasts longer than that; here kernels take no time.
+    It looks every 100 ms, and nobody tells when it has looked. A step on a GPU lasts longer than that; here kernels
+    take no time.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
