@@ -39,7 +39,7 @@ def run(seed: int, workers: int, arguments: list[str]) -> dict[str, Any]:
         "load": round(load, 1),
         "exit_code": done.returncode,
         **counts(lines[-1] if lines else ""),
-        "seconds": round(seconds),
+        "seconds": round(seconds, 1),
         "failures": [line for line in lines if line.startswith(("FAILED ", "ERROR "))],
     }
 
