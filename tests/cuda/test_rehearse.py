@@ -111,6 +111,32 @@ def test_what_cudnn_runs_is_replaced_or_named(cache: Path, tmp_path: Path) -> No
     assert "aten::_cudnn_rnn_flatten_weight runs in cuDNN, which is not emulated" in verdict["reason"]
 
 
+PREFERS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+model = nn.Linear(512, 512).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.randn(8, 512, 512, device="cuda")
+    mask = (torch.arange(512)[None, :] < torch.arange(8)[:, None]).cuda()
+    scores = model(x).logsumexp(-1)
+    assert torch.masked_select(scores, mask).shape == (28,) and scores[mask].shape == (28,)
+    chosen, rejected = scores.sum(1).chunk(2)
+    (-F.logsigmoid(chosen - rejected)).mean().backward()
+    (-F.logsigmoid(model.bias[:4])).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_loss_of_preferences_and_a_selection_by_a_mask_run(cache: Path, tmp_path: Path) -> None:
+    """logsigmoid keeps nothing for backward on CUDA, and a buffer on the CPU; a mask alone decides a shape."""
+    command = [sys.executable, "train.py"]
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=PREFERS)
+    assert (done.returncode, verdict["verdict"]) == (0, "fits"), verdict.get("reason")
+
+
 def test_the_verdict_is_sharp(cache: Path, tmp_path: Path) -> None:
     command = [sys.executable, "train.py"]
     _, plenty = rehearse(cache, tmp_path, command=command)

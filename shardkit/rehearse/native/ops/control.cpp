@@ -2,6 +2,7 @@
 // and decide by, over the same bytes. That is: small tensors, and integers and booleans up to some size, as long as all
 // that they depend on was computed. A small float that depends on skipped data is one; an index that does (a router's)
 // goes round; other integers are unknown, and reading them fails.
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
@@ -29,6 +30,9 @@ const Names BY_HAND = {"aten::cudnn_convolution", "aten::cudnn_convolution_trans
                        "aten::cudnn_batch_norm", "aten::cudnn_batch_norm_backward",
                        "aten::_scaled_dot_product_cudnn_attention",
                        "aten::_scaled_dot_product_cudnn_attention_backward"};
+// What they keep for backward has another shape than the CPU's.
+const Names KEEP_OTHER_BUFFERS = {"aten::log_sigmoid_forward", "aten::log_sigmoid_forward.output",
+                                  "aten::log_sigmoid_backward", "aten::log_sigmoid_backward.grad_input"};
 // Memory that nothing has written yet.
 const Names EMPTY = {"aten::empty.memory_format", "aten::empty_strided"};
 
@@ -143,16 +147,41 @@ void compute(const OperatorHandle& op, const CudaKernel& entry, std::vector<IVal
   Stack stack = std::move(given);
   Devices devices = look_at(stack, 0);
   drain_current_stream(*devices.device);
-  compute_on_host(op, &stack, devices, entry.name, /*moves_generator=*/false);
+  try {
+    compute_on_host(op, &stack, devices, entry.name, /*moves_generator=*/false);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, "emucuda: ", entry.name, ": the CPU refuses what CUDA took: ", error.what_without_backtrace());
+  }
   size_t next = 0;
   for (size_t i = 0; i < op.schema().returns().size(); i++) {
     if (op.schema().returns()[i].alias_info()) continue;
     each_tensor(stack[stack.size() - op.schema().returns().size() + i], [&](const Tensor& tensor) {
-      if (tensor.defined() && next < fresh.size()) on_host(fresh[next++]).copy_(tensor);
+      if (!tensor.defined() || next == fresh.size()) return;
+      const Tensor& result = fresh[next++];
+      TORCH_CHECK(result.sizes() == tensor.sizes(), "emucuda: ", entry.name, " has results of other shapes on the CPU");
+      on_host(result).copy_(tensor);
     });
   }
   for (const auto* tensors : {&fresh, &found.written, &found.updated})
     for (const Tensor& tensor : *tensors) mark(tensor, found.read);
+}
+
+// The mask alone says how many values are selected.
+bool select_by_mask(Stack* stack) {
+  Tensor from = stack->at(stack->size() - 2).toTensor(), mask = stack->back().toTensor();
+  if (validity(mask) != Validity::computed || !is_small(mask)) return false;
+  Tensor selected;
+  {
+    Spend computing(COMPUTING);
+    BelowAutograd below;
+    drain_current_stream(mask.device());
+    auto shape = at::infer_size(from.sizes(), mask.sizes());
+    selected = at::empty({on_host(mask).expand(shape).sum().item<int64_t>()}, from.options());
+  }
+  leave(selected);
+  torch::jit::drop(*stack, 2);
+  torch::jit::push(*stack, selected);
+  return true;
 }
 
 // An operator whose result's shape, or whose answer to the program, depends on values: CUDA's kernel would read nothing
@@ -163,6 +192,7 @@ void compute_alone(const OperatorHandle& op, const CudaKernel& entry, Stack* sta
     torch::jit::drop(*stack, 2);  // training moves what it trains: no two are equal
     return torch::jit::push(*stack, false);
   }
+  if (entry.name == "aten::masked_select" && found.read != Validity::computed && select_by_mask(stack)) return;
   TORCH_CHECK(found.read == Validity::computed && found.all_small, "emucuda: ", entry.name,
               " reads values that were not computed (EMUCUDA_COMPUTE=0)");
   size_t first = stack->size() - op.schema().arguments().size();
@@ -254,7 +284,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     for (const auto& returned : op->schema().returns())
       value |= returned.type()->kind() == c10::TypeKind::BoolType;
     kernels().emplace(operator_name, CudaKernel{op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA), name,
-                                                runs_on_host(*op), value});
+                                                runs_on_host(*op) && !KEEP_OTHER_BUFFERS.count(name), value});
     auto function = EMPTY.count(name)                 ? torch::CppFunction::makeFromBoxedFunction<&empty>()
                     : name == "aten::copy_"           ? torch::CppFunction::makeFromBoxedFunction<&copy>()
                     : name == "aten::_local_scalar_dense" ? torch::CppFunction::makeFromBoxedFunction<&read_scalar>()
