@@ -104,7 +104,7 @@ class ModelConfig(Section):
         QuantizeConfig | None,
         Capability(
             "frozen weights in 4 bits (`model.quantize`, QLoRA)",
-            {"zero3": "DeepSpeed partitions parameters of the compute type alone, and packed bytes are none"},
+            {"zero3": "packed bytes are not read into the partitions of DeepSpeed yet"},
             fix="set parallel.strategy=fsdp, which shards the packed bytes",
         ),
     ] = None
