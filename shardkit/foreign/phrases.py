@@ -44,6 +44,11 @@ def _of_engine(under_zero: str | None, under_fsdp: str | None) -> Callable[[Any,
     return lambda value, strategy: under_zero if strategy in ZERO else under_fsdp
 
 
+def _four_bits(keys: str) -> Callable[[Any, str], str | None]:
+    """Under the other engines no plan knows how a recipe's tool holds the packed base."""
+    return lambda value, strategy: keys if strategy in ("single", "ddp", "zero1", "zero2") else None
+
+
 _TRAINER: dict[str, Phrase] = {
     "activation.policy=full": "gradient_checkpointing: true",
     "precision.mode=bf16": "bf16: true",
@@ -58,9 +63,14 @@ _TRAINER: dict[str, Phrase] = {
 _PHRASES: dict[Tool, dict[str, Phrase]] = {
     "trainer": _TRAINER,
     "trl": _TRAINER,
-    "llamafactory": {**_TRAINER, "activation.policy=full": "disable_gradient_checkpointing: false"},
+    "llamafactory": {
+        **_TRAINER,
+        "activation.policy=full": "disable_gradient_checkpointing: false",
+        "model.quantize.bits=4": _four_bits("quantization_bit: 4"),
+    },
     "axolotl": {
         **_TRAINER,
+        "model.quantize.bits=4": _four_bits("adapter: qlora, load_in_4bit: true"),
         "optim.name=adamw8bit": "optimizer: adamw_torch_8bit",
         "parallel.strategy": _axolotl_engine,
         "parallel.offload_param=cpu": _of_engine(

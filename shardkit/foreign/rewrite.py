@@ -93,8 +93,10 @@ def change_files(
     if changed_job.job.not_planned and not job.not_planned:
         raise NoKey(f"with {changed_job.text}: {changed_job.job.not_planned[0]}", "plan another change")
     for key, value in requested.items():
-        section, _, name = key.partition(".")
-        if not _means(getattr(getattr(config, section), name), value):
+        setting: Any = config
+        for name in key.split("."):
+            setting = getattr(setting, name, None)
+        if not _means(setting, value):
             raise NoKey(f"{changed_job.text} does not mean {key}={value}", "set it in a config of shardkit")
     return changed_job
 

@@ -228,6 +228,18 @@ def test_no_change_shards_a_base_in_4_bits_as_its_tool_would_not(tmp_path: Path)
     assert change_files(job, [], ["train.micro_batch_size=1"]).load().config.model.quantize is not None
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(AXOLOTL, "adapter: qlora, load_in_4bit: true"), (LLAMA_FACTORY, "quantization_bit: 4")],
+)
+def test_a_base_in_4_bits_is_advised_in_the_recipes_words(text: str, words: str, tmp_path: Path) -> None:
+    changed = change_files(recipe(tmp_path, text), [], ["model.quantize.bits=4"])
+    quantize = changed.load().config.model.quantize
+    assert changed.text == words and quantize is not None and (quantize.bits, quantize.double) == (4, True)
+    with pytest.raises(NoKey, match=r"no key of .* means model\.quantize\.bits=4"):
+        change_files(recipe(tmp_path, text, deepspeed=ZERO3), [], ["model.quantize.bits=4"])
+
+
 def test_kernels_that_axolotl_turns_on_by_itself_are_named(tmp_path: Path) -> None:
     def named(**more: Any) -> bool:
         return any("lora_*_kernel" in difference.text for difference in recipe(tmp_path, AXOLOTL, **more).left_out)
