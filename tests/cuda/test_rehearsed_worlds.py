@@ -50,7 +50,10 @@ def test_shardkits_own_ranks_have_the_same_peaks(cache: Path, tmp_path: Path) ->
         assert done.returncode == 0, done.stderr
         return dict(verdict["ranks"][0])
 
-    assert rank_0("0") == rank_0("0,1,2,3")
+    among_pretended, among_live = rank_0("0"), rank_0("0,1,2,3")
+    host, live_host = among_pretended.pop("host_peak"), among_live.pop("host_peak")
+    assert among_pretended == among_live
+    assert host == pytest.approx(live_host, rel=0.05)  # a process's memory, libraries and all: never equal to a byte
 
 
 ASKS = """

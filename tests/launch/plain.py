@@ -10,6 +10,7 @@ FOLDER/phase says whether rank 0 is training or writing.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -116,6 +117,8 @@ def main() -> None:
             break
     if "SHARDKIT_HEARTBEAT" in os.environ:
         Path(os.environ["SHARDKIT_HEARTBEAT"], os.environ["LOCAL_RANK"]).unlink(missing_ok=True)
+    del wrapped
+    gc.collect()  # it holds threads of gloo's, which abort the process if they outlive the group
     dist.destroy_process_group()
 
 
