@@ -70,7 +70,7 @@ def climb(job: ForeignJob, overrides: Sequence[str], rungs: Sequence[Rung], targ
 
         def step(rung: Rung, changed: ChangedJob) -> Step:
             estimate = planner.predict(changed.load().config, loop=changed.job.loop)
-            return Step(rung, rung.settings, estimate.needed, estimate.verdict, said=changed.text)
+            return Step(rung, rung.settings, estimate.needed, estimate.verdict, in_the_files=changed.text)
 
         yield step(Rung("the files as they are", ()), ChangedJob("", job, tuple(overrides)))
         yield step(Rung(plain_name, ()), below)
@@ -82,10 +82,10 @@ def climb(job: ForeignJob, overrides: Sequence[str], rungs: Sequence[Rung], targ
                 yield step(rung, changed)
                 below, postponed = changed, ()
             except NoKey as error:
-                yield Step(rung, rung.settings, None, None, error.cause, said="")
+                yield Step(rung, rung.settings, None, None, error.cause, in_the_files="")
             except ShardkitError as error:  # the rung above may be without what is refused here
                 postponed = settings
-                yield Step(rung, rung.settings, None, None, error.cause, said="")
+                yield Step(rung, rung.settings, None, None, error.cause, in_the_files="")
 
 
 @dataclass
