@@ -197,6 +197,11 @@ def _refuse_missing_libraries(config: RunConfig) -> None:
             "model.quantize needs bitsandbytes, which is not installed",
             "pip install 'shardkit[quantize]', or remove model.quantize",
         )
+    if config.optim.name == "adamw_bnb_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "optim.name=adamw_bnb_8bit needs bitsandbytes, which is not installed",
+            "pip install 'shardkit[quantize]', or set optim.name=adamw",
+        )
     if strategy in ZERO and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             f"parallel.strategy={strategy} needs deepspeed, which is not installed",

@@ -342,11 +342,15 @@ class TrainConfig(Section):
 
 _ADAMW = "set optim.name=adamw"
 _FLAT = "ZeRO updates flat pieces of parameters, and this optimizer needs whole matrices: use ddp or single"
+_SCALED_STATES = {
+    "fsdp hsdp": "256 elements of its states share a scale; row shards would split such a group: use ddp",
+    "zero1 zero2 zero3": "ZeRO keeps its own flat fp32 states: use ddp, or zero2 with offload",
+}
 
 
 class OptimConfig(Section):
     name: Annotated[
-        Literal["adamw", "sgd", "adafactor", "muon", "adamw8bit"],
+        Literal["adamw", "sgd", "adafactor", "muon", "adamw8bit", "adamw_bnb_8bit"],
         Capability(
             "Adafactor",
             {
@@ -361,18 +365,18 @@ class OptimConfig(Section):
         Capability("Muon", {"zero1 zero2 zero3": _FLAT}, name="muon", choices=("muon",), fix=_ADAMW),
         Capability(
             "8-bit AdamW (torchao)",
-            {
-                "fsdp hsdp": "256 elements of its states share a scale; row shards would split such a group: use ddp",
-                "zero1 zero2 zero3": "ZeRO keeps its own flat fp32 states: use ddp, or zero2 with offload",
-            },
+            _SCALED_STATES,
             name="adamw8bit",
             choices=("adamw8bit",),
             fix=_ADAMW,
         ),
+        Capability(
+            "8-bit AdamW (bitsandbytes)", _SCALED_STATES, name="adamw_bnb_8bit", choices=("adamw_bnb_8bit",), fix=_ADAMW
+        ),
     ] = "adamw"
     """adamw (Loshchilov & Hutter 2019); sgd with optional momentum; adafactor (Shazeer & Stern 2018: second moments by
     rows and columns); muon (Jordan et al. 2024) for matrices with adamw for the rest; adamw8bit: moments in 8 bits
-    (Dettmers et al. 2022, needs torchao)."""
+    (Dettmers et al. 2022) by torchao; adamw_bnb_8bit: by bitsandbytes."""
     lr: float = Field(3e-4, ge=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.1, ge=0)
@@ -414,7 +418,7 @@ class OptimConfig(Section):
                 f"optim.momentum={self.momentum} is a key of sgd, but optim.name={self.name}",
                 "set optim.name=sgd, or remove optim.momentum",
             )
-        if self.name not in ("adamw", "adamw8bit", "muon"):
+        if self.name not in ("adamw", "adamw8bit", "adamw_bnb_8bit", "muon"):
             for key in ("betas", "eps"):
                 if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
                     raise conflict(

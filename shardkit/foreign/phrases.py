@@ -53,6 +53,7 @@ _TRAINER: dict[str, Phrase] = {
     "activation.policy=full": "gradient_checkpointing: true",
     "precision.mode=bf16": "bf16: true",
     "optim.name=adamw8bit": "optim: adamw_torch_8bit",
+    "optim.name=adamw_bnb_8bit": "optim: adamw_bnb_8bit",
     "parallel.strategy": _trainer_engine,
     "parallel.offload_optimizer=cpu": "deepspeed: {zero_optimization: {offload_optimizer: {device: cpu}}}",
     "parallel.offload_param=cpu": _of_engine(
@@ -72,6 +73,7 @@ _PHRASES: dict[Tool, dict[str, Phrase]] = {
         **_TRAINER,
         "model.quantize.bits=4": _four_bits("adapter: qlora, load_in_4bit: true"),
         "optim.name=adamw8bit": "optimizer: adamw_torch_8bit",
+        "optim.name=adamw_bnb_8bit": "optimizer: adamw_bnb_8bit",
         "parallel.strategy": _axolotl_engine,
         "parallel.offload_param=cpu": _of_engine(
             "deepspeed: {zero_optimization: {offload_param: {device: cpu}}}", "fsdp_config: {offload_params: true}"
@@ -120,6 +122,7 @@ _PHRASES: dict[Tool, dict[str, Phrase]] = {
         "activation.policy=full": RECOMPUTE,
         "precision.mode=bf16": "torch.autocast with torch.bfloat16 around forward and loss",
         "optim.name=adamw8bit": "torchao.optim.AdamW8bit",
+        "optim.name=adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
         "parallel.strategy": lambda value, strategy: "fully_shard(model)" if value == "fsdp" else None,
         "parallel.offload_param=cpu": _of_engine(None, "fully_shard(…, offload_policy=CPUOffloadPolicy())"),
         "parallel.reshard_after_forward=true": "fully_shard(…, reshard_after_forward=True)",

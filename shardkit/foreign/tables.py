@@ -414,8 +414,8 @@ OPTIMIZERS: dict[str, Settings] = {
     "sgd": {"optim.name": "sgd"},
     "adafactor": {"optim.name": "adafactor"},
     "adamw_torch_8bit": {"optim.name": "adamw8bit"},
-    "adamw_bnb_8bit": {"optim.name": "adamw8bit"},
-    "adamw_8bit": {"optim.name": "adamw8bit"},
+    "adamw_bnb_8bit": {"optim.name": "adamw_bnb_8bit"},
+    "adamw_8bit": {"optim.name": "adamw_bnb_8bit"},
 }
 FOUR_BITS = {"nf4": "nf4", "fp4": "fp4"}
 """bitsandbytes' types of 4 bits, named alike here."""

@@ -98,7 +98,13 @@ class Numbers:
             return  # gradients and moments of an adapter are small
         updated = self.masters or self.params
         self.grads = self.grads or (0 if config.optim.in_backward else self.params)
-        per_byte = {"adamw": 2.0, "adamw8bit": 0.5, "sgd": 1.0 if config.optim.momentum else 0.0, "muon": 1.0}
+        per_byte = {
+            "adamw": 2.0,
+            "adamw8bit": 0.5,
+            "adamw_bnb_8bit": 0.5,
+            "sgd": 1.0 if config.optim.momentum else 0.0,
+            "muon": 1.0,
+        }
         self.optimizer = max(self.optimizer, int(per_byte.get(config.optim.name, 0.0) * updated))
 
     @property
@@ -266,9 +272,11 @@ def _offload(n: Numbers) -> Iterator[Rule]:
 
 def _optimizer(n: Numbers) -> Iterator[Rule]:
     config = n.config
-    if config.optim.name == "adamw" and find_spec("torchao") is not None:
+    in_8_bits = {"torchao": "adamw8bit", "bitsandbytes": "adamw_bnb_8bit"}
+    installed = [name for library, name in in_8_bits.items() if find_spec(library) is not None]
+    if config.optim.name == "adamw" and installed:
         yield (
-            {"optim.name": "adamw8bit"},
+            {"optim.name": installed[0]},
             n.optimizer * (1 - (1 + 4 / 256) / 4),
             "moments in 8 bits",
             "a moment takes one byte, and a scale for every 256",

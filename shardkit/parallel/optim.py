@@ -43,6 +43,8 @@ def make_optimizer(
     adam: dict[str, Any] = dict(lr=lr, betas=config.betas, eps=config.eps, weight_decay=weight_decay)
     if config.name == "adamw8bit":
         return _adamw8bit(groups, adam)
+    if config.name == "adamw_bnb_8bit":
+        return _adamw_bnb_8bit(groups, adam)
     params = [param for group in groups for param in group["params"]]
     kernel = _kernel(config, next((param for param in params if param.is_complex()), params[0]))
     if config.name == "muon":
@@ -68,6 +70,19 @@ def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
 
     optimizer.register_step_pre_hook(lr_as_tensor)
+    return optimizer
+
+
+def _adamw_bnb_8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW: parameters of fewer than 4,096 elements keep fp32 moments, as is its default."""
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"optim.name=adamw_bnb_8bit needs bitsandbytes, which does not import: {error}",
+            "pip install 'shardkit[quantize]', or set optim.name=adamw",
+        ) from error
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
     return optimizer
 
 

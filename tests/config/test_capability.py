@@ -102,6 +102,7 @@ def test_a_capability_names_strategies_that_exist() -> None:
         ("prefetch", "fsdp hsdp"),
         ("muon", "single ddp fsdp hsdp"),
         ("adamw8bit", "single ddp"),
+        ("adamw_bnb_8bit", "single ddp"),
         ("in_backward", "single"),
         ("quantize", "single ddp fsdp hsdp zero1 zero2"),
     ],

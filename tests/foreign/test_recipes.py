@@ -104,7 +104,7 @@ def fates(job: ForeignJob) -> dict[str, str]:
     [
         (AXOLOTL, "axolotl", {"adapter.r": 16, "adapter.alpha": 32, "adapter.dropout": 0.05, "adapter.targets": [
             "q_proj", "v_proj"], "train.micro_batch_size": 2, "train.grad_accum_steps": 4, "train.seq_len": 64,
-            "optim.name": "adamw8bit", "precision.mode": "bf16", "activation.policy": "full", "optim.lr": 2e-4}),
+            "optim.name": "adamw_bnb_8bit", "precision.mode": "bf16", "activation.policy": "full", "optim.lr": 2e-4}),
         (LLAMA_FACTORY, "llamafactory", {"adapter.r": 8, "adapter.alpha": 16, "adapter.dropout": 0.0,
             "adapter.targets": ["q_proj", "v_proj"], "train.micro_batch_size": 1, "train.grad_accum_steps": 8,
             "train.seq_len": 64, "optim.name": "adamw", "precision.mode": "bf16", "activation.policy": "full"}),

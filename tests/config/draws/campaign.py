@@ -101,7 +101,8 @@ def judge(ranks: list[Report | None], one: Report | None, config: dict[str, Any]
         return ("stray" if late else "refused"), " ".join(reports[0].error.split())
     if one is None or one.error:
         return "no reference", "hang" if one is None else " ".join(one.error.split())[-300:]
-    exact = config.get("precision.mode", "fp32") in ("fp32", "tf32") and config.get("optim.name") != "adamw8bit"
+    exact = config.get("precision.mode", "fp32") in ("fp32", "tf32")
+    exact = exact and "8bit" not in config.get("optim.name", "")
     exact = exact and config.get("precision.reduce_dtype", "auto") in ("auto", "fp32")
     tolerances = TOLERANCES["fp32" if exact else "other"]
     for step, (got, want) in enumerate(zip(reports[0].curve, one.curve, strict=True)):
