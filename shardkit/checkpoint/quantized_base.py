@@ -37,9 +37,10 @@ OpenReader = Callable[[ExitStack], Read | StoredLayers]
 
 
 class Quantizer(Protocol):
-    """Packs weights. See `models.quantized.BaseQuantizer`."""
+    """Packs weights. See `models.quantizer.BaseQuantizer`."""
 
     shapes: dict[str, tuple[int, ...]]
+    weights: dict[str, str]
     settings: Any
 
     @property
@@ -115,7 +116,7 @@ def fill_quantized(
     replicated = not strategy.facts.shards_parameters
     tensors = {shard.name.removeprefix("model."): shard for shard in strategy.load_targets()}
     names = [fqn.removesuffix(".packed") for fqn in tensors if fqn.endswith(".packed")]
-    layers = {name: base_name(f"{name}.weight") or "" for name in names}
+    layers = {name: (base_name(f"{name}.packed") or "").removesuffix(".packed") for name in names}
     parts = ("packed", "absmax", "nested") if quantizer.double else ("packed", "absmax")
     sums = torch.zeros(len(layers), dtype=torch.int64)
     order = {name: index for index, name in enumerate(sorted(layers))}
@@ -126,15 +127,15 @@ def fill_quantized(
         except CheckpointError as error:
             problem = error
         agreed(group, problem)
-        for name, weight in layers.items():
+        for name, layer in layers.items():
+            weight, shape = quantizer.weights[layer], quantizer.shapes[layer]
             ranges = {part: _range_of(tensors[f"{name}.{part}"], world, replicated) for part in parts}
-            shape = quantizer.shapes[weight.removesuffix(".weight")]
             packed = _Packed(0, 0, torch.empty(0))
             try:
                 if isinstance(read, StoredLayers):
                     sums[order[name]] = _take_stored(read, weight, ranges)
                     continue
-                packed = _pack_layer(f"{name}.weight", shape, ranges, quantizer, read, dtype)
+                packed = _pack_layer(name + weight.removeprefix(layer), shape, ranges, quantizer, read, dtype)
             except CheckpointError as error:
                 problem = error
             if quantizer.double and not isinstance(read, StoredLayers):
@@ -147,7 +148,7 @@ def fill_quantized(
     if replicated and world.size > 1:
         exchange([tensors[f"{name}.{part}"].local for name in layers for part in parts])
     dist.all_reduce(sums, group=group)
-    return {layers[name]: int(sums[index]) for name, index in order.items()}
+    return {quantizer.weights[layers[name]]: int(sums[index]) for name, index in order.items()}
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ def reading(
 
 def weight_shapes(quantizer: Quantizer) -> dict[str, tuple[int, ...]]:
     """The shapes of the packed layers' weights, by their names in files of the model."""
-    return {f"{layer}.weight": shape for layer, shape in quantizer.shapes.items()}
+    return {weight: quantizer.shapes[layer] for layer, weight in quantizer.weights.items()}
 
 
 def describe(model: nn.Module, quantizer: Quantizer, kind: str) -> str:

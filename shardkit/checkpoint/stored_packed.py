@@ -71,6 +71,11 @@ def refuse_other_layers(source: Source, shapes: Mapping[str, object]) -> None:
     prefix = find_prefix(list(shapes), dict.fromkeys(stored))
     weights = {with_prefix(name, prefix) for name in shapes}
     for missing in sorted(weights - stored):
+        if not missing.endswith(".weight"):
+            raise CheckpointError(
+                f"{source.path} holds the experts {missing} unpacked, and model.quantize.experts packs them",
+                "remove experts from model.quantize",
+            )
         end = missing.removesuffix(".weight").rpartition(".")[2]
         raise CheckpointError(
             f"{source.path} holds {missing} unpacked, and model.quantize packs it",

@@ -70,7 +70,7 @@ class QuantizeConfig(Section):
     """Ends of the names of linear layers that stay as they are, or of modules around them; the output head always is
     left out."""
     experts: bool = False
-    """Quantise experts that are 3-D parameters and no linear layers; refused so far."""
+    """Quantise experts too that a transformers module holds as 3-D parameters (most of a Mixtral), one by one."""
     block_size: Literal[64, 128, 256, 512, 1024, 2048, 4096] = 64
     """Neighbouring weights of a row that share a scale; must divide the layers' input features."""
 
@@ -79,7 +79,6 @@ class QuantizeConfig(Section):
         refused = {
             "bits=8": (self.bits == 8, "layers of 8 bits are not among the frozen layers here"),
             "type=int8": (self.type == "int8", "layers of 8 bits are not among the frozen layers here"),
-            "experts=true": (self.experts, "experts that are 3-D parameters stay in 16 bits"),
         }
         for setting, (is_set, reason) in refused.items():
             if is_set:

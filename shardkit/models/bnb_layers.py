@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..errors import NotPlannedError
-from .quantized import BaseQuantizer, QuantizedLinear
+from .quantized import QuantizedLinear
+from .quantizer import BaseQuantizer
 
 
 def packed_by_transformers(reference: nn.Module) -> set[str]:

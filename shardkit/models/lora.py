@@ -19,7 +19,8 @@ from ..config.schema import RunConfig
 from ..errors import ConfigError
 from .bnb_layers import follow_peft_over_bitsandbytes, refuse_other_layers
 from .hf import HFModel
-from .quantized import BaseQuantizer, is_packed, pack_layers
+from .quantized import is_packed
+from .quantizer import BaseQuantizer, pack_layers
 
 FROZEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """`precision.mode` → type of the frozen parameters, where it is not fp32."""

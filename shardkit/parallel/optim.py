@@ -76,13 +76,13 @@ def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
 def _adamw_bnb_8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW: parameters of fewer than 4,096 elements keep fp32 moments, as is its default."""
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError as error:
         raise ConfigError(
             f"optim.name=adamw_bnb_8bit needs bitsandbytes, which does not import: {error}",
             "pip install 'shardkit[quantize]', or set optim.name=adamw",
         ) from error
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)  # type: ignore[no-untyped-call]
     return optimizer
 
 

@@ -17,7 +17,8 @@ from shardkit.config import capability
 from shardkit.config.load import load_config
 from shardkit.config.schema import QuantizeConfig
 from shardkit.errors import CheckpointError, ConfigError
-from shardkit.models.quantized import BaseQuantizer, QuantizedLinear
+from shardkit.models.quantized import QuantizedLinear
+from shardkit.models.quantizer import BaseQuantizer
 from shardkit.tasks.load import load_task
 from tests.commands import python_m
 from tests.ranks import run_ranks
@@ -54,7 +55,6 @@ def refused(keys: dict[str, Any]) -> ConfigError:
         ({"parallel.strategy": "zero3"}, "model.quantize does not work with parallel.strategy=zero3", "fsdp"),
         ({"model.quantize": {"bits": 8}}, "model.quantize.bits=8 is not supported", "bits: 4"),
         ({"model.quantize": {"type": "int8"}}, "model.quantize.type=int8 is not supported", "remove type"),
-        ({"model.quantize": {"experts": True}}, "model.quantize.experts=true is not supported", "remove experts"),
         (
             {"model.quantize": {"bits": 3}},
             "model.quantize.bits=3 (command line), expected one of 4, 8",

@@ -1,0 +1,165 @@
+"""`model.quantize.experts`: experts that are 3-D parameters, packed one by one and computed as the model computes them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.config.schema import QuantizeConfig
+from shardkit.errors import CheckpointError, ConfigError
+from tests.ranks import run_ranks
+from tests.tasks import quantized
+
+pytest.importorskip("bitsandbytes", reason="needs shardkit[quantize]")
+pytest.importorskip("peft", reason="needs shardkit[finetune]")
+
+MIXTRAL: dict[str, Any] = {key: size for key, size in quantized.MODEL.items() if key != "attention_bias"} | {
+    "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+N_PACKED = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 4 * 3 * 64 * 128)
+
+
+def small(model_type: str, **sizes: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(model_type, **{**MIXTRAL, "vocab_size": 64, **sizes})
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def fill(layer: Any, quantizer: Any, weight: torch.Tensor) -> None:
+    """Pack a weight into a layer's parameters."""
+    packed, scales = quantizer.pack(weight.detach().flatten())
+    layer.packed.data.copy_(packed.view(layer.packed.shape))
+    for name, state in quantizer.state(scales).items():
+        getattr(layer, name).data.copy_(state.view(getattr(layer, name).shape))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [("mixtral", {}), ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 3})],
+)
+@pytest.mark.parametrize("settings", [{}, {"double": True}, {"type": "fp4", "double": True, "block_size": 64}])
+def test_packed_experts_compute_as_the_models_own_over_the_same_numbers(
+    model_type: str, sizes: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    from shardkit.models.packed_experts import PackedWeight
+    from shardkit.models.quantizer import BaseQuantizer, pack_layers
+
+    model: Any = small(model_type, **sizes)
+    quantizer = BaseQuantizer(model, QuantizeConfig(experts=True, **settings))
+    assert quantizer.experts == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    packed, unpacked = copy.deepcopy(model), copy.deepcopy(model)
+    pack_layers(packed, quantizer)
+    with torch.no_grad():
+        for name, weight in quantizer.weights.items():
+            layer: Any = packed.get_submodule(name)
+            fill(layer, quantizer, model.get_parameter(weight))
+            state = [layer.absmax, layer.nested] if layer.doubled else [layer.absmax]
+            target = unpacked.get_parameter(weight)
+            if isinstance(layer, PackedWeight):
+                for expert in range(layer.n_experts):
+                    target[expert] = layer.unpacked(expert, torch.float32, layer.packed, *state)
+            else:
+                target.copy_(layer.unpacked(torch.float32, layer.packed, *state))
+    unpacked.set_experts_implementation("eager")
+    tokens = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(5))
+    losses = []
+    for net in (packed, packed, unpacked):
+        net.zero_grad()
+        loss = net(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append((loss.item(), net.get_parameter("model.embed_tokens.weight").grad.clone()))
+    (first, first_grad), (second, second_grad), (right, right_grad) = losses
+    assert first == second and torch.equal(first_grad, second_grad)
+    assert first == pytest.approx(right, rel=1e-6)
+    torch.testing.assert_close(first_grad, right_grad, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_without_a_row_are_not_unpacked() -> None:
+    from shardkit.models.packed_experts import PackedWeight
+
+    weight: Any = PackedWeight(torch.Size((4, 8, 64)), QuantizeConfig())
+    for name in ("packed", "absmax"):
+        getattr(weight, name).data.zero_()
+    unpacked: list[int] = []
+    inner = weight.unpacked
+    weight.unpacked = lambda expert, *args: (unpacked.append(expert), inner(expert, *args))[1]
+    rows = torch.ones(5, 64, requires_grad=True)
+    assert weight.product(rows, [2, 0, 3, 0]).shape == (5, 8)
+    assert unpacked == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "cause"),
+    [("llama", "has no experts that are 3-D parameters"), ("gpt_oss", "stores its weights transposed and has biases")],
+)
+def test_models_whose_experts_cannot_be_packed_are_refused(model_type: str, cause: str) -> None:
+    from shardkit.models.quantizer import BaseQuantizer
+
+    with pytest.raises(ConfigError) as caught:
+        BaseQuantizer(small(model_type), QuantizeConfig(experts=True))
+    assert cause in caught.value.cause and "remove experts" in (caught.value.fix or "")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    quantized.write_model(folder)
+    small("mixtral", vocab_size=256).save_pretrained(folder / "mixtral")  # type: ignore[operator]
+    return folder
+
+
+def experts(root: Path, **extra: Any) -> dict[str, Any]:
+    return {
+        "model.hf_config": f"{root}/mixtral", "model.init_from": f"{root}/mixtral",
+        "model.quantize": {"bits": 4, "experts": True}, "adapter.targets": ["q_proj", "v_proj"], **extra,
+    }  # fmt: skip
+
+
+def test_a_run_packs_the_experts_of_a_folder_and_says_so(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (run,) = run_ranks(1, "tests.tasks.quantized:trained", root=str(root), strategy="single", **experts(root))
+    assert run["state"]["quantized"] == N_PACKED // 2 + N_PACKED // 16
+    assert run["digests"][0] == run["digests"][1]
+    assert run["curve"][-1][0] < run["curve"][0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("double", [False, True])
+def test_every_engine_equals_one_process_over_the_same_experts(root: Path, double: bool) -> None:
+    keys = experts(root) | {"model.quantize": {"bits": 4, "experts": True, "double": double}}
+    (alone,) = run_ranks(1, "tests.tasks.quantized:trained", root=str(root), strategy="single", **keys)
+    cases = dict.fromkeys(("ddp", "fsdp", "zero1", "zero2"), keys)
+    cases["fsdp full"] = keys | {"activation.policy": "full"}
+    cases["fsdp offload"] = keys | {"parallel.offload_param": "cpu"}
+    drawn = keys | {"model.init_from": None}
+    (drawn_alone,) = run_ranks(1, "tests.tasks.quantized:trained", root=str(root), strategy="single", **drawn)
+    cases["fsdp drawn"] = drawn
+    for rank in run_ranks(2, "tests.tasks.quantized:under", root=str(root), cases=cases):
+        for name, run in rank.items():
+            right = drawn_alone if name == "fsdp drawn" else alone
+            assert run["digests"][0]["packed"] == right["digests"][0]["packed"], name
+            for got, expected in zip(run["curve"], right["curve"], strict=True):
+                assert got == pytest.approx(expected, rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_folder_that_bitsandbytes_has_packed_has_no_packed_experts(root: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained(root / "mixtral", quantization_config=packing).save_pretrained(tmp_path / "b")
+    folder = str(tmp_path / "b")
+    with pytest.raises(Exception, match="experts") as caught:
+        run_ranks(
+            1, "tests.tasks.quantized:trained", root=str(root), strategy="single",
+            **experts(root, **{"model.hf_config": folder, "model.init_from": folder}),
+        )  # fmt: skip
+    assert "remove experts" in str(caught.value) or isinstance(caught.value, CheckpointError)
