@@ -27,6 +27,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 8192, "max_position_embeddings": 256,
     },
+    "mixtral": {
+        "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 8192, "max_position_embeddings": 256, "num_local_experts": 4,
+    },
     "bert": {
         "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
         "vocab_size": 4096, "max_position_embeddings": 256,
@@ -53,6 +57,8 @@ MODELS: dict[str, list[str]] = {
     "qlora": ["task.name=hf_causal_lm", *TEXT, _hf("llama"), "adapter.type=lora", "model.quantize={bits: 4}"],
     "qlora-double": ["task.name=hf_causal_lm", *TEXT, _hf("llama"), "adapter.type=lora",
                      "model.quantize={bits: 4, double: true}"],
+    "qlora-experts": ["task.name=hf_causal_lm", *TEXT, _hf("mixtral"), "adapter.type=lora",
+                      "adapter.targets=[q_proj, v_proj]", "model.quantize={bits: 4, experts: true}"],
     "bert": ["task.name=hf_masked_lm", *TEXT, _hf("bert")],
     "vit": ["task.name=image_classification", "train.micro_batch_size=8", _hf("vit")],
     "swinir": ["task.name=super_resolution", "model.preset=swin2sr-debug", "data.crop_size=128",
@@ -133,6 +139,7 @@ def cases() -> dict[str, tuple[int, list[str]]]:
     for strategy in ("single@1", "ddp@2", "fsdp@2", "hsdp@4", "zero1@2", "zero2@2"):
         add("qlora", strategy, "bf16", "full", "adamw")
         add("qlora-double", strategy, "bf16", "full", "adamw")
+        add("qlora-experts", strategy, "bf16", "full", "adamw")
     return found
 
 

@@ -48,6 +48,19 @@ def test_a_llama_of_70b_fits_one_card_of_80_gb() -> None:
 
 
 @pytest.mark.slow
+def test_a_mixtral_fits_a_third_of_a_card_where_its_experts_are_packed() -> None:
+    keys = [*words({"model_type": "mixtral"}, "train.seq_len=2048"), "adapter.targets=[q_proj, v_proj]"]
+    packed, as_it_is = (
+        plan(config, choose_target(config, 1, gpu="h100"))
+        for quantize in ("{bits: 4, experts: true}", "{bits: 4}")
+        for config in [load_config(None, [*keys, f"model.quantize={quantize}"]).config]
+    )
+    assert packed.verdict == "fits" and 26.5 < packed.needed / GIB < 27.7
+    assert packed.categories["quantized"].device == pytest.approx(46.70e9 * 0.994 * 4.5 / 8, rel=2e-3)
+    assert as_it_is.verdict != "fits"
+
+
+@pytest.mark.slow
 def test_a_llama_of_70b_fits_two_cards_of_24_gb_with_its_base_on_the_host() -> None:
     both = planned(2, "rtx4090", "parallel.strategy=fsdp", "parallel.offload_param=cpu")
     assert both.verdict == "fits" and 9 < both.needed / GIB < 10.5

@@ -167,10 +167,9 @@ def resumed(root: str, source: str, cases: dict[str, dict[str, Any]]) -> dict[st
     return out
 
 
-def logits(root: str, run: str, tokens: Any) -> torch.Tensor:
+def logits(root: str, run: str, tokens: Any, **extra: Any) -> torch.Tensor:
     """The logits of the trained model."""
-    extra = {"run.dir": run, "checkpoint.at_end": True}
-    with start(None, settings(root, **extra)) as job:
+    with start(None, settings(root, **{"run.dir": run, "checkpoint.at_end": True, **extra})) as job:
         trainer = Trainer(job)
         for _ in trainer.recorded_steps():
             pass

@@ -1,4 +1,4 @@
-"""`model.quantize.experts`: experts that are 3-D parameters, packed one by one and computed as the model computes them."""
+"""`model.quantize.experts`: 3-D parameters of experts, packed one by one and computed as the model computes them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit.checkpoint.formats.convert import convert
 from shardkit.config.schema import QuantizeConfig
 from shardkit.errors import CheckpointError, ConfigError
+from shardkit.models.packed_experts import WEIGHTS
 from tests.ranks import run_ranks
 from tests.tasks import quantized
 
@@ -148,6 +150,27 @@ def test_every_engine_equals_one_process_over_the_same_experts(root: Path, doubl
             assert run["digests"][0]["packed"] == right["digests"][0]["packed"], name
             for got, expected in zip(run["curve"], right["curve"], strict=True):
                 assert got == pytest.approx(expected, rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_run_over_packed_experts_is_merged_and_resumed(root: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokens, run = torch.arange(16).view(1, 16), root / "run"
+    want = run_ranks(1, "tests.tasks.quantized:logits", root=str(root), run=str(run), tokens=tokens, **experts(root))[0]
+    convert(run, "safetensors", tmp_path / "merged", merge=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    source = AutoModelForCausalLM.from_pretrained(root / "mixtral")
+    with torch.no_grad():
+        for name, param in source.named_parameters():
+            if name.endswith(("_proj.weight", *WEIGHTS)):
+                model.get_parameter(name).data += quantized.packing_error(param.data)
+        assert (model(tokens).logits.view(-1, 256) - want).abs().max() < 1e-5
+    cases = {"fsdp": experts(root), "ddp": experts(root) | {"model.quantize": {"bits": 4}}}
+    cases = {name: {**keys, "train.max_steps": quantized.STEPS + 1} for name, keys in cases.items()}
+    found = run_ranks(2, "tests.tasks.quantized:resumed", root=str(root), source=str(run), cases=cases)[0]
+    assert len(found["fsdp"]) == 1
+    assert "experts: true" in found["ddp"][1]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 ROW = re.compile(
     r"^\| `(\w+)` \| ([\d.]+) B \| ([\d.]+) % \| (?:experts, ([\d.]+) % of the values|\D+) \|$", re.MULTILINE
 )
+WITH_EXPERTS = re.compile(r"^\| `(\w+)` \| ([\d.]+) B \| ([\d.]+) % \|$", re.MULTILINE)
 
 
 def counted(model_type: str) -> tuple[float, ...]:
@@ -50,3 +51,16 @@ def test_the_table_of_families_is_true() -> None:
     for model_type in ("gpt2", "falcon"):
         with pytest.raises(ConfigError, match="has no linear layers"):
             counted(model_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [row[0] for row in WITH_EXPERTS.findall(PAGE.read_text())])
+def test_the_table_of_experts_is_true(model_type: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type))
+    packed = sum(math.prod(shape) for shape in BaseQuantizer(model, QuantizeConfig(experts=True)).shapes.values())
+    values = sum(param.numel() for param in model.parameters())
+    assert (model_type, f"{values / 1e9:.2f}", f"{100 * packed / values:.1f}") in WITH_EXPERTS.findall(PAGE.read_text())
