@@ -16,17 +16,12 @@ from torch import nn
 
 from ..config.schema import QuantizeConfig
 from ..errors import ConfigError
-from ..parallel.compat import has_values
+from ..parallel.blocks import OTHER_EXPERTS
+from ..parallel.compat import gated, has_values
 from .quantized import NESTED_BLOCK, compute_dtype, packed_shapes, scales_of
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Names of the parameters that such a module holds."""
-_OTHERS = {
-    "is_transposed": "stores its weights transposed",
-    "has_bias": "has biases",
-    "has_post_expert_norm": "normalises what an expert returns",
-}
-"""Facts of transformers' modules of experts (`use_experts_implementation`) that the products here do not cover."""
 
 
 def stacked_weights(reference: nn.Module) -> list[str]:
@@ -38,9 +33,9 @@ def stacked_weights(reference: nn.Module) -> list[str]:
     names = []
     for prefix, module in reference.named_modules():
         stacked = [name for name, param in module.named_parameters(recurse=False) if param.dim() == 3]
-        if not stacked or not hasattr(module, "_apply_gate"):
+        if not stacked or not getattr(module, "has_gate", False):
             continue
-        others = [words for fact, words in _OTHERS.items() if getattr(module, fact, False)]
+        others = [words for fact, words in OTHER_EXPERTS.items() if getattr(module, fact, False)]
         if others or sorted(stacked) != sorted(WEIGHTS):
             others = others or [f"holds {', '.join(stacked)}"]
             raise ConfigError(
@@ -159,8 +154,8 @@ def _forward(
     n_tokens, top_k = top_k_index.shape
     chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = _rows_of_experts(chosen, self.gate_up_proj.n_experts)
-    gated = self._apply_gate(self.gate_up_proj.product(hidden_states[order // top_k], counts))
-    weighted = self.down_proj.product(gated, counts) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    between = gated(self, self.gate_up_proj.product(hidden_states[order // top_k], counts))
+    weighted = self.down_proj.product(between, counts) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
     total: torch.Tensor = weighted[back].view(n_tokens, top_k, -1).sum(dim=1)

@@ -51,7 +51,8 @@ class Used:
         missing: bytes by which the free memory was too small; `None` if unknown.
         fragmentation: held by the allocator without a tensor in it.
         n_blocks: blocks of the model that can be recomputed; 0 if there are none.
-        packable: share of the model's values in frozen linear layers of its blocks, which `model.quantize` would pack.
+        packable: shares of the model's values in frozen linear layers of its blocks, and in their frozen experts that
+            are 3-D parameters: `model.quantize` would pack them.
         workers: held by data-loader workers.
         staging: copies of background saves.
     """
@@ -63,7 +64,7 @@ class Used:
     missing: int | None = None
     fragmentation: int = 0
     n_blocks: int = 0
-    packable: float = 0.0
+    packable: tuple[float, float] = (0.0, 0.0)
     workers: int = 0
     staging: int = 0
 
@@ -108,15 +109,20 @@ class Numbers:
         self.optimizer = max(self.optimizer, int(per_byte.get(config.optim.name, 0.0) * updated))
 
     @property
-    def quantizing(self) -> tuple[float, str, str]:
-        """(bytes that a base in 4 bits saves, its cost, the reason); 0 bytes without LoRA or a base to pack."""
-        config, share = self.config, self.used.packable
+    def quantizing(self) -> tuple[dict[str, Any], float, str, str]:
+        """(settings of a base in 4 bits, bytes that it saves, its cost, the reason); 0 bytes without LoRA or a base to
+        pack."""
+        config, (linear, experts) = self.config, self.used.packable
+        share = linear + experts
+        settings = {"model.quantize.bits": 4} | ({"model.quantize.experts": True} if experts else {})
+        parts = " and ".join(name for name, part in (("linear layers", linear), ("experts", experts)) if part)
         bits = 16 if config.precision.mode in ("bf16", "fp16") else 32
         can = config.adapter.type == "lora" and config.model.quantize is None
         return (
+            settings,
             self.params * share * (1 - (4 + 32 / 64) / bits) if can else 0.0,
             "each forward and backward unpacks a layer; the base is rounded to 16 numbers a block",
-            f"frozen linear layers hold {share:.0%} of the values, and would take 4.5 bits a value instead of {bits}",
+            f"frozen {parts} hold {share:.0%} of the values, and would take 4.5 bits a value instead of {bits}",
         )
 
     def bytes_of(self, *kinds: str) -> int:
@@ -208,9 +214,9 @@ def _logits(n: Numbers) -> Iterator[Rule]:
 
 def _quantizing(n: Numbers) -> Iterator[Rule]:
     """A frozen base in 4 bits, in blocks of 64 values that share an fp32 scale."""
-    saved, cost, reason = n.quantizing
+    settings, saved, cost, reason = n.quantizing
     if saved and find_spec("bitsandbytes") is not None:
-        yield {"model.quantize.bits": 4}, saved, cost, reason
+        yield settings, saved, cost, reason
 
 
 def _sharding(n: Numbers) -> Iterator[Rule]:
@@ -326,9 +332,10 @@ def outside(n: Numbers) -> Iterator[tuple[str, int, str, str]]:
     if kinds is not None and n.used.state:
         reason = f"{n.listed(*kinds)} are shared out among twice as many"
         yield f"{2 * n.world} ranks", n.bytes_of(*kinds) // 2, "twice the devices", reason
-    saved, cost, reason = n.quantizing
+    packing, saved, cost, reason = n.quantizing
     if saved and find_spec("bitsandbytes") is None:
-        yield "pip install 'shardkit[quantize]', then model.quantize.bits=4", round(saved), cost, reason
+        changes = " and ".join(f"{key}={str(setting).lower()}" for key, setting in packing.items())
+        yield f"pip install 'shardkit[quantize]', then {changes}", round(saved), cost, reason
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     idle = n.used.fragmentation
     large = idle >= max(1, n.used.missing or 0, int(_LARGE * (idle + n.bytes_of("params", "grads", "optimizer"))))

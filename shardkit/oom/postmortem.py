@@ -64,7 +64,7 @@ class PostMortem:
         planned: plans advice; takes seconds, so the file is written before, too.
 
     Attributes:
-        packable: the share of the model's values that `model.quantize` would pack.
+        packable: the shares of the model's values that `model.quantize` would pack: in linear layers, in experts.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PostMortem:
     ) -> None:
         self._buffers, self._words, self._planned = buffers, words, planned
         self._config, self._ledger, self._subject, self._cap = config, ledger, subject, cap
-        self._count_blocks, self.packable = count_blocks, 0.0
+        self._count_blocks, self.packable = count_blocks, (0.0, 0.0)
         self._local_world_size = local_world_size
         self._gaps: list[str] = []
         shortages.observe(ledger.device)

@@ -22,6 +22,13 @@ _LOG = logging.getLogger(__name__)
 Kind = Literal["block", "shared", "tied", "rest"]
 _VALUES_A_BYTE = {"packed": 2, "absmax": 0, "nested": 0}
 """Values that a byte stands for in the parameters of a layer in 4 bits (models/quantized.py), by parameter."""
+OTHER_EXPERTS = {
+    "is_transposed": "stores its weights transposed",
+    "has_bias": "has biases",
+    "has_post_expert_norm": "normalises what an expert returns",
+}
+"""Facts of transformers' modules of experts (`use_experts_implementation`) whose weights `model.quantize` does not
+pack, in words."""
 _PACKED_BLOCK = 64
 """Neighbouring values that share a scale by default (`model.quantize.block_size`)."""
 
@@ -259,25 +266,32 @@ def n_values(name: str, param: torch.Tensor) -> int:
     return a_byte * in_tensor
 
 
-def packable_values(blocks: Sequence[nn.Module]) -> int:
-    """The values in frozen linear layers of the blocks, which `model.quantize` would pack; 0 if it refuses one."""
-    layers = [
-        module
-        for block in blocks
-        for module in block.modules()
-        if type(module) is nn.Linear and not module.weight.requires_grad
+def packable_values(blocks: Sequence[nn.Module]) -> tuple[int, int]:
+    """The values that `model.quantize` would pack in the blocks' frozen linear layers, and in their frozen experts that
+    are 3-D parameters; (0, 0) if it refuses one."""
+    modules = [module for block in blocks for module in block.modules()]
+    linear = [m.weight for m in modules if type(m) is nn.Linear]
+    experts = [
+        param
+        for module in modules
+        if getattr(module, "has_gate", False) and not any(getattr(module, fact, False) for fact in OTHER_EXPERTS)
+        for param in module.parameters(recurse=False)
+        if param.dim() == 3
     ]
-    if any(layer.in_features % _PACKED_BLOCK > 0 for layer in layers):
-        return 0
-    return sum(n_values("weight", layer.weight) for layer in layers)
+    frozen = [[weight for weight in weights if not weight.requires_grad] for weights in (linear, experts)]
+    if any(weight.shape[-1] % _PACKED_BLOCK for weights in frozen for weight in weights):
+        return 0, 0
+    in_linear, in_experts = (sum(n_values("weight", weight) for weight in weights) for weights in frozen)
+    return in_linear, in_experts
 
 
-def packable_share(model: nn.Module) -> float:
-    """The share of the model's values that `packable_values` counts; 0 if a parameter has no size yet."""
+def packable_shares(model: nn.Module) -> tuple[float, float]:
+    """The shares of the model's values that `packable_values` counts; 0 if a parameter has no size yet."""
     if any(is_lazy(param) for param in model.parameters()):
-        return 0.0
+        return 0.0, 0.0
     everything = sum(n_values(name, param) for name, param in model.named_parameters())
-    return packable_values(find_blocks(model)) / max(everything, 1)
+    in_linear, in_experts = packable_values(find_blocks(model))
+    return in_linear / max(everything, 1), in_experts / max(everything, 1)
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:

@@ -40,6 +40,7 @@ BUFFERS = Feature("leaving non-persistent buffers out of checkpoints")
 UNUSED = Feature("parameters that a step does not use, under parallel.strategy=ddp")
 GRAD_HOOKS = Feature("a model's own hooks of its parameters where these are built anew")
 PICKLE = Feature("shardkit checkpoint to a torch file")
+EXPERTS = Feature("experts in 4 bits (model.quantize.experts)")
 PACKING = Feature("data.packing with transformers models")
 FLASH = Feature("fused attention by documents on GPUs (data.packing)")
 
@@ -102,6 +103,7 @@ HF.use("transformers.PreTrainedModel._from_config")
 HF.use("transformers.PreTrainedModel._init_weights")
 # Under ZeRO-3 parameters are empty when transformers would draw weights into them.
 HF.use("transformers.PreTrainedModel.init_weights", "https://github.com/huggingface/transformers/pull/43847")
+EXPERTS.use("transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate")
 PACKING.use("transformers.PreTrainedModel._supports_flash_attn")
 PACKING.use("transformers.PreTrainedModel._is_stateful")
 # The public varlen_attn has no dropout, and in torch 2.9 no windows and no shared heads.
@@ -306,6 +308,13 @@ def from_config(model_class: Any, config: Any, **options: Any) -> nn.Module:
     """Build a transformers model in fp32; its own code draws its weights."""
     model: nn.Module = model_class._from_config(config, dtype=torch.float32, **options)
     return model
+
+
+def gated(experts: Any, projected: torch.Tensor) -> torch.Tensor:
+    """What a transformers module of experts makes of its gate and up projections: [n, 2 · intermediate] to
+    [n, intermediate]."""
+    output: torch.Tensor = experts._apply_gate(projected)
+    return output
 
 
 def declares_no_masks(model: Any) -> bool:

@@ -178,5 +178,8 @@ def _used(estimate: MemoryEstimate, scarce: str) -> Used:
         not_state=unclassified,
         phase=estimate.peak.phase,
         n_blocks=estimate.n_blocks,
-        packable=estimate.n_packable / max(estimate.n_params, 1),
+        packable=(
+            estimate.n_packable / max(estimate.n_params, 1),
+            estimate.n_packable_experts / max(estimate.n_params, 1),
+        ),
     )

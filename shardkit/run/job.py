@@ -23,7 +23,7 @@ from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
 from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
-from ..parallel.blocks import chosen_by_data, find_blocks, packable_share
+from ..parallel.blocks import chosen_by_data, find_blocks, packable_shares
 from ..parallel.optim import make_optimizer as default_optimizer
 from ..parallel.precision import set_matmul_precision
 from ..parallel.weights import Init, Weights
@@ -164,7 +164,7 @@ class Job:
 
     def _built(self, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
         built = model if isinstance(model, nn.Module) else model()
-        self.post_mortem.packable = packable_share(built)  # the weights themselves may not fit
+        self.post_mortem.packable = packable_shares(built)  # the weights themselves may not fit
         return built
 
     def step(

@@ -116,18 +116,25 @@ BASE: dict[str, Any] = {"state": state(params=16), "not_state": GIB, "phase": "f
 
 def test_a_frozen_base_in_16_bits_is_offered_4() -> None:
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
-    found = advice(LORA, packable=0.75, **BASE)
+    found = advice(LORA, packable=(0.75, 0.0), **BASE)
     assert gib(found["model.quantize.bits=4"]) == 8.62  # 16 × 0.75 × (1 − 4.5 / 16)
     assert "unpacks a layer" in found["model.quantize.bits=4"].cost
-    assert gib(advice([*LORA, "precision.mode=fp32"], packable=0.75, **BASE)["model.quantize.bits=4"]) == 10.31
+    assert gib(advice([*LORA, "precision.mode=fp32"], packable=(0.75, 0.0), **BASE)["model.quantize.bits=4"]) == 10.31
     for overrides, share in ((LORA, 0.0), ([*LORA, "model.quantize={bits: 4}"], 0.75), ([], 0.75)):
-        assert not any("quantize" in change for change in advice(overrides, packable=share, **BASE))
-    assert "model.quantize.bits=4" not in advice([*LORA, "parallel.strategy=zero3"], packable=0.75, **BASE)
+        assert not any("quantize" in change for change in advice(overrides, packable=(share, 0.0), **BASE))
+    assert "model.quantize.bits=4" not in advice([*LORA, "parallel.strategy=zero3"], packable=(0.75, 0.0), **BASE)
+
+
+def test_experts_are_packed_with_the_linear_layers() -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    found = advice(LORA, packable=(0.03, 0.96), **BASE)
+    packed = found["model.quantize.bits=4 model.quantize.experts=true"]
+    assert gib(packed) == 11.38 and "linear layers and experts hold 99%" in packed.why
 
 
 def test_without_bitsandbytes_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice_rules, "find_spec", lambda name: None)
-    changes = [change for change in advice(LORA, packable=0.75, **BASE) if "quantize" in change]
+    changes = [change for change in advice(LORA, packable=(0.75, 0.0), **BASE) if "quantize" in change]
     assert changes == ["pip install 'shardkit[quantize]', then model.quantize.bits=4"]
 
 

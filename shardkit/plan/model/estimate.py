@@ -84,7 +84,7 @@ class MemoryEstimate:
         device_memory, host_memory: the limits in bytes; `None` = not asked.
         uncertainty: expected relative error, 0 to 1.
         time: the time of a step; `None` = not asked.
-        n_packable: values that `model.quantize` would pack.
+        n_packable, n_packable_experts: values that `model.quantize` would pack in linear layers, and in experts.
         largest, largest_block: values in the largest parameter, and in the largest repeated block.
     """
 
@@ -110,6 +110,7 @@ class MemoryEstimate:
     largest: int = 0
     largest_block: int = 0
     n_packable: int = 0
+    n_packable_experts: int = 0
 
     @property
     def verdict(self) -> Verdict | None:

@@ -171,6 +171,7 @@ def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
         largest=deeper.largest,
         largest_block=deeper.largest_block,
         n_packable=line(depth, (shallower.n_packable, deeper.n_packable)),
+        n_packable_experts=line(depth, (shallower.n_packable_experts, deeper.n_packable_experts)),
         device=device,
         host=extended(depth, shallower.host, deeper.host),
         segments=[
@@ -208,6 +209,7 @@ class _Trace(Replay):
     largest: int
     largest_block: int
     n_packable: int
+    n_packable_experts: int
     device: Edges
     host: Edges
     segments: list[Segment]
@@ -398,6 +400,7 @@ def _estimate(
         largest=trace.largest,
         largest_block=trace.largest_block,
         n_packable=trace.n_packable,
+        n_packable_experts=trace.n_packable_experts,
     )  # fmt: skip
 
 

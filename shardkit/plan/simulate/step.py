@@ -82,18 +82,19 @@ def take_evaluation(
 
 def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
     """{"n_params": parameters of the wrapped model, "n_blocks": repeated blocks, "n_recurrent": LSTMs and the like,
-    "largest", "largest_block": values in the largest parameter, and in the largest block, "n_packable": see
-    `packable_values`}."""
+    "largest", "largest_block": values in the largest parameter, and in the largest block, "n_packable",
+    "n_packable_experts": see `packable_values`}."""
 
     def numel(module: nn.Module) -> list[int]:
         return [n_values(name, param) for name, param in module.named_parameters()]
 
     blocks, every = find_blocks(strategy.model, getattr(task, "block_classes", ())), numel(strategy.model)
+    in_linear, in_experts = packable_values(blocks)
     recurrent = sum(isinstance(module, nn.RNNBase) for module in strategy.model.modules())
     return {
         "n_params": sum(every), "n_blocks": len(blocks), "n_recurrent": recurrent, "largest": max(every, default=0),
         "largest_block": max((sum(numel(block)) for block in blocks), default=0),
-        "n_packable": packable_values(blocks),
+        "n_packable": in_linear, "n_packable_experts": in_experts,
     }  # fmt: skip
 
 
