@@ -47,7 +47,7 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
-        self._allocated_before, self._over = 0, False
+        self._ever_before, self._over = 0, False
         self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], Made]] = {}
 
     def __enter__(self) -> MemoryCap:
@@ -55,33 +55,33 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.current("cpu")
+        before, ever_before = self.current("cpu"), self.ever_allocated("cpu")
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        now = self.current("cpu")
-        grown, self._allocated_before = now - (before if now > before else self._allocated_before), now
+        now, ever = self.current("cpu"), self.ever_allocated("cpu")
+        request, self._ever_before = ever - (ever_before if ever > ever_before else self._ever_before), ever
         self._over = self._over and before > self.limit
         if now <= self.limit:
-            if grown * _NOTED_SHARE >= self.limit:
+            if request * _NOTED_SHARE >= self.limit:
                 self._note(out, func)
         elif not self._over and get_worker_info() is None:  # a forked loader process counts its parent's tensors, too
             self._over = True  # the error's handler may need a tensor or two
             del out  # this frame lives as long as the error's traceback
-            raise self._error(grown, now, str(func))
+            raise self._error(request, now, str(func))
         return out
 
     def made(self) -> list[Made]:
         """The larger storages that are alive and were made under the cap."""
         return [made for ref, made in self._made.values() if ref() is not None]
 
-    def _error(self, grown: int, now: int, op: str) -> torch.OutOfMemoryError:
-        before = now - grown
+    def _error(self, request: int, now: int, op: str) -> torch.OutOfMemoryError:
+        before = now - request
         error = torch.OutOfMemoryError(
-            f"CPU out of memory. Tried to allocate {gib(grown)} ({op}). memory.cap={gib(self.limit)}, of which "
+            f"CPU out of memory. Tried to allocate {gib(request)} ({op}). memory.cap={gib(self.limit)}, of which "
             f"{gib(before)} is allocated."
         )
         free = max(0, self.limit - before)
         error.shortage = Shortage(  # type: ignore[attr-defined]
-            "cap", grown, self.limit, free, allocated=before, reserved=before, op=op
+            "cap", request, self.limit, free, allocated=before, reserved=before, op=op
         )
         return error
 

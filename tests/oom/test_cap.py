@@ -57,6 +57,20 @@ def test_the_cap_is_exact_to_the_byte() -> None:
     del kept
 
 
+def test_memory_freed_while_an_operator_runs_does_not_shrink_the_request() -> None:
+    held = [zeros(10)]
+
+    @torch.library.custom_op("shardkit_tests::free_and_allocate", mutates_args=())
+    def free_and_allocate(n_bytes: int) -> torch.Tensor:
+        held.clear()  # as the garbage collector does, whenever it pleases
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+    with MemoryCap(100 * KIB) as cap:
+        cap.see(held)
+        found = failing(lambda: free_and_allocate(101 * KIB))
+        assert (found.request, found.allocated, found.free) == (101 * KIB, 0, 100 * KIB)
+
+
 def test_backward_runs_out_as_forward_does() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     x = torch.randn(256, 64)

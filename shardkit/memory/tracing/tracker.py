@@ -64,6 +64,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         self._ran = ran
         self._live: dict[int, _Storage] = {}
         self._current: dict[str, int] = {}
+        self._ever_allocated: dict[str, int] = {}
         self._peak: dict[str, int] = {}
         self._phase = "start"
         self._phase_peaks: dict[str, dict[str, int]] = {"start": {}}
@@ -97,6 +98,10 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def current(self, device: Device) -> int:
         """Bytes of live storages on a device ("cpu", "cuda:1"; "cuda" = the only GPU in use)."""
         return self._current.get(self._key(device), 0)
+
+    def ever_allocated(self, device: Device) -> int:
+        """Bytes of all storages so far on a device, those that are gone too."""
+        return self._ever_allocated.get(self._key(device), 0)
 
     def peak(self, device: Device, phase: str | None = None) -> int:
         """The largest `current` so far, or in one phase."""
@@ -215,6 +220,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         if self.log is not None:
             self.log.changed(entry.index, n_bytes - entry.n_bytes)
         current = self._current[device] = self._current.get(device, 0) + n_bytes - entry.n_bytes
+        self._ever_allocated[device] = self._ever_allocated.get(device, 0) + max(0, n_bytes - entry.n_bytes)
         entry.n_bytes = n_bytes
         if current > self._peak.get(device, 0):
             self._peak[device] = current
