@@ -58,7 +58,7 @@ MODELS: dict[str, list[str]] = {
     "qlora-double": ["task.name=hf_causal_lm", *TEXT, _hf("llama"), "adapter.type=lora",
                      "model.quantize={bits: 4, double: true}"],
     "qlora-experts": ["task.name=hf_causal_lm", *TEXT, _hf("mixtral"), "adapter.type=lora",
-                      "adapter.targets=[q_proj, v_proj]", "model.quantize={bits: 4, experts: true}"],
+                      "adapter.targets=all-linear", "model.quantize={bits: 4, experts: true}"],
     "bert": ["task.name=hf_masked_lm", *TEXT, _hf("bert")],
     "vit": ["task.name=image_classification", "train.micro_batch_size=8", _hf("vit")],
     "swinir": ["task.name=super_resolution", "model.preset=swin2sr-debug", "data.crop_size=128",

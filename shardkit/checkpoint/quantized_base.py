@@ -284,7 +284,7 @@ def describe(model: nn.Module, quantizer: Quantizer, kind: str) -> str:
     """One line: the share of the base's values that is packed, its bytes, and the parts that are not, with theirs."""
     packed, scales, n_packed = 0, 0, sum(map(math.prod, quantizer.shapes.values()))
     unpacked: Counter[str] = Counter()
-    n_values = n_packed
+    n_values, has_stacked_experts = n_packed, False
     for fqn, param in model.named_parameters():
         if param.requires_grad:
             continue
@@ -296,6 +296,7 @@ def describe(model: nn.Module, quantizer: Quantizer, kind: str) -> str:
         else:
             n_values += param.numel()
             unpacked[_shortened(fqn.removeprefix("module."))] += n_bytes
+            has_stacked_experts |= param.dim() == 3 and ".experts." in fqn
     parts = unpacked.most_common()
     listed = ", ".join(f"{name} {gib(n_bytes)}" for name, n_bytes in parts[:_LISTED])
     if parts[_LISTED:]:
@@ -304,6 +305,7 @@ def describe(model: nn.Module, quantizer: Quantizer, kind: str) -> str:
     return (
         f"quantised: {len(quantizer.shapes)} layers, {n_packed / max(n_values, 1):.1%} of the base, in {kind} "
         f"({gib(packed)}, scales {gib(scales)}); in {' and '.join(dtypes)}: {listed or 'nothing'}"
+        + ("; model.quantize.experts=true packs the experts" if has_stacked_experts else "")
     )
 
 

@@ -191,7 +191,8 @@ class AdapterConfig(Section):
     """Dropout of the product's input; peft calls it lora_dropout."""
     targets: str | list[str] = Field("all-linear", min_length=1)
     """The linear layers to adapt, peft's target_modules: the ends of their names (q_proj, self_attn.o_proj), a regular
-    expression for whole names, or all-linear: all but the output head."""
+    expression for whole names, or all-linear: all but the output head. Experts that `model.quantize.experts` packs are
+    adapted one by one, by the names of their weights (down_proj); all-linear has them too."""
     use_rslora: bool = False
     """Scale by alpha / √r instead (Kalajdzievski 2023)."""
 

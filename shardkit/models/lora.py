@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..config.schema import RunConfig
 from ..errors import ConfigError
 from .bnb_layers import follow_peft_over_bitsandbytes, refuse_other_layers
 from .hf import HFModel
+from .packed_experts import PackedWeight
 from .quantized import is_packed
 from .quantizer import BaseQuantizer, pack_layers
 
@@ -64,6 +66,8 @@ class AdaptedModel(HFModel):
     `model.quantize` the frozen linear layers are packed.
 
     Attributes:
+        targets: names of the adapted linear layers.
+        expert_targets: names of the packed weights of experts that have LoRA for each expert.
         frozen_dtype: the type that `build` gives the frozen parameters.
         quantizer: packs the frozen linear layers; None without `model.quantize`.
         bnb_layers: packed layers do as bitsandbytes' own, and their adapters as peft's for them.
@@ -82,9 +86,12 @@ class AdaptedModel(HFModel):
         self._loads = config.model.init_from is not None
         self.frozen_dtype = FROZEN.get(config.precision.mode, torch.float32)
         self._peft = _import_peft()
-        self.targets = find_targets(self.reference, config.adapter.targets)
         quantize = config.model.quantize
         self.quantizer = None if quantize is None else BaseQuantizer(self.reference, quantize)
+        experts = [] if self.quantizer is None else self.quantizer.expert_weights
+        names = find_targets(self.reference, config.adapter.targets, experts)
+        self.targets = [name for name in names if name not in experts]
+        self.expert_targets = [name for name in names if name in experts]
         self.bnb_layers = False
 
     def use_bnb_layers(self) -> None:
@@ -108,7 +115,9 @@ class AdaptedModel(HFModel):
     @property
     def _transposed(self) -> bool:
         """Whether the targets are transformers' Conv1D layers, whose weights are [in, out]."""
-        return all(not isinstance(self.reference.get_submodule(name), nn.Linear) for name in self.targets)
+        return bool(self.targets) and all(
+            not isinstance(self.reference.get_submodule(name), nn.Linear) for name in self.targets
+        )
 
     def build(self) -> nn.Module:
         model = super().build()
@@ -119,9 +128,15 @@ class AdaptedModel(HFModel):
             r=settings.r, lora_alpha=settings.alpha, lora_dropout=settings.dropout, use_rslora=settings.use_rslora,
             target_modules=self.targets, fan_in_fan_out=self._transposed, init_lora_weights=False,
         )  # fmt: skip
+        model.requires_grad_(False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about tied weights, which are never targets
-            self._peft.inject_adapter_in_model(config, model)
+            if self.targets:
+                self._peft.inject_adapter_in_model(config, model)
+        for name in self.expert_targets:
+            weight = model.get_submodule(name)
+            assert isinstance(weight, PackedWeight)
+            weight.adapt(settings)
         if self.bnb_layers:
             follow_peft_over_bitsandbytes(model)
         for fqn, param in model.named_parameters():
@@ -133,7 +148,7 @@ class AdaptedModel(HFModel):
         """Fill a whole parameter: A as peft draws it, B with zeros, the base as the model's own code draws it."""
         name = base_name(fqn)
         if name is None and ".lora_A." in fqn:
-            nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+            nn.init.kaiming_uniform_(full.view(-1, full.shape[-1]), a=math.sqrt(5), generator=generator)
         elif name is None or self._loads or is_packed(name):
             nn.init.zeros_(full)
         else:
@@ -142,12 +157,25 @@ class AdaptedModel(HFModel):
     @property
     def trained(self) -> int:
         """Number of values in the adapter, all of which are trained."""
-        sizes = [self.reference.get_parameter(f"{name}.weight").shape for name in self.targets]
-        return sum(self._settings.r * (rows + columns) for rows, columns in sizes)
+        names = [*(f"{name}.weight" for name in self.targets), *self.expert_targets]
+        shapes = [self.reference.get_parameter(name).shape for name in names]
+        return self._settings.r * sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in shapes)
+
+    @property
+    def targets_text(self) -> str:
+        """What is adapted, in numbers: "64 layers and 2 weights of 8 experts each"."""
+        parts = [f"{len(self.targets)} layers"] if self.targets else []
+        if self.expert_targets:
+            n_experts = self.reference.get_parameter(self.expert_targets[0]).shape[0]
+            parts.append(f"{len(self.expert_targets)} weights of {n_experts} experts each")
+        return " and ".join(parts)
 
 
-def find_targets(model: nn.Module, targets: str | list[str]) -> list[str]:
-    """The names of the linear layers that `adapter.targets` selects, in the model's order.
+def find_targets(model: nn.Module, targets: str | list[str], experts: Sequence[str] = ()) -> list[str]:
+    """The names of the linear layers that `adapter.targets` selects, in the model's order, then of experts' weights.
+
+    Args:
+        experts: names of the experts' weights that can be adapted, [experts, out, in] each.
 
     Raises:
         ConfigError: a target matches nothing (close names are listed), a module that is not linear, or the output head.
@@ -158,14 +186,14 @@ def find_targets(model: nn.Module, targets: str | list[str]) -> list[str]:
     if targets == "all-linear":
         if not linear:
             raise ConfigError(f"{type(model).__name__} has no linear layers to adapt", "use a model of another type")
-        _refuse_stacked_experts(model, linear)
-        return _of_one_kind(linear, modules)
+        _refuse_stacked_experts(model, linear, experts)
+        return [*_of_one_kind(linear, modules), *experts]
     names = {
         name
         for target in ([targets] if isinstance(targets, str) else targets)
-        for name in _matching(target, modules, linear, isinstance(targets, str))
+        for name in _matching(target, [*modules, *experts], [*linear, *experts], isinstance(targets, str))
     }
-    for name in sorted(names):
+    for name in sorted(names - set(experts)):
         if modules[name] is head:
             raise ConfigError(
                 f"adapter.targets names the output head {name}, whose weight the loss reads without its adapter",
@@ -176,10 +204,11 @@ def find_targets(model: nn.Module, targets: str | list[str]) -> list[str]:
                 f"adapter.targets names {name}, a {type(modules[name]).__name__}: only linear layers can be adapted",
                 f"name some of {_listed(linear)}",
             )
-    return _of_one_kind([name for name in modules if name in names], modules)
+    selected = [name for name in modules if name in names]
+    return [*_of_one_kind(selected, modules), *(name for name in experts if name in names)]
 
 
-def _refuse_stacked_experts(model: nn.Module, linear: list[str]) -> None:
+def _refuse_stacked_experts(model: nn.Module, linear: list[str], adaptable: Sequence[str]) -> None:
     """Refuse `all-linear` for a model whose experts are 3-D parameters, [experts, out, in], and no linear layers.
 
     Convolutions hold 3-D parameters too, in torch's own modules; tokens and positions have a dimension of 1.
@@ -189,7 +218,7 @@ def _refuse_stacked_experts(model: nn.Module, linear: list[str]) -> None:
         for prefix, module in model.named_modules()
         if not type(module).__module__.startswith("torch.nn.")
         for name, param in module.named_parameters(recurse=False)
-        if param.dim() == 3 and min(param.shape) > 1
+        if param.dim() == 3 and min(param.shape) > 1 and f"{prefix}.{name}" not in adaptable
     }
     if not stacked:
         return
@@ -197,7 +226,8 @@ def _refuse_stacked_experts(model: nn.Module, linear: list[str]) -> None:
     raise ConfigError(
         f"adapter.targets=all-linear would leave {share:.1%} of the parameters without an adapter: experts that are "
         f"3-D parameters and no linear layers ({_listed(list(stacked))})",
-        f"name the layers to adapt, such as adapter.targets=[{_listed(linear)}]; the experts then stay frozen",
+        f"name the layers to adapt, such as adapter.targets=[{_listed(linear)}], and the experts stay frozen; experts "
+        "that model.quantize={bits: 4, experts: true} packs are adapted one by one",
     )
 
 
@@ -219,7 +249,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def _matching(target: str, modules: dict[str, nn.Module], linear: list[str], is_pattern: bool) -> list[str]:
+def _matching(target: str, modules: Sequence[str], linear: Sequence[str], is_pattern: bool) -> list[str]:
     """The modules that a target selects by peft's rules: as a regular expression for full names, or as names' ends.
 
     Raises:
@@ -245,7 +275,7 @@ def _matching(target: str, modules: dict[str, nn.Module], linear: list[str], is_
     raise ConfigError(f"adapter.targets: {target} matches no layer of the model", fix)
 
 
-def _listed(linear: list[str]) -> str:
+def _listed(linear: Sequence[str]) -> str:
     return ", ".join(list(dict.fromkeys(name.rpartition(".")[2] for name in linear))[:10])
 
 

@@ -1,7 +1,8 @@
 """Frozen experts that a transformers module holds as 3-D parameters, [experts, out, in], kept in 4 bits.
 
 A packed weight is a matrix of [experts · out, in], so that its blocks, which lie along rows, never cross an expert.
-Experts are unpacked one at a time. Only the weights change: routing, activations and gates are the model's own.
+Experts are unpacked one at a time. Only the weights change: routing, activations and gates are the model's own. LoRA
+gives each expert a product of its own beside its weight.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ..config.schema import QuantizeConfig
+from ..config.schema import AdapterConfig, QuantizeConfig
 from ..errors import ConfigError
 from ..parallel.blocks import OTHER_EXPERTS
 from ..parallel.compat import gated, has_values
@@ -65,9 +67,16 @@ class PackedWeight(nn.Module):
         self.kind, self.block_size, self.doubled = settings.type, settings.block_size, settings.double
         for name, in_bytes in packed_shapes(self.n_experts * self.out_features, self.in_features, settings).items():
             self.register_parameter(name, nn.Parameter(torch.empty(in_bytes, dtype=torch.uint8), requires_grad=False))
+        self.adapter: AdapterConfig | None = None
+
+    def adapt(self, settings: AdapterConfig) -> None:
+        """Add LoRA for each expert: A [experts, r, in] and B [experts, out, r], without values and trained."""
+        self.adapter = settings
+        self.lora_A = _Factors(self.n_experts, settings.r, self.in_features)
+        self.lora_B = _Factors(self.n_experts, self.out_features, settings.r)
 
     def product(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Each row times the transposed weight of its expert.
+        """Each row times the transposed weight of its expert, with the expert's LoRA if there is one.
 
         Args:
             rows: [n, in], sorted by expert.
@@ -78,7 +87,17 @@ class PackedWeight(nn.Module):
         """
         state = [self.absmax, self.nested] if self.doubled else [self.absmax]
         product: torch.Tensor = _Products.apply(rows.to(compute_dtype(rows)), self, counts, self.packed, *state)  # type: ignore[no-untyped-call]
-        return product
+        return product if self.adapter is None else product + self._low_rank_product(rows, counts).to(product.dtype)
+
+    def _low_rank_product(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Each row times B·A of its expert, scaled: [n, in] to [n, out]. Arguments as for `product`."""
+        assert self.adapter is not None
+        a, b = self.lora_A(), self.lora_B()
+        rows = F.dropout(rows.to(a.dtype), self.adapter.dropout, self.training)
+        # Backward of a split and of unbind joins the parts once; that of a slice fills a whole tensor for each expert.
+        experts = zip(torch.split(rows, counts), a.unbind(), b.unbind(), strict=True)
+        products = [F.linear(F.linear(part, a_one), b_one) for part, a_one, b_one in experts if len(part)]
+        return torch.cat(products) * self.adapter.scaling
 
     def unpacked(self, expert: int, dtype: torch.dtype, packed: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
         """The weight [out, in] of an expert."""
@@ -97,6 +116,18 @@ class PackedWeight(nn.Module):
         if first * a_row % NESTED_BLOCK or end * a_row % NESTED_BLOCK:  # experts share a block of scales
             return scales_of(absmax, nested)[first * a_row : end * a_row]
         return scales_of(absmax[first:end], nested, first_block=first * a_row // NESTED_BLOCK)
+
+
+class _Factors(nn.ModuleDict):
+    """A or B of all experts, under the name that peft's factors have: `default.weight`."""
+
+    def __init__(self, *shape: int) -> None:
+        holder = nn.Module()
+        holder.register_parameter("weight", nn.Parameter(torch.empty(shape)))
+        super().__init__({"default": holder})
+
+    def forward(self) -> torch.Tensor:
+        return self["default"].get_parameter("weight")
 
 
 class _Products(torch.autograd.Function):

@@ -58,6 +58,11 @@ class BaseQuantizer:
             )
 
     @property
+    def expert_weights(self) -> list[str]:
+        """Names of the experts' packed weights."""
+        return [name for name, weight in self.weights.items() if name == weight]
+
+    @property
     def block_size(self) -> int:
         return self.settings.block_size
 
@@ -101,7 +106,7 @@ def pack_layers(model: nn.Module, quantizer: BaseQuantizer) -> None:
     for name in quantizer.experts:
         pack_experts(model.get_submodule(name), quantizer.settings)
     for name, weight in quantizer.weights.items():
-        if name != weight:
+        if name != weight:  # not an expert's
             prefix, _, key = name.rpartition(".")
             parent = model.get_submodule(prefix)
             setattr(parent, key, QuantizedLinear(getattr(parent, key), quantizer.settings))

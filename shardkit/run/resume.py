@@ -56,7 +56,7 @@ class StartingPoint:
         config, adapter = self._job.config, self._adapter
         if adapter is not None:
             self.base = FrozenBase(self._job.model, adapter.settings, adapter.base_name, config.model.init_from)
-            say(f"adapter: {config.adapter.type} on {len(adapter.targets)} layers, {self.base.line}")
+            say(f"adapter: {config.adapter.type} on {adapter.targets_text}, {self.base.line}")
             if adapter.quantizer is not None:
                 say(describe(self._job.model, adapter.quantizer, adapter.quantizer.settings.type))
 

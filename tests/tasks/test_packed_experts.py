@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardkit.checkpoint.formats.convert import convert
-from shardkit.config.schema import QuantizeConfig
+from shardkit.config.schema import AdapterConfig, QuantizeConfig
 from shardkit.errors import CheckpointError, ConfigError
 from shardkit.models.packed_experts import WEIGHTS
 from tests.ranks import run_ranks
@@ -84,6 +84,62 @@ def test_packed_experts_compute_as_the_models_own_over_the_same_numbers(
     torch.testing.assert_close(first_grad, right_grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("names", [WEIGHTS, WEIGHTS[1:]])
+def test_lora_of_experts_computes_as_pefts_over_the_same_numbers(names: tuple[str, ...]) -> None:
+    import peft
+
+    from shardkit.models.packed_experts import PackedWeight
+    from shardkit.models.quantizer import BaseQuantizer, pack_layers
+
+    model: Any = small("mixtral")
+    quantizer = BaseQuantizer(model, QuantizeConfig(experts=True))
+    packed, unpacked = copy.deepcopy(model), copy.deepcopy(model)
+    pack_layers(packed, quantizer)
+    for name, weight in quantizer.weights.items():
+        fill(packed.get_submodule(name), quantizer, model.get_parameter(weight))
+    with torch.no_grad():
+        for name, weight in quantizer.weights.items():
+            layer: Any = packed.get_submodule(name)
+            target = unpacked.get_parameter(weight)
+            if isinstance(layer, PackedWeight):
+                for expert in range(layer.n_experts):
+                    target[expert] = layer.unpacked(expert, torch.float32, layer.packed, layer.absmax)
+            else:
+                target.copy_(layer.unpacked(torch.float32, layer.packed, layer.absmax))
+    unpacked.set_experts_implementation("eager")
+    config = peft.LoraConfig(
+        r=2, lora_alpha=6, target_modules=[], target_parameters=[f"experts.{name}" for name in names]
+    )
+    peft.inject_adapter_in_model(config, unpacked)
+    pairs = []
+    for prefix in quantizer.experts:
+        for place, name in enumerate(names):
+            ours: Any = packed.get_submodule(f"{prefix}.{name}")
+            ours.adapt(AdapterConfig(type="lora", r=2, alpha=6))
+            theirs: Any = unpacked.get_submodule(prefix + ".base_layer" * (len(names) - 1 - place))
+            assert theirs.parameter_name == name
+            a, b = theirs.lora_A["default"].weight, theirs.lora_B["default"].weight
+            with torch.no_grad():
+                ours.lora_A().copy_(a.view(ours.lora_A().shape))
+                ours.lora_B().copy_(torch.randn(ours.lora_B().shape) / 8)
+                b.copy_(ours.lora_B().permute(1, 2, 0).reshape(b.shape))
+            pairs += [(ours.lora_A(), lambda grad=a: grad.grad), (ours.lora_B(), lambda grad=b: grad.grad)]
+    tokens = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(5))
+    losses = []
+    for net in (packed, packed, unpacked):
+        net.zero_grad()
+        loss = net(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-6)
+    for param, grad_of in pairs:
+        right = grad_of()
+        if param.shape[1] != 2:  # B: peft counts experts last
+            right = right.view(*param.shape[1:], -1).permute(2, 0, 1)
+        assert right.abs().max() > 0
+        torch.testing.assert_close(param.grad, right.reshape(param.shape), rtol=1e-4, atol=1e-7)
+
+
 def test_experts_without_a_row_are_not_unpacked() -> None:
     from shardkit.models.packed_experts import PackedWeight
 
@@ -96,6 +152,17 @@ def test_experts_without_a_row_are_not_unpacked() -> None:
     rows = torch.ones(5, 64, requires_grad=True)
     assert weight.product(rows, [2, 0, 3, 0]).shape == (5, 8)
     assert unpacked == [0, 2]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_the_first_lines_name_experts_that_could_be_packed(packs: bool) -> None:
+    from shardkit.checkpoint.quantized_base import describe
+    from shardkit.models.quantizer import BaseQuantizer, pack_layers
+
+    model: Any = small("mixtral").requires_grad_(False)
+    quantizer = BaseQuantizer(model, QuantizeConfig(experts=packs))
+    pack_layers(model, quantizer)
+    assert ("model.quantize.experts=true packs" in describe(model, quantizer, "nf4")) is not packs
 
 
 @pytest.mark.parametrize(
@@ -125,7 +192,7 @@ def experts(root: Path, **extra: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_run_packs_the_experts_of_a_folder_and_says_so(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_packs_the_experts_of_a_folder(root: Path) -> None:
     (run,) = run_ranks(1, "tests.tasks.quantized:trained", root=str(root), strategy="single", **experts(root))
     assert run["state"]["quantized"] == N_PACKED // 2 + N_PACKED // 16
     assert run["digests"][0] == run["digests"][1]
@@ -134,9 +201,11 @@ def test_a_run_packs_the_experts_of_a_folder_and_says_so(root: Path, capfd: pyte
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("double", [False, True])
-def test_every_engine_equals_one_process_over_the_same_experts(root: Path, double: bool) -> None:
-    keys = experts(root) | {"model.quantize": {"bits": 4, "experts": True, "double": double}}
+@pytest.mark.parametrize(("double", "targets"), [(False, ["q_proj", "v_proj"]), (True, "all-linear")])
+def test_every_engine_equals_one_process_over_the_same_experts(root: Path, double: bool, targets: Any) -> None:
+    keys = experts(root) | {
+        "model.quantize": {"bits": 4, "experts": True, "double": double}, "adapter.targets": targets,
+    }  # fmt: skip
     (alone,) = run_ranks(1, "tests.tasks.quantized:trained", root=str(root), strategy="single", **keys)
     cases = dict.fromkeys(("ddp", "fsdp", "zero1", "zero2"), keys)
     cases["fsdp full"] = keys | {"activation.policy": "full"}
@@ -153,24 +222,34 @@ def test_every_engine_equals_one_process_over_the_same_experts(root: Path, doubl
 
 
 @pytest.mark.slow
-def test_a_run_over_packed_experts_is_merged_and_resumed(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear", ["gate_up_proj"]])
+def test_a_run_over_packed_experts_is_exported_and_resumed(root: Path, tmp_path: Path, targets: Any) -> None:
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    tokens, run = torch.arange(16).view(1, 16), root / "run"
-    want = run_ranks(1, "tests.tasks.quantized:logits", root=str(root), run=str(run), tokens=tokens, **experts(root))[0]
+    tokens, run, keys = torch.arange(16).view(1, 16), tmp_path / "run", experts(root) | {"adapter.targets": targets}
+    want = run_ranks(1, "tests.tasks.quantized:logits", root=str(root), run=str(run), tokens=tokens, **keys)[0]
     convert(run, "safetensors", tmp_path / "merged", merge=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    convert(run, "peft", tmp_path / "adapter")
     source = AutoModelForCausalLM.from_pretrained(root / "mixtral")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(root / "mixtral")
     with torch.no_grad():
-        for name, param in source.named_parameters():
-            if name.endswith(("_proj.weight", *WEIGHTS)):
-                model.get_parameter(name).data += quantized.packing_error(param.data)
-        assert (model(tokens).logits.view(-1, 256) - want).abs().max() < 1e-5
-    cases = {"fsdp": experts(root), "ddp": experts(root) | {"model.quantize": {"bits": 4}}}
+        errors = {
+            name: quantized.packing_error(param.data)
+            for name, param in source.named_parameters()
+            if name.endswith(("_proj.weight", *WEIGHTS))
+        }
+        for model in (merged, base):
+            for name, error in errors.items():
+                model.get_parameter(name).data += error
+        for model in (merged, PeftModel.from_pretrained(base, tmp_path / "adapter")):
+            assert (model(tokens).logits.view(-1, 256) - want).abs().max() < 1e-5
+    cases = {"fsdp": keys, "ddp": keys | {"model.quantize": {"bits": 4}, "adapter.targets": ["q_proj", "v_proj"]}}
     cases = {name: {**keys, "train.max_steps": quantized.STEPS + 1} for name, keys in cases.items()}
     found = run_ranks(2, "tests.tasks.quantized:resumed", root=str(root), source=str(run), cases=cases)[0]
     assert len(found["fsdp"]) == 1
-    assert "experts: true" in found["ddp"][1]
+    assert "experts: true" in found["ddp"][1] or "adapter.targets" in found["ddp"][1]
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ from .safetensors import header_of
 from .tensor_source import Source, cast
 
 _NAME = ".default.weight"
+_EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"""Experts' weights in the order in which transformers' modules hold them."""
 _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -69,6 +71,11 @@ def _layers(source: Source) -> list[str]:
     return [name.removeprefix("model.").removesuffix(end) for name in source.tensors if name.endswith(end)]
 
 
+def _of_experts(source: Source, layer: str) -> bool:
+    """Whether an adapted layer is a weight of experts, [experts, out, in], with an A and a B for each."""
+    return len(source.tensors[f"model.{layer}.lora_A{_NAME}"].shape) == 3
+
+
 def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch.dtype | None, model: Any) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json`, for `PeftModel.from_pretrained(base, folder)`.
 
@@ -76,16 +83,21 @@ def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch
         dtype: type of the written weights; None keeps the saved types.
         model: the transformers model with its adapter, on meta; `None` if it cannot be built.
     """
+    layers = _layers(source)
+    experts = [name for name in layers if _of_experts(source, name)]
     tensors: dict[str, tuple[str, TensorSpec]] = {}
     for name, spec in source.tensors.items():
         kind, _, fqn = name.partition(".")
         if kind == "model":
-            exported = f"base_model.model.{fqn.removesuffix(_NAME)}.weight"
-            tensors[exported] = name, TensorSpec(spec.shape, dtype or spec.dtype)
+            layer, _, part = fqn.removesuffix(_NAME).rpartition(".")
+            of_experts = layer in experts
+            exported = f"base_model.model.{_wrapper(layer, experts) if of_experts else layer}.{part}.weight"
+            shape = _peft_shape(part, spec.shape) if of_experts else spec.shape
+            tensors[exported] = name, TensorSpec(shape, dtype or spec.dtype)
     with (folder / _FILE).open("xb") as out:
         out.write(header_of((name, spec) for name, (_, spec) in tensors.items()))
         for name, spec in tensors.values():
-            for piece in source.pieces(name, spec.dtype):
+            for piece in _peft_pieces(source, name, spec):
                 out.write(byte_view(piece))
     try:
         import peft
@@ -94,21 +106,58 @@ def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch
             f"--to peft needs peft, which does not import: {error}", "pip install 'shardkit[finetune]'"
         ) from error
     settings = adapter.settings
+    kind = type(model).__name__
     peft.LoraConfig(
-        r=settings.r, lora_alpha=settings.alpha, use_rslora=settings.use_rslora, target_modules=_targets(source, model),
-        fan_in_fan_out=adapter.transposed, base_model_name_or_path=adapter.base["source"], inference_mode=True,
-        task_type="CAUSAL_LM" if "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__ else None,
+        r=settings.r, lora_alpha=settings.alpha, use_rslora=settings.use_rslora, fan_in_fan_out=adapter.transposed,
+        target_modules=_targets([name for name in layers if name not in experts], model),
+        target_parameters=_parameter_targets(experts, model) or None,
+        base_model_name_or_path=adapter.base["source"], inference_mode=True,
+        task_type="CAUSAL_LM" if "CausalLM" in kind or "LMHead" in kind else None,
     ).save_pretrained(str(folder))  # fmt: skip
 
 
-def _targets(source: Source, model: Any) -> list[str]:
+def _wrapper(layer: str, experts: list[str]) -> str:
+    """The module under which peft keeps LoRA of an experts' weight. It wraps the experts once for each of their weights
+    that it adapts; the last wrapper is the outer one."""
+    prefix = layer.rpartition(".")[0]
+    adapted = [f"{prefix}.{name}" for name in _EXPERT_WEIGHTS if f"{prefix}.{name}" in experts]
+    return prefix + ".base_layer" * (len(adapted) - 1 - adapted.index(layer))
+
+
+def _peft_shape(part: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The shape of all experts' factors in peft's files: A [experts · r, in], B [out, r · experts]."""
+    n_experts, rows, columns = shape
+    return (n_experts * rows, columns) if part == "lora_A" else (rows, columns * n_experts)
+
+
+def _peft_pieces(source: Source, name: str, spec: TensorSpec) -> Iterator[torch.Tensor]:
+    """The values of a factor in the order of peft's files, in pieces."""
+    shape = source.tensors[name].shape
+    if len(shape) == 3 and ".lora_B." in name:  # peft counts experts last
+        factor = torch.empty(math.prod(shape), dtype=spec.dtype)
+        source.read_into(name, 0, factor)
+        yield factor.view(shape).permute(1, 2, 0).contiguous()
+    else:
+        yield from source.pieces(name, spec.dtype)
+
+
+def _targets(layers: list[str], model: Any) -> list[str]:
     """The last parts of the adapted layers' names (`q_proj`), or the full names if other layers have such parts too."""
-    layers = _layers(source)
     ends = sorted({name.rpartition(".")[2] for name in layers})
     if model is None:
         return sorted(layers)
     matching = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
     return ends if len(matching) == len(layers) else sorted(layers)
+
+
+def _parameter_targets(experts: list[str], model: Any) -> list[str]:
+    """The last two parts of the adapted weights' names (`experts.down_proj`), or the full names as for `_targets`."""
+    ends = sorted({".".join(name.split(".")[-2:]) for name in experts})
+    if model is None:
+        return sorted(experts)
+    names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+    matching = [name for name in names if name.endswith(tuple(f".{end}" for end in ends))]
+    return ends if len(matching) == len(experts) else sorted(experts)
 
 
 def merged(
@@ -171,7 +220,7 @@ def _merged(
             f"name it with --base; the run read {adapter.base['source'] or 'no file'}",
         )
     scaling, products = adapter.settings.scaling, _Products(source, adapter.transposed)
-    layers = {f"{name}.weight" for name in _layers(source)}
+    layers = {name if _of_experts(source, name) else f"{name}.weight" for name in _layers(source)}
     tensors = {
         f"model.{name}": TensorSpec(spec.shape, dtype if dtype and spec.dtype.is_floating_point else spec.dtype)
         for name, (_, spec) in base_tensors.items()
@@ -217,12 +266,18 @@ class _Products:
             yield factor.view(spec.shape).float()
 
     def piece(self, weight: str, shape: tuple[int, ...], start: int, length: int) -> torch.Tensor:
-        """Elements [start, start + length) of the flattened product for a weight of this shape."""
+        """Elements [start, start + length) of the flattened product for a weight of this shape: [out, in], or
+        [experts, out, in]."""
         layer = weight.removesuffix(".weight")
         if layer != self._layer:
             b, a = self._read(layer)
-            self._layer, self._factors = layer, (a.t(), b.t()) if self._transposed else (b, a)
-        left_factor, right_factor = self._factors
-        columns = shape[1]
+            left, right = (a.t(), b.t()) if self._transposed and b.dim() == 2 else (b, a)
+            self._layer, self._factors = layer, (left.view(-1, *left.shape[-2:]), right.view(-1, *right.shape[-2:]))
+        left_factors, right_factors = self._factors
+        n_rows, columns = shape[-2:]
         first_row, end_row = start // columns, -(-(start + length) // columns)
-        return (left_factor[first_row:end_row] @ right_factor).view(-1)[start - first_row * columns :][:length]
+        rows = []
+        for expert in range(first_row // n_rows, -(-end_row // n_rows)):
+            span = slice(max(0, first_row - expert * n_rows), end_row - expert * n_rows)
+            rows.append(left_factors[expert, span] @ right_factors[expert])
+        return torch.cat(rows).view(-1)[start - first_row * columns :][:length]

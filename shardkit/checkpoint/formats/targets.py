@@ -96,18 +96,22 @@ def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
         return ModelFacts(note=f"the model cannot be built, so tied names and config.json are left out: {problem}")
     prefix, pretrained = _pretrained(model)
     adapter = getattr(task, "adapter", None)
-    names = [] if adapter is None else [adapter.base_name(fqn) for fqn, _ in model.named_parameters()]
-    frozen = tuple(name for name in names if name is not None)
+    names = [fqn if adapter is None else adapter.base_name(fqn) for fqn, _ in model.named_parameters()]
+    frozen = tuple(name for name in names if name is not None) if adapter or loaded.adapter.type != "none" else ()
     return ModelFacts(ties_of(model), prefix, pretrained, frozen, loaded, run, is_named)
 
 
 def _task_of(config: RunConfig) -> Any:
-    """The task of a run, whose model is as its files hold it: a quantised run packs weights unless the files do.
+    """The task of a run, whose model is as its files hold it: a quantised run packs weights unless the files do, and
+    only packed experts can have an adapter.
 
     Raises:
         ConfigError: the model cannot be built.
     """
-    plain = config.model_copy(update={"model": config.model.model_copy(update={"quantize": None})})
+    without = {"model": {"quantize": None}, "adapter": {"type": "none"}}
+    plain = config.model_copy(
+        update={section: getattr(config, section).model_copy(update=keys) for section, keys in without.items()}
+    )
     try:
         return load_task(plain)
     except ConfigError:
