@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,13 @@ def test_results_and_errors_are_those_of_the_function() -> None:
     with pytest.raises(DataError, match="ended by signal 11"):
         parsed(lambda: os.kill(os.getpid(), signal.SIGSEGV))
 
+    def talk() -> int:
+        with suppress(BlockingIOError):  # nobody reads it meanwhile
+            return os.write(2, bytes(1 << 20))
+        return 0
+
+    assert 0 < parsed(talk) < 1 << 20
+
 
 def test_memory_and_time_are_bounded_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     before = psutil.Process().children()
@@ -59,6 +67,21 @@ def test_memory_and_time_are_bounded_and_nothing_is_left(monkeypatch: pytest.Mon
     monkeypatch.setenv(VARIABLE, "much")
     with pytest.raises(ConfigError, match="SHARDKIT_FILE_LIMITS='much' is not a positive number"):
         parsed(int)
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize(
+    "words", ["std::bad_alloc", "fail to memory allocation", "memory allocation of 16 bytes failed"]
+)
+def test_a_library_that_says_in_its_own_words_that_memory_ended_is_understood(words: str, aborts: bool) -> None:
+    def fail() -> None:
+        if aborts:
+            os.write(2, f"{words}\n".encode())
+            os.abort()
+        raise RuntimeError(words)
+
+    with pytest.raises(DataError, match=r"file takes more than 0\.75 GiB of memory"):
+        parsed(fail)
 
 
 @pytest.mark.parametrize("kind", ["holes", "a link to a large file"])

@@ -61,6 +61,8 @@ LIMITS = {
 """Kind of file → its limits; SECURITY.md has the same table."""
 _WALL = 4
 """A child may take this many times its CPU time on the clock: a busy machine slows it, a file that waits is ended."""
+_NO_MEMORY = re.compile(r"bad_alloc|memory allocation|out of memory|allocate.{0,20}memory", re.IGNORECASE)
+"""What libraries in other languages say where Python raises MemoryError."""
 _FIX = "do not trust this file; if it is yours, write it again"
 
 
@@ -82,7 +84,8 @@ _is_child = False
 def in_child(kind: str, name: str, files: Iterable[Path], function: Callable[[], T], error: type[ShardkitError]) -> T:
     """The result of `function`, computed in a forked child within the limits of `LIMITS[kind]`.
 
-    The child's stderr is closed: libraries write there before they give up. A call inside such a child is direct.
+    The child's stderr is not the parent's: libraries write there before they give up. A call inside such a child is
+    direct.
 
     Args:
         name: the name of the files, for messages.
@@ -99,19 +102,22 @@ def in_child(kind: str, name: str, files: Iterable[Path], function: Callable[[],
     sizes = [min(path.stat().st_size, 512 * path.stat().st_blocks) for path in files if path.is_file()]
     n_bytes, seconds = LIMITS[kind].at(sum(sizes))
 
+    def beyond_memory() -> ShardkitError:
+        return beyond(name, kind, f"{gib(n_bytes)} of memory", error)
+
     def attempt() -> bytes:
         try:
-            with memory_limit(
-                n_bytes, lambda: beyond(name, kind, f"{gib(n_bytes)} of memory", error), resource.RLIMIT_AS
-            ):
+            with memory_limit(n_bytes, beyond_memory, resource.RLIMIT_AS):
                 return pickle.dumps((function(), None))
         except ShardkitError as problem:
             return pickle.dumps((None, problem))
         except BaseException as unexpected:  # tokenizers' panics are no Exceptions
             reason = printable(f"{type(unexpected).__name__}: {unexpected}")
+            if _NO_MEMORY.search(reason):
+                return pickle.dumps((None, beyond_memory()))
             return pickle.dumps((None, error(f"{name} cannot be read: {reason}", _FIX)))
 
-    answer, signum = _forked(attempt, seconds)
+    answer, signum, last_words = _forked(attempt, seconds)
     if signum == 0 and answer:
         result, problem = pickle.loads(answer)
         if problem is not None:
@@ -121,14 +127,22 @@ def in_child(kind: str, name: str, files: Iterable[Path], function: Callable[[],
         raise slow_row(name, error)
     if signum in (signal.SIGXCPU, signal.SIGALRM):
         raise beyond(name, kind, f"{seconds:.3g} s", error)
+    if _NO_MEMORY.search(last_words):
+        raise beyond_memory()
     end = f"was ended by signal {signum}" if signum else "had no memory left to say why"
     raise error(f"{name} cannot be read: the process that parsed it {end}", _FIX)
 
 
-def _forked(attempt: Callable[[], bytes], seconds: float) -> tuple[bytes, int]:
-    """(the answer of a child, the signal that ended it); it gets `seconds` of CPU time, and `_WALL` times as much."""
+def _forked(attempt: Callable[[], bytes], seconds: float) -> tuple[bytes, int, str]:
+    """The answer of a child, the signal that ended it, and what it wrote to stderr, as far as a pipe holds it.
+
+    It gets `seconds` of CPU time, and `_WALL` times as much on the clock.
+    """
     global _is_child
     reader, writer = os.pipe()
+    stderr_reader, stderr_writer = os.pipe()
+    os.set_blocking(stderr_reader, False)
+    os.set_blocking(stderr_writer, False)  # what does not fit is lost, and the child does not wait
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which the child does not need
         child = os.fork()
@@ -139,7 +153,7 @@ def _forked(attempt: Callable[[], bytes], seconds: float) -> tuple[bytes, int]:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             faulthandler.disable()  # the parent says how this process ended
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            os.dup2(stderr_writer, 2)
             _lower(resource.RLIMIT_CORE, 0)
             _lower(resource.RLIMIT_CPU, math.ceil(seconds))
             signal.setitimer(signal.ITIMER_REAL, _WALL * seconds)
@@ -148,15 +162,17 @@ def _forked(attempt: Callable[[], bytes], seconds: float) -> tuple[bytes, int]:
         finally:
             os._exit(0)
     os.close(writer)
+    os.close(stderr_writer)
     try:
-        with os.fdopen(reader, "rb") as pipe:
+        with os.fdopen(reader, "rb") as pipe, os.fdopen(stderr_reader, "rb") as stderr:
             answer = pipe.read()
+            last_words = (stderr.read() or b"").decode(errors="replace")
     except BaseException:  # Ctrl-C
         os.kill(child, signal.SIGKILL)
         raise
     finally:
         status = os.waitpid(child, 0)[1]
-    return answer, os.WTERMSIG(status)
+    return answer, os.WTERMSIG(status), last_words
 
 
 def beyond(name: str, kind: str, amount: str, error: type[ShardkitError]) -> ShardkitError:
