@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, ...]] = {
     "vit-l": ("task.name=image_classification", "model.preset=vit-l", "train.micro_batch_size=32"),
     "swin2sr": ("task.name=super_resolution", "model.preset=swin2sr", "train.micro_batch_size=4"),
 }
+MODELS["qlora"] = (*MODELS["llama-0.5b"], "adapter.type=lora", "adapter.r=16", "model.quantize={bits: 4}")
+MODELS["qlora double"] = (*MODELS["qlora"][:-1], "model.quantize={bits: 4, double: true}")
 DRY_MODELS: dict[str, tuple[str, ...]] = {
     "355m": ("model.preset=debug", "train.micro_batch_size=2"),
     "llama-0.5b": ("task.name=hf_causal_lm", "model.preset=llama-debug", "train.micro_batch_size=2"),
@@ -63,6 +65,9 @@ SETTINGS = [
     ("bert-large", "zero2", "bf16", "full"), ("llama-0.5b", "zero2 + offload", "bf16", "none"),
     ("355m", "single", "bf16", "selective_op"), ("355m", "zero3", "fp32", "none"),
     ("swin2sr", "single", "fp32", "none"),
+    ("qlora", "single", "bf16", "none"), ("qlora double", "fsdp", "bf16", "full"), ("qlora", "zero2", "bf16", "full"),
+    ("qlora", "ddp", "bf16", "selective"), ("qlora double", "single", "bf16", "full"), ("qlora", "fsdp", "bf16", "none"),
+    ("qlora double", "zero1", "bf16", "full"), ("qlora", "single", "fp32", "full"),
 ]  # fmt: skip
 DRY_SETTINGS = [("355m", "single", "fp32", "none"), ("llama-0.5b", "zero2", "bf16", "full")]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,13 @@ from .resume import agreed
 from .stored_packed import StoredLayers, holds_packed
 
 PIECE = 2**20
-"""Most weights that a rank holds unpacked at once, beyond the largest block."""
+"""Weights of a piece. A rank holds two pieces unpacked at once: one is read while the one before it is packed."""
 _SCALE_BYTES = 4
 _LISTED = 6
 """Most parts of a base that the line about it lists; further ones are summed."""
-Read = Callable[[str, int, torch.Tensor], None]
-"""(layer's weight in the wrapped model, index of the first element, out): fills `out`, 1-D."""
-OpenReader = Callable[[ExitStack], Read | StoredLayers]
+Pieces = Callable[[str, range, int, torch.dtype], Iterator[torch.Tensor]]
+"""(layer's weight in the wrapped model, first elements of its pieces, end of the last one, type): the pieces, 1-D."""
+OpenReader = Callable[[ExitStack], Pieces | StoredLayers]
 """Opens the source of weights; the stack closes it."""
 
 
@@ -123,7 +124,7 @@ def fill_quantized(
     problem: CheckpointError | None = None
     with ExitStack() as at_end:
         try:
-            read = open_reader(at_end)
+            source = open_reader(at_end)
         except CheckpointError as error:
             problem = error
         agreed(group, problem)
@@ -132,13 +133,13 @@ def fill_quantized(
             ranges = {part: _range_of(tensors[f"{name}.{part}"], world, replicated) for part in parts}
             packed = _Packed(0, 0, torch.empty(0))
             try:
-                if isinstance(read, StoredLayers):
-                    sums[order[name]] = _take_stored(read, weight, ranges)
+                if isinstance(source, StoredLayers):
+                    sums[order[name]] = _take_stored(source, weight, ranges)
                     continue
-                packed = _pack_layer(name + weight.removeprefix(layer), shape, ranges, quantizer, read, dtype)
+                packed = _pack_layer(name + weight.removeprefix(layer), shape, ranges, quantizer, source, dtype)
             except CheckpointError as error:
                 problem = error
-            if quantizer.double and not isinstance(read, StoredLayers):
+            if quantizer.double and not isinstance(source, StoredLayers):
                 packed = _with_all_scales(packed, math.prod(shape) // quantizer.block_size, group, problem is not None)
             if problem is not None or packed.failed:
                 break
@@ -210,7 +211,12 @@ def _range_of(shard: Shard, world: World, replicated: bool) -> _Range:
 
 @torch.no_grad()
 def _pack_layer(
-    name: str, shape: tuple[int, ...], ranges: dict[str, _Range], quantizer: Quantizer, read: Read, dtype: torch.dtype
+    name: str,
+    shape: tuple[int, ...],
+    ranges: dict[str, _Range],
+    quantizer: Quantizer,
+    pieces: Pieces,
+    dtype: torch.dtype,
 ) -> _Packed:
     """Fill this rank's packed bytes of one layer."""
     block, checksum, packed = quantizer.block_size, 0, ranges["packed"]
@@ -223,11 +229,9 @@ def _pack_layer(
         return _Packed(0, 0, torch.empty(0, device=device))
     low = min(start for start, _ in spans) // block * block
     high = min(-(-max(end for _, end in spans) // block) * block, math.prod(shape))
-    step = max(PIECE // block, 1) * block
+    starts = range(low, high, max(PIECE // block, 1) * block)
     scales = torch.empty((high - low) // block, device=device)
-    for start in range(low, high, step):
-        weights = torch.empty(min(step, high - start), dtype=dtype)
-        read(name, start, weights)
+    for start, weights in zip(starts, pieces(name, starts, high, dtype), strict=True):
         if packed.counts:
             begin, end = max(start, 2 * packed.start), min(start + weights.numel(), 2 * packed.end)
             if begin < end:
@@ -241,11 +245,14 @@ def _pack_layer(
 def drawing(weights: Weights, quantizer: Quantizer, base_name: Callable[[str], str | None]) -> OpenReader:
     """Draw weights as the run's seed does without `model.quantize`."""
 
-    def read(name: str, start: int, out: torch.Tensor) -> None:
+    def pieces(name: str, starts: range, end: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         shape = quantizer.shapes[(base_name(name) or "").removesuffix(".weight")]
-        weights.fill(name, torch.Size(shape), out, start)
+        for start in starts:
+            piece = torch.empty(min(starts.step, end - start), dtype=dtype)
+            weights.fill(name, torch.Size(shape), piece, start)
+            yield piece
 
-    return lambda at_end: read
+    return lambda at_end: pieces
 
 
 def reading(
@@ -257,20 +264,29 @@ def reading(
         CheckpointError: a layer's weight is missing, or has another shape.
     """
 
-    def open_reader(at_end: ExitStack) -> Read | StoredLayers:
+    def open_reader(at_end: ExitStack) -> Pieces | StoredLayers:
         source = open_weights(Path(path), model)
         at_end.callback(source.close)
         if holds_packed(source):
             return StoredLayers(source, weight_shapes(quantizer), quantizer.settings, quantizer.code)
         stored = names_in(source, weight_shapes(quantizer))
+        thread = at_end.enter_context(ThreadPoolExecutor(1))
 
-        def read(name: str, start: int, out: torch.Tensor) -> None:
+        def pieces(name: str, starts: range, end: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
             tensor_name = stored[base_name(name) or ""]
-            piece = torch.empty(out.numel(), dtype=source.tensors[tensor_name].dtype)
-            source.read_into(tensor_name, start, piece)
-            out.copy_(piece)
 
-        return read
+            def read(start: int) -> torch.Tensor:
+                piece = torch.empty(min(starts.step, end - start), dtype=source.tensors[tensor_name].dtype)
+                source.read_into(tensor_name, start, piece)
+                return piece.to(dtype)
+
+            ahead = thread.submit(read, starts[0])
+            for start in starts[1:]:
+                piece, ahead = ahead.result(), thread.submit(read, start)
+                yield piece
+            yield ahead.result()
+
+        return pieces
 
     return open_reader
 

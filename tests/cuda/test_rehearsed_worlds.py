@@ -56,6 +56,17 @@ def test_shardkits_own_ranks_have_the_same_peaks(cache: Path, tmp_path: Path) ->
     assert host == pytest.approx(live_host, rel=0.05)  # a process's memory, libraries and all: never equal to a byte
 
 
+def test_a_base_in_4_bits_is_rehearsed_with_the_digests_that_it_reads(cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs shardkit[quantize]")
+    command = [
+        sys.executable, "-m", "shardkit.train", "--config", str(REPO / "configs/qlora.yaml"), "run.device=cuda",
+        "parallel.strategy=fsdp", f"run.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    done, verdict = rehearsed(cache, tmp_path, "--ranks", "2", command=command)
+    assert done.returncode == 0, done.stderr
+    assert verdict["ranks"][0]["peak_allocated"] > 0
+
+
 ASKS = """
 import os, torch, torch.distributed as dist
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -228,6 +228,32 @@ class Together(Plain):
         return list(self.blocks[: 4 if self.calls < 4 else 3])
 
 
+class EarlyBlock(Plain):
+    """The last block is called in every other micro-batch, and never in the last one of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
+        self.calls += 1
+        return list(self.blocks[: 3 + self.calls % 2])
+
+
+OFFLOADED = {"parallel.offload_optimizer": "cpu"}
+ON_ALL = {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"}
+
+
+def early_block(strategies: list[str]) -> dict[str, Any]:
+    """Losses and last norm where the last micro-batches of all ranks leave a block out; also "zero1 offload" …"""
+    out: dict[str, Any] = {}
+    for name in strategies:
+        strategy, _, offload = name.partition(" ")
+        extra = {} if not offload else ON_ALL if strategy == "zero3" else OFFLOADED
+        out[name] = train(EarlyBlock, strategy, micro_batches=4 // torch.distributed.get_world_size(), **extra)
+    return out
+
+
 CHOOSING = {"nested": Experts, "top": TopExperts, "named": NamedExperts, "leaver": Leaver, "together": Together}
 
 

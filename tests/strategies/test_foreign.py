@@ -77,6 +77,18 @@ def test_a_part_of_a_block_that_one_rank_needs_trains_as_in_one_process() -> Non
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
+def test_a_block_that_the_last_micro_batches_leave_out_keeps_the_gradient_of_earlier_ones() -> None:
+    (one,) = run_ranks(1, FOREIGN + "early_block", strategies=["single"])
+    zero = [f"zero{stage}{offload}" for stage in (1, 2, 3) for offload in ("", " offload")]
+    first, second = run_ranks(2, FOREIGN + "early_block", strategies=["ddp", "fsdp", *zero], timeout=200)
+    assert first == second
+    wrong = {case: found for case, found in first.items() if found != pytest.approx(one["single"], abs=TOLERANCE)}
+    assert not wrong, one
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
 def test_an_expert_that_no_rank_uses_is_not_updated() -> None:
     (one,) = run_ranks(1, FOREIGN + "idle_experts", strategies=["single"])
     first, second = run_ranks(2, FOREIGN + "idle_experts", strategies=["ddp", "zero1", "zero2", "zero3"], timeout=200)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ...config.capability import CAPABILITIES
+from ...config.load import resolve_batch
 from ...config.schema import RunConfig
 from ...config.strategy import StrategyName
 from ...errors import ConfigError
@@ -32,6 +33,10 @@ for _name in ("setup_buckets", "use_grad_accum_attribute", "fill_grad_accum_attr
 class ChosenParts:
     """Handles list members that the data may choose (experts) under ZeRO; without any, every method does nothing.
 
+    But with the optimizer on the host and several micro-batches a step: DeepSpeed takes a parameter's gradient for the
+    update when its gradient of the last micro-batch comes, so that one which is not used there would lose what earlier
+    ones gave it. It gets a gradient of zeros there.
+
     Call `split_groups` before `deepspeed.initialize` and `attach` after it.
 
     Args:
@@ -43,6 +48,9 @@ class ChosenParts:
         members = {} if config.parallel.find_unused is False else chosen_members(model, blocks)
         self._model, self._members, self._world = model, members, world
         self._strategy: StrategyName = config.parallel.strategy
+        self._accumulates_on_host = (
+            config.parallel.offload_optimizer != "none" and resolve_batch(config, world.size) > 1
+        )
         self._member_of: dict[int, str] = {}
         for name in sorted(members, key=len):  # the innermost member comes last
             self._member_of |= {id(p): name for p in members[name].parameters() if p.requires_grad}
@@ -74,6 +82,7 @@ class ChosenParts:
         self._zero = zero
         if self._names:
             self._count(self._names)
+        if self._names or (self._accumulates_on_host and stage_of(zero) > 1):
             self._agree_on_order()
 
     def allow(self, names: Collection[str]) -> None:
@@ -111,7 +120,7 @@ class ChosenParts:
         Raises:
             ConfigError: a group was used in part, so it can be neither updated nor left out.
         """
-        if self._order is None:
+        if not self._names:
             return
         for copy, group in self._copies:
             copy |= {key: value for key, value in group.items() if key != "params"}
