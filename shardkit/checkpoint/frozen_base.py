@@ -40,7 +40,8 @@ def tensor_sum(values: torch.Tensor, start: int = 0) -> int:
         total += bits.mul_(keys.bitwise_xor_(keys >> 31).bitwise_or_(1)).sum()
     # A rehearsal, which computes nothing, hands out bytes, by which no program decides, and no whole number.
     content = bytes(total.view(1).view(torch.uint8).tolist())
-    return int.from_bytes(content, sys.byteorder) % 2**_BITS
+    checksum: int = int.from_bytes(content, sys.byteorder) % 2**_BITS
+    return checksum
 
 
 def digest_of(sums: Mapping[str, int]) -> str:
