@@ -66,8 +66,8 @@ SETTINGS = [
     ("355m", "single", "bf16", "selective_op"), ("355m", "zero3", "fp32", "none"),
     ("swin2sr", "single", "fp32", "none"),
     ("qlora", "single", "bf16", "none"), ("qlora double", "fsdp", "bf16", "full"), ("qlora", "zero2", "bf16", "full"),
-    ("qlora", "ddp", "bf16", "selective"), ("qlora double", "single", "bf16", "full"), ("qlora", "fsdp", "bf16", "none"),
-    ("qlora double", "zero1", "bf16", "full"), ("qlora", "single", "fp32", "full"),
+    ("qlora", "ddp", "bf16", "selective"), ("qlora double", "single", "bf16", "full"),
+    ("qlora", "fsdp", "bf16", "none"), ("qlora double", "zero1", "bf16", "full"), ("qlora", "single", "fp32", "full"),
 ]  # fmt: skip
 DRY_SETTINGS = [("355m", "single", "fp32", "none"), ("llama-0.5b", "zero2", "bf16", "full")]
 
