@@ -300,6 +300,9 @@ class Task:
         if self.branch == "number":
             model.number = nn.Parameter(torch.tensor(0.5))
             model.register_forward_hook(lambda model, _, y: y * model.number)
+        if self.branch == "experts":
+            model.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+            model.register_forward_hook(lambda model, _, y: y + model.experts[1](y))
         return model
 
     def dataset(self, split):
@@ -393,6 +396,16 @@ def test_a_model_that_was_not_built_on_meta_is_sharded_on_the_gpu(branch: str, f
 def test_a_parameter_that_is_one_number_is_planned(strategy: str, for_users: Ask) -> None:
     plain, number = (for_users(branch, f"parallel.strategy={strategy}") for branch in ("plain", "number"))
     assert number.n_params == plain.n_params + 1
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_experts_that_ranks_agree_on_are_planned_on_several_ranks(strategy: str, for_users: Ask) -> None:
+    experts = for_users("experts", f"parallel.strategy={strategy}")
+    assert experts.n_params == for_users("plain", f"parallel.strategy={strategy}").n_params + 4 * 32 * 33
+    on_host = ["parallel.offload_optimizer=cpu", "train.grad_accum_steps=2"]
+    for branch in ("plain", "experts"):
+        assert for_users(branch, f"parallel.strategy={strategy}", *on_host).categories["optimizer"].host > 0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])

@@ -32,10 +32,7 @@ for _name in ("setup_buckets", "use_grad_accum_attribute", "fill_grad_accum_attr
 
 class ChosenParts:
     """Handles list members that the data may choose (experts) under ZeRO; without any, every method does nothing.
-
-    But with the optimizer on the host and several micro-batches a step: DeepSpeed takes a parameter's gradient for the
-    update when its gradient of the last micro-batch comes, so that one which is not used there would lose what earlier
-    ones gave it. It gets a gradient of zeros there.
+    It also completes the last backward of a step whose gradients accumulate on the host (`_CompleteBackward`).
 
     Call `split_groups` before `deepspeed.initialize` and `attach` after it.
 
@@ -59,6 +56,7 @@ class ChosenParts:
         self._skipped: set[int] = set()
         self._copies: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._order: _AgreedOrder | None = None
+        self._complete: _CompleteBackward | None = None
         self._is_last = True
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
@@ -80,9 +78,10 @@ class ChosenParts:
         if stage_of(zero) == 3:
             gather_with_callers(self._model, self._members, zero)
         self._zero = zero
+        if self._accumulates_on_host and stage_of(zero) > 1:
+            self._complete = _CompleteBackward(zero, self._model, self._world.device)
         if self._names:
             self._count(self._names)
-        if self._names or (self._accumulates_on_host and stage_of(zero) > 1):
             self._agree_on_order()
 
     def allow(self, names: Collection[str]) -> None:
@@ -104,13 +103,15 @@ class ChosenParts:
                     param.register_hook(partial(self._note, id(param)))  # type: ignore[no-untyped-call]
 
     def _agree_on_order(self) -> _AgreedOrder:
-        self._order = _AgreedOrder(self._zero, self._world, self._strategy)
+        self._order = _AgreedOrder(self._zero, self._model, self._world, self._strategy)
         self._zero._optimizer_step = self._skipping(self._zero._optimizer_step)
         return self._order
 
     def begin_backward(self, is_last: bool) -> None:
         """Call before each backward; `is_last` on the step's last micro-batch."""
         self._is_last = is_last
+        if self._complete is not None:
+            self._complete.begin(is_last)
         if self._order is not None:
             self._order.begin(is_last)
 
@@ -120,7 +121,7 @@ class ChosenParts:
         Raises:
             ConfigError: a group was used in part, so it can be neither updated nor left out.
         """
-        if not self._names:
+        if self._order is None:
             return
         for copy, group in self._copies:
             copy |= {key: value for key, value in group.items() if key != "params"}
@@ -171,19 +172,72 @@ def masters_of(zero: Any) -> list[list[nn.Parameter]]:
     return [params for _, params, _ in masters(zero, stage_of(zero))]
 
 
+def _reductions(zero: Any, model: nn.Module) -> list[tuple[Any, ...]]:
+    """The arguments of DeepSpeed's reduction of each parameter's gradient, in about the order in which they come."""
+    position = {id(param): index for index, param in enumerate(model.parameters())}
+    groups = zero.fp16_groups if stage_of(zero) == 3 else zero.bit16_groups
+    params = [(param, index) for index, group in enumerate(groups) for param in group if param.requires_grad]
+    params.sort(key=lambda pair: -position[id(pair[0])])
+    return [(param,) if stage_of(zero) == 3 else (param, index) for param, index in params]
+
+
+def _set_zero(zero: Any, param: Any, device: torch.device) -> None:
+    """Give a parameter a gradient of zeros, unless earlier micro-batches left it one."""
+    if stage_of(zero) < 3:
+        zero.setup_buckets()
+        if zero.get_gradient_for_reduction(param) is not None:
+            return
+        param.grad = torch.zeros_like(param)
+        if zero.use_grad_accum_attribute:
+            zero.fill_grad_accum_attribute()
+        return
+    shard = param.data  # empty while the parameter is not gathered; torch wants a gradient of the data's shape
+    param.data = torch.zeros(param.ds_shape, dtype=param.ds_tensor.dtype, device=device)
+    param.grad = torch.zeros_like(param)
+    param.data = shard
+
+
+class _CompleteBackward:
+    """Gives a parameter that a step's last backward leaves out on every rank a gradient of zeros there.
+
+    On the host, DeepSpeed takes what a parameter's gradients have summed up to when the last backward brings one. Else
+    the update would lose what earlier micro-batches gave the parameter, and use an older gradient.
+    """
+
+    def __init__(self, zero: Any, model: nn.Module, device: torch.device) -> None:
+        self._zero, self._device, self._reductions = zero, device, _reductions(zero, model)
+        self._reduce, self._finish = zero.reduce_ready_partitions_and_remove_grads, getattr(zero, EPILOGUE)
+        zero.reduce_ready_partitions_and_remove_grads = self._note_and_reduce
+        setattr(zero, EPILOGUE, self._end)
+        self.begin(True)
+
+    def begin(self, is_last: bool) -> None:
+        self._is_last = is_last
+        self._reduced: set[int] = set()
+
+    def _note_and_reduce(self, param: nn.Parameter, *group: int) -> None:
+        self._reduced.add(id(param))
+        self._reduce(param, *group)
+
+    def _end(self) -> None:
+        for arguments in self._reductions if self._is_last else ():
+            if id(arguments[0]) not in self._reduced:
+                _set_zero(self._zero, arguments[0], self._device)
+                self._reduce(*arguments)
+        self._finish()
+
+
 class _AgreedOrder:
     """Reduces gradients in one order on every rank; a gradient that a rank lacks counts as zero.
 
     A gradient waits until all before it in the order are reduced. Those that never come are found at the end of
-    backward. The order is the reverse of the parameters', and from the second backward on that in which rank 0's
-    gradients came in the first.
+    backward. The order is the reverse of the model's parameters, and from the second backward on that of rank 0's
+    gradients in the first.
     """
 
-    def __init__(self, zero: Any, world: World, strategy: str) -> None:
+    def __init__(self, zero: Any, model: nn.Module, world: World, strategy: str) -> None:
         self._zero, self._world, self._strategy, self._stage = zero, world, strategy, stage_of(zero)
-        groups = zero.fp16_groups if self._stage == 3 else zero.bit16_groups
-        params = [(param, index) for index, group in enumerate(groups) for param in group if param.requires_grad]
-        self._arguments = [(param,) if self._stage == 3 else (param, index) for param, index in reversed(params)]
+        self._arguments = _reductions(zero, model)
         self._reduce = zero.reduce_ready_partitions_and_remove_grads
         self._finish = getattr(zero, EPILOGUE)
         self._position = {id(arguments[0]): position for position, arguments in enumerate(self._arguments)}
@@ -220,27 +274,12 @@ class _AgreedOrder:
         if self._reduces:
             for position in range(self._next, len(self._arguments)):
                 if position not in self._waiting:
-                    self._set_zero(self._arguments[position][0])
+                    _set_zero(self._zero, self._arguments[position][0], self._world.device)
                 self._reduce(*self._arguments[position])
             self._ended = True
             if self._arrivals is not None:
                 self._reorder(self._arrivals)
         self._finish()
-
-    def _set_zero(self, param: Any) -> None:
-        """Give a parameter a gradient of zeros, unless earlier micro-batches left it one."""
-        if self._stage < 3:
-            self._zero.setup_buckets()
-            if self._zero.get_gradient_for_reduction(param) is not None:
-                return
-            param.grad = torch.zeros_like(param)
-            if self._zero.use_grad_accum_attribute:
-                self._zero.fill_grad_accum_attribute()
-            return
-        shard = param.data  # empty while the parameter is not gathered; torch wants a gradient of the data's shape
-        param.data = torch.zeros(param.ds_shape, dtype=param.ds_tensor.dtype, device=self._world.device)
-        param.grad = torch.zeros_like(param)
-        param.data = shard
 
     def _reorder(self, arrivals: list[int]) -> None:
         """Take over rank 0's order of this first backward; collective."""
