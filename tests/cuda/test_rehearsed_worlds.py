@@ -61,6 +61,8 @@ def test_a_base_in_4_bits_is_rehearsed_with_the_digests_that_it_reads(cache: Pat
     command = [
         sys.executable, "-m", "shardkit.train", "--config", str(REPO / "configs/qlora.yaml"), "run.device=cuda",
         "parallel.strategy=fsdp", f"run.dir={tmp_path / 'run'}",
+        # Small tensors are computed, from what bitsandbytes' kernels did not write; these are large.
+        "model.hf.hidden_size=1024", "model.hf.intermediate_size=2048", "train.seq_len=256",
     ]  # fmt: skip
     done, verdict = rehearsed(cache, tmp_path, "--ranks", "2", command=command)
     assert done.returncode == 0, done.stderr

@@ -59,11 +59,11 @@ def fake_world(
 class _EqualRanks(World):
     """A world whose other ranks do as this one does: fake tensors carry no numbers from rank to rank."""
 
-    def begin_sum(self, values: list[float]) -> Callable[[], list[float]]:
-        return lambda: [self.size * value for value in values]
+    def begin_sum(self, numbers: list[float]) -> Callable[[], list[float]]:
+        return lambda: [self.size * number for number in numbers]
 
-    def gather(self, value: object) -> list[object]:
-        return [value] * self.size
+    def gather(self, own_object: object) -> list[object]:
+        return [own_object] * self.size
 
 
 def _apply_to_fakes(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
