@@ -49,12 +49,14 @@ def test_a_llama_of_70b_fits_one_card_of_80_gb() -> None:
 
 @pytest.mark.slow
 def test_a_mixtral_fits_a_third_of_a_card_where_its_experts_are_packed() -> None:
-    keys = [*words({"model_type": "mixtral"}, "train.seq_len=2048"), "adapter.targets=[q_proj, v_proj]"]
-    packed, as_it_is = (
+    keys, packs = words({"model_type": "mixtral"}, "train.seq_len=2048"), "{bits: 4, experts: true}"
+    packed, adapted, as_it_is = (
         plan(config, choose_target(config, 1, gpu="h100"))
-        for quantize in ("{bits: 4, experts: true}", "{bits: 4}")
-        for config in [load_config(None, [*keys, f"model.quantize={quantize}"]).config]
+        for quantize, targets in ((packs, "[q_proj, v_proj]"), (packs, "all-linear"), ("{bits: 4}", "[q_proj, v_proj]"))
+        for config in [load_config(None, [*keys, f"model.quantize={quantize}", f"adapter.targets={targets}"]).config]
     )
+    assert adapted.verdict == "fits" and 29.7 < adapted.needed / GIB < 30.9
+    assert adapted.n_params - packed.n_params == 216_530_944
     assert packed.verdict == "fits" and 26.5 < packed.needed / GIB < 27.7
     assert packed.categories["quantized"].device == pytest.approx(46.70e9 * 0.994 * 4.5 / 8, rel=2e-3)
     assert as_it_is.verdict != "fits"
