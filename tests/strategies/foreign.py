@@ -6,6 +6,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -240,6 +241,13 @@ class EarlyBlock(Plain):
         return list(self.blocks[: 3 + self.calls % 2])
 
 
+class EarlyReentrant(EarlyBlock):
+    """The same with reentrant checkpoints, each of which ends a backward of its own."""
+
+    def chosen(self, tokens: torch.Tensor) -> list[Any]:
+        return [partial(checkpoint, block, use_reentrant=True) for block in super().chosen(tokens)]
+
+
 OFFLOADED = {"parallel.offload_optimizer": "cpu"}
 ON_ALL = {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"}
 
@@ -250,7 +258,10 @@ def early_block(strategies: list[str]) -> dict[str, Any]:
     for name in strategies:
         strategy, _, offload = name.partition(" ")
         extra = {} if not offload else ON_ALL if strategy == "zero3" else OFFLOADED
-        out[name] = train(EarlyBlock, strategy, micro_batches=4 // torch.distributed.get_world_size(), **extra)
+        models = {"": EarlyBlock} if strategy == "fsdp" else {"": EarlyBlock, " reentrant": EarlyReentrant}
+        for words, model in models.items():
+            micro_batches = 4 // torch.distributed.get_world_size()
+            out[name + words] = train(model, strategy, micro_batches=micro_batches, **extra)
     return out
 
 

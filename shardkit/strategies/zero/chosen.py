@@ -32,7 +32,7 @@ for _name in ("setup_buckets", "use_grad_accum_attribute", "fill_grad_accum_attr
 
 class ChosenParts:
     """Handles list members that the data may choose (experts) under ZeRO; without any, every method does nothing.
-    It also completes the last backward of a step whose gradients accumulate on the host (`_CompleteBackward`).
+    It also completes the gradients of a step that accumulate on the host (`_CompleteStep`).
 
     Call `split_groups` before `deepspeed.initialize` and `attach` after it.
 
@@ -56,7 +56,7 @@ class ChosenParts:
         self._skipped: set[int] = set()
         self._copies: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._order: _AgreedOrder | None = None
-        self._complete: _CompleteBackward | None = None
+        self._complete: _CompleteStep | None = None
         self._is_last = True
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
@@ -79,7 +79,7 @@ class ChosenParts:
             gather_with_callers(self._model, self._members, zero)
         self._zero = zero
         if self._accumulates_on_host and stage_of(zero) > 1:
-            self._complete = _CompleteBackward(zero, self._model, self._world.device)
+            self._complete = _CompleteStep(zero, self._model, self._world.device)
         if self._names:
             self._count(self._names)
             self._agree_on_order()
@@ -111,7 +111,7 @@ class ChosenParts:
         """Call before each backward; `is_last` on the step's last micro-batch."""
         self._is_last = is_last
         if self._complete is not None:
-            self._complete.begin(is_last)
+            self._complete.begin_backward()
         if self._order is not None:
             self._order.begin(is_last)
 
@@ -121,6 +121,8 @@ class ChosenParts:
         Raises:
             ConfigError: a group was used in part, so it can be neither updated nor left out.
         """
+        if self._complete is not None:
+            self._complete.before_step()
         if self._order is None:
             return
         for copy, group in self._copies:
@@ -197,8 +199,8 @@ def _set_zero(zero: Any, param: Any, device: torch.device) -> None:
     param.data = shard
 
 
-class _CompleteBackward:
-    """Gives a parameter that a step's last backward leaves out on every rank a gradient of zeros there.
+class _CompleteStep:
+    """Gives a parameter that a step's last backward left out on every rank a gradient of zeros.
 
     On the host, DeepSpeed takes what a parameter's gradients have summed up to when the last backward brings one. Else
     the update would lose what earlier micro-batches gave the parameter, and use an older gradient.
@@ -208,23 +210,23 @@ class _CompleteBackward:
         self._zero, self._device, self._reductions = zero, device, _reductions(zero, model)
         self._reduce, self._finish = zero.reduce_ready_partitions_and_remove_grads, getattr(zero, EPILOGUE)
         zero.reduce_ready_partitions_and_remove_grads = self._note_and_reduce
-        setattr(zero, EPILOGUE, self._end)
-        self.begin(True)
-
-    def begin(self, is_last: bool) -> None:
-        self._is_last = is_last
         self._reduced: set[int] = set()
+
+    def begin_backward(self) -> None:
+        self._reduced = set()
 
     def _note_and_reduce(self, param: nn.Parameter, *group: int) -> None:
         self._reduced.add(id(param))
         self._reduce(param, *group)
 
-    def _end(self) -> None:
-        for arguments in self._reductions if self._is_last else ():
-            if id(arguments[0]) not in self._reduced:
+    def before_step(self) -> None:
+        """Complete the last backward. It may have ended several times, once for each reentrant checkpoint()."""
+        left_out = [arguments for arguments in self._reductions if id(arguments[0]) not in self._reduced]
+        if left_out and self._reduced:  # a resume makes the optimizer's state by a step without a backward
+            for arguments in left_out:
                 _set_zero(self._zero, arguments[0], self._device)
                 self._reduce(*arguments)
-        self._finish()
+            self._finish()
 
 
 class _AgreedOrder:
