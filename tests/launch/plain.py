@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -61,30 +62,16 @@ def wait_for_ever() -> None:
         time.sleep(60)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--how", default="")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--listen", default="")
-    parser.add_argument("--wait", type=float, default=0.0)
-    parser.add_argument("--save-s", type=float, default=0.0)
-    args = parser.parse_args()
-    listen(args.listen)
-    dist.init_process_group("gloo")
+def train(
+    args: argparse.Namespace,
+    first: int,
+    wrapped: nn.Module,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved: Path,
+) -> None:
     rank = dist.get_rank()
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    saved, first = args.folder / "checkpoints" / "last.pt", 0
-    if saved.exists():
-        state = torch.load(saved)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
-        print(f"continues after step {first}", flush=True)
-    wrapped = DistributedDataParallel(model)
     for step in range(first, args.steps):
         if args.how and rank == 1 and step == 2 and not again:
             go_wrong(args.how)
@@ -115,10 +102,40 @@ def main() -> None:
                 print(f"saved after step {step + 1}", flush=True)
             dist.barrier()
             break
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--how", default="")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--listen", default="")
+    parser.add_argument("--wait", type=float, default=0.0)
+    parser.add_argument("--save-s", type=float, default=0.0)
+    args = parser.parse_args()
+    listen(args.listen)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    saved, first = args.folder / "checkpoints" / "last.pt", 0
+    if saved.exists():
+        state = torch.load(saved)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+        print(f"continues after step {first}", flush=True)
+    wrapped = DistributedDataParallel(model)
+    try:
+        train(args, first, wrapped, model, optimizer, saved)
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        del wrapped
+        gc.collect()  # it holds threads of gloo's, which abort the process if they outlive the group
     if "SHARDKIT_HEARTBEAT" in os.environ:
         Path(os.environ["SHARDKIT_HEARTBEAT"], os.environ["LOCAL_RANK"]).unlink(missing_ok=True)
-    del wrapped
-    gc.collect()  # it holds threads of gloo's, which abort the process if they outlive the group
     dist.destroy_process_group()
 
 
