@@ -37,8 +37,9 @@ def test_three_steps_are_logged_as_if_all_of_them_had_been_traced() -> None:
         }
         for name in JOBS
     ]
+    words = [sys.executable, "-X", "faulthandler", "-m", "tests.plan.repeat_run", json.dumps(jobs)]
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-m", "tests.plan.repeat_run", json.dumps(jobs)], cwd=REPO, text=True, capture_output=True,
+        words, cwd=REPO, text=True, capture_output=True,
         env=environment({"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}), timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
