@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import io
 import math
 import os
 import pickle
 import re
 import resource
+import selectors
 import signal
 import time
 import warnings
@@ -63,6 +65,7 @@ _WALL = 4
 """A child may take this many times its CPU time on the clock: a busy machine slows it, a file that waits is ended."""
 _NO_MEMORY = re.compile(r"bad_alloc|memory allocation|out of memory|allocate.{0,20}memory", re.IGNORECASE)
 """What libraries in other languages say where Python raises MemoryError."""
+_PIECE, _LAST_WORDS = 2**20, 4096
 _FIX = "do not trust this file; if it is yours, write it again"
 
 
@@ -134,15 +137,13 @@ def in_child(kind: str, name: str, files: Iterable[Path], function: Callable[[],
 
 
 def _forked(attempt: Callable[[], bytes], seconds: float) -> tuple[bytes, int, str]:
-    """The answer of a child, the signal that ended it, and what it wrote to stderr, as far as a pipe holds it.
+    """The answer of a child, the signal that ended it, and the last of what it wrote to stderr.
 
     It gets `seconds` of CPU time, and `_WALL` times as much on the clock.
     """
     global _is_child
     reader, writer = os.pipe()
     stderr_reader, stderr_writer = os.pipe()
-    os.set_blocking(stderr_reader, False)
-    os.set_blocking(stderr_writer, False)  # what does not fit is lost, and the child does not wait
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which the child does not need
         child = os.fork()
@@ -164,15 +165,34 @@ def _forked(attempt: Callable[[], bytes], seconds: float) -> tuple[bytes, int, s
     os.close(writer)
     os.close(stderr_writer)
     try:
-        with os.fdopen(reader, "rb") as pipe, os.fdopen(stderr_reader, "rb") as stderr:
-            answer = pipe.read()
-            last_words = (stderr.read() or b"").decode(errors="replace")
+        with os.fdopen(reader, "rb", 0) as pipe, os.fdopen(stderr_reader, "rb", 0) as stderr:
+            answer, last_words = _read_both(pipe, stderr)
     except BaseException:  # Ctrl-C
         os.kill(child, signal.SIGKILL)
         raise
     finally:
         status = os.waitpid(child, 0)[1]
     return answer, os.WTERMSIG(status), last_words
+
+
+def _read_both(pipe: io.FileIO, stderr: io.FileIO) -> tuple[bytes, str]:
+    """All of a pipe, and the last of what comes on stderr until then. A child that nobody reads would wait."""
+    answer, last_words, patience = bytearray(), b"", None
+    with selectors.DefaultSelector() as selector:
+        for source in (pipe, stderr):
+            selector.register(source, selectors.EVENT_READ)
+        while ready := selector.select(patience):
+            for key, _ in ready:
+                piece = os.read(key.fd, _PIECE)
+                if not piece:
+                    selector.unregister(key.fileobj)
+                if key.fileobj is stderr:
+                    last_words = (last_words + piece)[-_LAST_WORDS:]
+                elif piece:
+                    answer += piece
+                else:
+                    patience = 0.0  # the child is at its end: what it has written is there
+    return bytes(answer), last_words.decode(errors="replace")
 
 
 def beyond(name: str, kind: str, amount: str, error: type[ShardkitError]) -> ShardkitError:

@@ -74,7 +74,7 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
         return [made for ref, made in self._made.values() if ref() is not None]
 
     def _error(self, request: int, now: int, op: str) -> torch.OutOfMemoryError:
-        before = now - request
+        before = max(0, now - request)  # less if what an operator took is gone again
         error = torch.OutOfMemoryError(
             f"CPU out of memory. Tried to allocate {gib(request)} ({op}). memory.cap={gib(self.limit)}, of which "
             f"{gib(before)} is allocated."

@@ -43,6 +43,24 @@ def fill(layer: Any, quantizer: Any, weight: torch.Tensor) -> None:
         getattr(layer, name).data.copy_(state.view(getattr(layer, name).shape))
 
 
+@torch.no_grad()
+def share_numbers(packed: nn.Module, unpacked: nn.Module, quantizer: Any, model: nn.Module) -> None:
+    """Pack a model's weights into one copy, and give the other one what they are when they are unpacked."""
+    from shardkit.models.packed_experts import PackedWeight
+
+    for name, weight in quantizer.weights.items():
+        layer: Any = packed.get_submodule(name)
+        fill(layer, quantizer, model.get_parameter(weight))
+        state = [layer.absmax, layer.nested] if layer.doubled else [layer.absmax]
+        target = unpacked.get_parameter(weight)
+        if isinstance(layer, PackedWeight):
+            for expert in range(layer.n_experts):
+                target[expert] = layer.unpacked(expert, torch.float32, layer.packed, *state)
+        else:
+            target.copy_(layer.unpacked(torch.float32, layer.packed, *state))
+    unpacked.set_experts_implementation("eager")  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
     [("mixtral", {}), ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 3})],
@@ -51,7 +69,6 @@ def fill(layer: Any, quantizer: Any, weight: torch.Tensor) -> None:
 def test_packed_experts_compute_as_the_models_own_over_the_same_numbers(
     model_type: str, sizes: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    from shardkit.models.packed_experts import PackedWeight
     from shardkit.models.quantizer import BaseQuantizer, pack_layers
 
     model: Any = small(model_type, **sizes)
@@ -59,18 +76,7 @@ def test_packed_experts_compute_as_the_models_own_over_the_same_numbers(
     assert quantizer.experts == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     packed, unpacked = copy.deepcopy(model), copy.deepcopy(model)
     pack_layers(packed, quantizer)
-    with torch.no_grad():
-        for name, weight in quantizer.weights.items():
-            layer: Any = packed.get_submodule(name)
-            fill(layer, quantizer, model.get_parameter(weight))
-            state = [layer.absmax, layer.nested] if layer.doubled else [layer.absmax]
-            target = unpacked.get_parameter(weight)
-            if isinstance(layer, PackedWeight):
-                for expert in range(layer.n_experts):
-                    target[expert] = layer.unpacked(expert, torch.float32, layer.packed, *state)
-            else:
-                target.copy_(layer.unpacked(torch.float32, layer.packed, *state))
-    unpacked.set_experts_implementation("eager")
+    share_numbers(packed, unpacked, quantizer, model)
     tokens = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(5))
     losses = []
     for net in (packed, packed, unpacked):
@@ -88,25 +94,13 @@ def test_packed_experts_compute_as_the_models_own_over_the_same_numbers(
 def test_lora_of_experts_computes_as_pefts_over_the_same_numbers(names: tuple[str, ...]) -> None:
     import peft
 
-    from shardkit.models.packed_experts import PackedWeight
     from shardkit.models.quantizer import BaseQuantizer, pack_layers
 
     model: Any = small("mixtral")
     quantizer = BaseQuantizer(model, QuantizeConfig(experts=True))
     packed, unpacked = copy.deepcopy(model), copy.deepcopy(model)
     pack_layers(packed, quantizer)
-    for name, weight in quantizer.weights.items():
-        fill(packed.get_submodule(name), quantizer, model.get_parameter(weight))
-    with torch.no_grad():
-        for name, weight in quantizer.weights.items():
-            layer: Any = packed.get_submodule(name)
-            target = unpacked.get_parameter(weight)
-            if isinstance(layer, PackedWeight):
-                for expert in range(layer.n_experts):
-                    target[expert] = layer.unpacked(expert, torch.float32, layer.packed, layer.absmax)
-            else:
-                target.copy_(layer.unpacked(torch.float32, layer.packed, layer.absmax))
-    unpacked.set_experts_implementation("eager")
+    share_numbers(packed, unpacked, quantizer, model)
     config = peft.LoraConfig(
         r=2, lora_alpha=6, target_modules=[], target_parameters=[f"experts.{name}" for name in names]
     )
