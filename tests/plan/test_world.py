@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.plan.client import Planner
 from shardkit.plan.target import choose_target
-from tests.commands import python_m
+from tests.commands import environment, python_m
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -237,6 +239,24 @@ with fake_world(torch.device("cpu"), 4, 4):
         assert asked.count("c10d::_allgather_base_") == 1, asked
 """
     run_program(tmp_path, code)
+
+
+def test_a_planner_ends_without_a_crash() -> None:
+    """libtorch destroys the hooks that planning changed after Python has freed all that they pointed to."""
+    code = """
+import atexit
+from shardkit.hardware.cards import GPUS
+from shardkit.plan.simulate import compat
+from shardkit.plan.model.predict import prepare
+from shardkit.plan.target import Target
+
+atexit.register(compat._alive.clear)  # runs last
+assert prepare(Target(1, GPUS["h100"], 1)) == "cuda"
+assert compat._alive
+"""
+    overwriting_freed = environment({"MALLOC_PERTURB_": "165"})
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=overwriting_freed, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)
 
 
 def test_planning_replaces_no_function_of_shardkit_by_its_dotted_name() -> None:

@@ -7,6 +7,7 @@ parent then plans with CPU fakes.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import inspect
@@ -108,7 +109,7 @@ _CUDA = 1  # c10::DeviceType::CUDA
 _SLOTS = 96  # more virtual functions than CUDAHooksInterface has
 _IS_BUILT, _HAS_CONTEXT = 2, 4  # slots of the two functions, after two destructors
 _GUARD_SLOTS = 64  # more virtual functions than DeviceGuardImplInterface has
-_alive: list[Any] = []  # objects that C++ points to, and registrations, must live as long as the process
+_alive: list[Any] = []  # objects that C++ points to, and registrations, must live as long as the interpreter
 
 
 def copy_of_fake(meta: torch.Tensor, device: torch.device, attributes: Mapping[str, Any]) -> FakeTensor:
@@ -210,6 +211,8 @@ def _install_guard() -> None:
     for slot in (_IS_BUILT, _HAS_CONTEXT):
         copied[2 + slot] = ctypes.cast(yes, ctypes.c_void_p).value
     _alive.extend([copied, yes])
+    # libtorch destroys the hooks after the interpreter, which takes `copied` with it.
+    atexit.register(setattr, table_of_hooks, "value", table_of_hooks.value)
     table_of_hooks.value = ctypes.addressof(copied) + 16
 
 
