@@ -15,6 +15,11 @@ REPO = Path(__file__).resolve().parent.parent
 # Not the byte-exact state: an older DeepSpeed may keep parameters gathered for longer.
 CORE = ["tests/strategies/test_parity.py", "tests/strategies/test_features.py"]
 NAMES = ["tests/test_libraries.py"]
+_QUANTIZED = "tests/tasks/test_quantized.py::test_"
+PACKED = [
+    "-m", "slow", f"{_QUANTIZED}every_engine_equals_one_process_over_the_same_bytes",
+    f"{_QUANTIZED}under_bf16_the_base_is_sharded_and_its_bytes_stay_bytes",
+]  # fmt: skip
 LIBRARIES = [
     "setup.cfg", "shardkit/config/libraries.py", "shardkit/parallel/compat.py", "shardkit/parallel/compat_fsdp.py",
     "shardkit/memory/tracing/compat.py", "shardkit/strategies/zero", "tests/environments.py", *NAMES,
@@ -28,6 +33,7 @@ SHIM = [
     f"{_PLAN}test_statistics_of_all_ranks_are_planned",
     "tests/plan/test_world.py",
 ]
+TOOLS = ["pytest", "pytest-timeout", "hypothesis", "bitsandbytes", "peft"]
 
 
 def versions(end: int) -> dict[str, str]:
@@ -46,7 +52,7 @@ def python_with(pinned: dict[str, str]) -> Path:
         exactly = [f"{name}=={version}" for name, version in pinned.items()]
         others = [line for line in _requirements() if re.split("[>=<]", line)[0] not in pinned]
         # A pip that builds DeepSpeed in isolation; torch before it, whose setup.py imports it.
-        for packages in (["pip>=25.3"], exactly[:1], [*exactly, *others, "pytest", "pytest-timeout", "hypothesis"]):
+        for packages in (["pip>=25.3"], exactly[:1], [*exactly, *others, *TOOLS]):
             # These versions on purpose, whatever constraints pip is configured with.
             env = {**os.environ, "PIP_CONSTRAINT": os.devnull}
             subprocess.run([str(interpreter), "-m", "pip", "install", "-q", "-U", *packages], check=True, env=env)
@@ -88,6 +94,7 @@ def check_versions(python: Path, pinned: dict[str, str]) -> None:
 
 
 def run_tests(python: Path, files: list[str]) -> None:
+    """Run test files, or what other arguments of pytest name."""
     command = [str(python), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=REPO, env=_environment(python), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import CORE, LIBRARIES, NAMES, SHIM, check_versions, python_with, run_tests, versions
+from tests.environments import CORE, LIBRARIES, NAMES, PACKED, SHIM, check_versions, python_with, run_tests, versions
 
 pytestmark = [pytest.mark.release, pytest.mark.covers(*LIBRARIES), pytest.mark.timeout(3600)]
 
@@ -19,6 +19,6 @@ def python(request: pytest.FixtureRequest) -> Path:
     return interpreter
 
 
-@pytest.mark.parametrize("files", [NAMES, SHIM, CORE], ids=["names", "shim", "core"])
+@pytest.mark.parametrize("files", [NAMES, SHIM, CORE, PACKED], ids=["names", "shim", "core", "packed"])
 def test_passes_on_supported_versions(python: Path, files: list[str]) -> None:
     run_tests(python, files)

@@ -8,9 +8,11 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from .. import common
 from .cases import Case, Cases, Found, Where
@@ -18,22 +20,27 @@ from .target import settings
 
 ARMS = ("shardkit", "peft + bitsandbytes")
 IN_TURNS, ALONE = "in turns", "shardkit alone"
+START = {"cpu": "start on the CPU", "cuda": "start on the GPU"}
 TURNS, STEPS, WARMUP = 8, 3, 2
+_STARTS, _BUFFER = 5, 2**25
 R, ALPHA, LR, CHUNK = 16, 32, 1e-3, 512
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
     "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
-_DRY_SIZES = {
-    **_SIZES, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+DRY_SIZES = {
+    **SIZES, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }  # fmt: skip
 
 
 def cases(dry: bool) -> Cases:
-    """Both arms in turns; then shardkit once more: as far as its losses move, kernels add in another order."""
-    return {IN_TURNS: Case(partial(_measure, ARMS)), ALONE: Case(partial(_measure, ARMS[:1]))}
+    """Both arms in turns; then shardkit once more: as far as its losses move, kernels add in another order; starts."""
+    return {
+        IN_TURNS: Case(partial(_measure, ARMS)), ALONE: Case(partial(_measure, ARMS[:1])),
+        **{name: Case(partial(_time_starts, device)) for device, name in START.items()},
+    }  # fmt: skip
 
 
 def overrides(model: Path, tokens: str, run: Path, dry: bool) -> list[str]:
@@ -60,7 +67,7 @@ def _measure(arms: tuple[str, ...], where: Where) -> Found:
 
     device = torch.device("cpu" if where.on_cpu else "cuda")
     model, tokens = where.folder / "model", write_tokens(where.folder)
-    _write_model(model, _DRY_SIZES if where.dry else _SIZES, device)
+    write_model(model, DRY_SIZES if where.dry else SIZES, device)
     given = settings(where, overrides(model, tokens, where.folder / "run", where.dry))
     gc.collect()
     steps: dict[str, Iterator[float]] = {}
@@ -95,7 +102,7 @@ def _timed(steps: dict[str, Iterator[float]], device: Any) -> tuple[dict[str, li
     return times, {arm: [loss for _, losses in turns for loss in losses] for arm, turns in taken.items()}
 
 
-def _write_model(folder: Path, sizes: dict[str, Any], device: Any) -> None:
+def write_model(folder: Path, sizes: dict[str, Any], device: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -143,3 +150,76 @@ def _peft_steps(given: list[str], model: Path, device: Any, initial: dict[str, A
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield loss.item() / n_targets
+
+
+def _time_starts(device_type: str, where: Where) -> Found:
+    """Seconds of reading and packing a base; its files read alone, and `quantize_4bit` alone, take turns with it."""
+    import torch
+
+    from ..overhead import Ours, write_tokens
+
+    device = torch.device("cpu" if where.on_cpu else device_type)
+    model, tokens = where.folder / "model", write_tokens(where.folder)
+    write_model(model, DRY_SIZES if where.dry else SIZES, device)
+    given = settings(where, overrides(model, tokens, where.folder / "run", where.dry))
+    given = settings(where, given, [f"run.device={device.type}", "model.quantize={bits: 4}", "run.overwrite=true"])
+
+    def ours() -> float:
+        with _timed_packing(device) as seconds:
+            Ours(given).close()
+        return seconds[0]
+
+    arms = {"shardkit": ours, "read": partial(_read, model), "quantize_4bit": partial(_quantize, model, device)}
+    return {"outcome": "ok", "start_s": common.in_turns(arms, _STARTS)}
+
+
+@contextmanager
+def _timed_packing(device: Any) -> Iterator[list[float]]:
+    import torch
+
+    from shardkit.run import resume
+
+    seconds: list[float] = []
+    fill = resume.fill_quantized
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        sums = fill(*arguments)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        return sums
+
+    with patch.object(resume, "fill_quantized", timed):
+        yield seconds
+
+
+def _read(model: Path) -> float:
+    """Seconds of reading the files into a buffer that is there already."""
+    buffer = bytearray(b"x" * _BUFFER)
+    began = time.perf_counter()
+    for path in model.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - began
+
+
+def _quantize(model: Path, device: Any) -> float:
+    """Seconds of `quantize_4bit` of the same layers' weights, those of a GPU copied to it first."""
+    import torch
+    from bitsandbytes.functional import quantize_4bit
+    from safetensors.torch import load_file
+
+    weights = [
+        tensor.clone()
+        for path in sorted(model.glob("*.safetensors"))
+        for fqn, tensor in load_file(path).items()
+        if tensor.dim() == 2 and ".layers." in fqn
+    ]
+    began = time.perf_counter()
+    for weight in weights:
+        quantize_4bit(weight.to(device), blocksize=64, quant_type="nf4")
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began

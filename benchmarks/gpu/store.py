@@ -14,7 +14,7 @@ from .cases import Found
 
 CODE = ("shardkit", "launch", "benchmarks/gpu")
 _NOT_MEASURED_WITH = ("tables.py", "wheels.py")  # they change no figure
-SPEEDS = ("tokens_per_s", "step_s", "flops", "best_flops", "peak_flops", "time_ratios")
+SPEEDS = ("tokens_per_s", "step_s", "start_s", "wall_s", "flops", "best_flops", "peak_flops", "time_ratios")
 """Keys of results that an emulated card cannot have."""
 
 

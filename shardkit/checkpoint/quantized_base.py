@@ -22,7 +22,7 @@ from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
 from .formats.start import names_in, open_weights
-from .frozen_base import tensor_sum
+from .frozen_base import as_checksum, range_sum, tensor_sum
 from .resume import agreed
 from .stored_packed import StoredLayers, holds_packed
 
@@ -219,7 +219,7 @@ def _pack_layer(
     dtype: torch.dtype,
 ) -> _Packed:
     """Fill this rank's packed bytes of one layer."""
-    block, checksum, packed = quantizer.block_size, 0, ranges["packed"]
+    block, packed = quantizer.block_size, ranges["packed"]
     device = packed.local.device
     spans = [(2 * packed.start, 2 * packed.end)] if packed.local.numel() else []
     if ranges["absmax"].local.numel() and not quantizer.double:
@@ -231,15 +231,17 @@ def _pack_layer(
     high = min(-(-max(end for _, end in spans) // block) * block, math.prod(shape))
     starts = range(low, high, max(PIECE // block, 1) * block)
     scales = torch.empty((high - low) // block, device=device)
-    for start, weights in zip(starts, pieces(name, starts, high, dtype), strict=True):
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for start, piece in zip(starts, pieces(name, starts, high, dtype), strict=True):
+        weights = piece.to(device)
         if packed.counts:
             begin, end = max(start, 2 * packed.start), min(start + weights.numel(), 2 * packed.end)
             if begin < end:
-                checksum += tensor_sum(weights[begin - start : end - start], begin)
-        packed_bytes, piece_scales = quantizer.pack(weights.to(device))
+                total += range_sum(weights[begin - start : end - start], begin)
+        packed_bytes, piece_scales = quantizer.pack(weights)
         packed.take(packed_bytes, start // 2)
         scales[(start - low) // block :][: piece_scales.numel()] = piece_scales
-    return _Packed(checksum, low // block, scales)
+    return _Packed(as_checksum(total), low // block, scales)
 
 
 def drawing(weights: Weights, quantizer: Quantizer, base_name: Callable[[str], str | None]) -> OpenReader:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from ..config.libraries import Feature
 
 GATHERED = Feature("gathered parameters and unreduced gradients of FSDP2 in memory's categories")
 REACH = Feature("FSDP2 with parameters that are used outside of their unit's forward")
+PACKED = Feature("FSDP2 over weights in 4 bits")
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _fsdp = [
@@ -29,8 +34,47 @@ _reach = [
     REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward"),
     REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.finalize_backward"),
 ]
+_INTEGERS = "https://github.com/pytorch/pytorch/issues/177844"
+_nn_of_fsdp = PACKED.use(f"{_FSDP}._fsdp_param.nn", _INTEGERS, until="2.13.0")
+PACKED.use(f"{_FSDP}._fsdp_param.FSDPParam.init_dtype_attrs", _INTEGERS, until="2.13.0")
 REACH.use(f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param")
 REACH.use(f"{_FSDP}._fsdp_param.FSDPParam.sharded_param")
+
+
+def shard(modules: Any, **options: Any) -> None:
+    """torch's `fully_shard`. Integer parameters before torch 2.13, too: it would ask for their gradients and cast them.
+
+    Args:
+        modules: a module, or several that become one unit.
+
+    Raises:
+        NameGone: torch no longer has a name that this needs.
+    """
+    if not _nn_of_fsdp.needed():
+        fully_shard(modules, **options)
+        return
+    _nn_of_fsdp.find()
+    with patch(f"{_FSDP}._fsdp_param.nn", _NnWithIntegerParameters()):
+        fully_shard(modules, **options)
+    for param in _fsdp_params(modules[0] if isinstance(modules, list) else modules):
+        if not param.sharded_param.is_floating_point():
+            param.init_dtype_attrs = partial(_init_without_cast, param, param.init_dtype_attrs)
+
+
+def _init_without_cast(param: Any, init: Callable[[Any], None], policy: Any) -> None:
+    init(policy)
+    param.param_dtype = None
+
+
+class _NnWithIntegerParameters:
+    """`torch.nn`, whose parameters need no gradient where their type has none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+    @staticmethod
+    def Parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
 
 
 def gathered_params(module: Any) -> Iterator[torch.Tensor]:

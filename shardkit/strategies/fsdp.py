@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from ..config.capability import mesh_shape
@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..memory.rows import StateKind
 from ..parallel.blocks import Unit, chosen_by_data, find_units
 from ..parallel.compat import accumulated_hooks_of, hooks_of
-from ..parallel.compat_fsdp import gathered_params, unreduced_grads
+from ..parallel.compat_fsdp import gathered_params, shard, unreduced_grads
 from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
@@ -114,7 +114,7 @@ class FSDP(TorchStates):
         for module in unit.modules:
             module.register_forward_hook(copy_views)
         modules = unit.modules[0] if len(unit.modules) == 1 else [*unit.modules]
-        fully_shard(modules, reshard_after_forward=self.reshards, **policy)
+        shard(modules, reshard_after_forward=self.reshards, **policy)
 
     def _hold_units(self, units: Sequence[Unit], chosen_names: Collection[str]) -> None:
         """Gather the units for the whole step whose modules are called in any order, or not by every rank."""
@@ -132,7 +132,7 @@ class FSDP(TorchStates):
     def shard_rest(self, model: nn.Module, options: dict[str, Any]) -> None:
         """Shard what no block holds; `options` are those of torch's `fully_shard`."""
         # The root's own parameters (embeddings, head) are needed first in backward: gathered once.
-        fully_shard(model, reshard_after_forward=False, **options)
+        shard(model, reshard_after_forward=False, **options)
 
     def _prefetch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Gather the parameters of `parallel.prefetch` blocks ahead; torch's default is one in backward.
