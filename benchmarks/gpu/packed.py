@@ -20,7 +20,7 @@ from .target import load, planned, predicted, target, train, went_traced
 
 LLAMA_70B, MIXTRAL = "Llama 70B", "Mixtral 8x7B, experts adapted"
 STEPS = 3
-_LARGE: dict[str, dict[str, Any]] = {
+LARGE: dict[str, dict[str, Any]] = {
     LLAMA_70B: {
         "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
@@ -41,7 +41,7 @@ _ALIKE = 2**24
 
 
 def cases(dry: bool) -> Cases:
-    return {name: Case(partial(_train_large, name), partial(_plan_large, name)) for name in (LLAMA_70B, MIXTRAL)}
+    return {name: Case(partial(_train_large, name), partial(_plan_large, name)) for name in LARGE}
 
 
 def overrides(name: str, dry: bool) -> list[str]:
@@ -54,7 +54,7 @@ def overrides(name: str, dry: bool) -> list[str]:
 
 
 def _sizes(name: str, dry: bool) -> dict[str, Any]:
-    return {**_LARGE[name], **(_SMALL if dry else {})}
+    return {**LARGE[name], **(_SMALL if dry else {})}
 
 
 def _plan_large(name: str, where: Where) -> Found:

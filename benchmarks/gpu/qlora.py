@@ -21,6 +21,7 @@ from .target import settings
 ARMS = ("shardkit", "peft + bitsandbytes")
 IN_TURNS, ALONE = "in turns", "shardkit alone"
 START = {"cpu": "start on the CPU", "cuda": "start on the GPU"}
+START_ARMS = ("shardkit", "read", "quantize_4bit")
 TURNS, STEPS, WARMUP = 8, 3, 2
 _STARTS, _BUFFER = 5, 2**25
 R, ALPHA, LR, CHUNK = 16, 32, 1e-3, 512
@@ -169,7 +170,7 @@ def _time_starts(device_type: str, where: Where) -> Found:
             Ours(given).close()
         return seconds[0]
 
-    arms = {"shardkit": ours, "read": partial(_read, model), "quantize_4bit": partial(_quantize, model, device)}
+    arms = dict(zip(START_ARMS, (ours, partial(_read, model), partial(_quantize, model, device)), strict=True))
     return {"outcome": "ok", "start_s": common.in_turns(arms, _STARTS)}
 
 

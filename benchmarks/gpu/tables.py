@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -20,12 +20,15 @@ from .choices import ASKED
 from .ladder import CARDS, KINDS, rungs
 from .largest import ARMS, BYTES_PER_PARAMETER, EMULATED_LIMIT
 from .mfu import CEILING, GOALS, MODELS
-from .qlora import ALONE, IN_TURNS
+from .packed import LARGE
+from .qlora import ALONE, IN_TURNS, START, START_ARMS
 from .qlora import ARMS as QLORA_ARMS
 from .rehearsed import NAMED, SEEDS, drawn_name
 from .store import first_speed, kind
 
 MISSING = "not yet measured"
+_PEAKS = (("allocated", "peak"), ("reserved", "reserved"))
+"""Keys of a peak: in a prediction, in a measurement."""
 GIB = 2**30
 Known = dict[str, dict[str, Found]]
 """Case → its complete results, under "predicted" and "measured"."""
@@ -51,6 +54,7 @@ def on_a_gpu(results: Path) -> str:
     }  # fmt: skip
     values["rehearsed"], values["drawn"] = _rehearsed(known["rehearsed"])
     values["qlora"] = _qlora(known["qlora"])
+    values["packed"] = rows(_packed(known["packed"], there["packed"]))
     values["categories"], values["checkpointing"] = _categories(known["categories"])
     values["emulated_categories"], values["emulated_checkpointing"] = _categories(there["categories"])
     return section(templates()["gpu"], {**values, "measured": "at the end"})
@@ -362,7 +366,34 @@ def _qlora(known: Known) -> str:
     if alone is not None and alone["outcome"] == "ok":
         again = zip(together["losses"][QLORA_ARMS[0]], alone["losses"][QLORA_ARMS[0]], strict=True)
         words += f"; those of two runs of shardkit by {max(abs(a - b) for a, b in again):.0e}"
-    return words + "."
+    started = {name: found for name in START.values() if (found := _measured(known, name)) and "start_s" in found}
+    starts = [f"{name}: {_start(found)}" for name, found in started.items()]
+    return ". ".join([words, *starts]) + "."
+
+
+def _start(found: Found) -> str:
+    """Seconds of reading and packing a base, and how often as long as both alone they take."""
+    ours, read, quantize = (found["start_s"][arm] for arm in START_ARMS)
+    ratio = interval(median_ci([a / (b + c) for a, b, c in zip(ours, read, quantize, strict=True)]), 2)
+    return (
+        f"{median(ours):.2f} s; reading its files alone {median(read):.2f} s, `quantize_4bit` alone "
+        f"{median(quantize):.2f} s: {ratio} times as long as both"
+    )
+
+
+def _packed(known: Known, emulated: Known) -> Iterator[list[str]]:
+    """A row for each large base: predicted, measured, and measured on an emulated card."""
+    for name in LARGE:
+        plan = _predicted(known, name) or _predicted(emulated, name)
+
+        def cells(found: Found, plan: Found = plan) -> list[str]:
+            errors = (f"{100 * (plan[key] / found[of] - 1):+.2f} %" for key, of in _PEAKS) if plan else ("–", "–")
+            shown = [cell for (_, of), error in zip(_PEAKS, errors, strict=True) for cell in (_gib(found[of]), error)]
+            return [*shown, f"{found['tokens_per_s']:,.0f}" if found.get("tokens_per_s") else "–"]
+
+        planned = " / ".join(_gib(plan.get(key)) for key, _ in _PEAKS)
+        for card, there in (("GPU", known), ("emulated", emulated)):
+            yield [f"{name}, {card}", planned, *_cells(_measured(there, name), cells, 5)]
 
 
 def _categories(known: Known) -> tuple[str, str]:

@@ -35,15 +35,15 @@ def tensor_sum(values: torch.Tensor, start: int = 0) -> int:
     return as_checksum(range_sum(values, start))
 
 
-def range_sum(values: torch.Tensor, start: int) -> torch.Tensor:
-    """The checksum of `tensor_sum` before its modulus: one int64 on the values' device, which nobody waits for."""
-    size = values.element_size()
-    words = values.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    chunk = _CHUNK if values.is_cpu else _CHUNK_ON_DEVICE
+def range_sum(flat: torch.Tensor, start: int) -> torch.Tensor:
+    """The checksum of `tensor_sum` before its modulus: one int64 on the tensor's device, which nobody waits for."""
+    size = flat.element_size()
+    words = flat.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    chunk = _CHUNK if flat.is_cpu else _CHUNK_ON_DEVICE
     for begin in range(0, words.numel(), chunk):
         bits = words[begin : begin + chunk].long()
-        keys = torch.arange(start + begin, start + begin + bits.numel(), device=values.device).mul_(_MIX)
+        keys = torch.arange(start + begin, start + begin + bits.numel(), device=flat.device).mul_(_MIX)
         total += bits.mul_(keys.bitwise_xor_(keys >> 31).bitwise_or_(1)).sum()
     return total
 

@@ -73,8 +73,8 @@ class _NnWithIntegerParameters:
         return getattr(nn, name)
 
     @staticmethod
-    def Parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
-        return nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
+    def Parameter(tensor: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(tensor, requires_grad and (tensor.is_floating_point() or tensor.is_complex()))
 
 
 def gathered_params(module: Any) -> Iterator[torch.Tensor]:
