@@ -140,6 +140,8 @@ def cases() -> dict[str, tuple[int, list[str]]]:
         add("qlora", strategy, "bf16", "full", "adamw")
         add("qlora-double", strategy, "bf16", "full", "adamw")
         add("qlora-experts", strategy, "bf16", "full", "adamw")
+    for model in ("qlora", "qlora-double", "qlora-experts"):
+        add(model, "single@1", "fp32", "none", "adamw")
     return found
 
 
@@ -299,15 +301,19 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="run the cases whose names contain this, and write nothing")
+    parser.add_argument(
+        "--only", default="", help="the cases whose names contain this; without --keep-measured nothing is written"
+    )
     parser.add_argument(
         "--keep-measured", action="store_true", help="predict again; run only cases that are not recorded"
     )
     args = parser.parse_args()
     before = json.loads((RESULTS / "plan_accuracy.json").read_text()) if args.keep_measured else {"cases": {}}
     rows = compare({name: case for name, case in cases().items() if args.only in name}, before["cases"])
+    if args.only and args.keep_measured:
+        rows = before["cases"] | rows
     print(summary(rows))
-    if not args.only:
+    if args.keep_measured or not args.only:
         measured_at = before.get("measured_at", before.get("environment", {}).get("commit")) or environment()["commit"]
         result = {"summary": summary(rows), "steps": STEPS, "measured_at": measured_at, "cases": rows}
         print("written:", write_result("plan_accuracy", result))
