@@ -34,6 +34,8 @@ SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.
 
 MARK = "TESTS_STARTED_BY"
 """The variable, set to the process that runs the tests, by which orphans are known."""
+_KERNEL = 2
+"""The parent of the kernel's threads, which have no variables."""
 
 
 @dataclass(frozen=True)
@@ -146,35 +148,44 @@ def _processes() -> set[int]:
 
 def _wait_for(before: set[int], new: set[int], deadline: float) -> dict[int, str]:
     """Command lines of those that a test started and that do not end in time."""
-    while (running := {pid: _command_line(pid) for pid in new if _is_tests(pid, before)}) and (
-        time.monotonic() < deadline
-    ):
+    while True:
+        is_tests = {pid: _is_tests(pid, before) for pid in new}
+        running = {pid: _command_line(pid) for pid, started_here in is_tests.items() if started_here}
+        if time.monotonic() >= deadline or not (running or None in is_tests.values()):
+            return running
         time.sleep(0.02)
-    return running
 
 
-def _is_tests(pid: int, before: set[int]) -> bool:
+def _is_tests(pid: int, before: set[int]) -> bool | None:
     """Whether a process runs that a test started: a child, a rank, or an orphan that inherited the mark.
 
-    Not one that a browser or a cluster started, which was there before the test and serves others after it.
+    Not one that a browser or a cluster started, which was there before the test and serves others after it. `None`: a
+    process that begins a program is not yet known by its variables.
     """
     servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:  # it has ended
         return False
-    if state == "Z" or pid in servers:
+    if state == "Z" or pid in servers or int(parent) == _KERNEL:
         return False
     if int(parent) in {os.getpid(), *servers}:
         return SHARED not in _command_line(pid)
-    return _is_marked(pid) and not (int(parent) in before and _is_marked(int(parent)))
+    is_marked = _is_marked(pid)
+    return is_marked and not (int(parent) in before and _is_marked(int(parent)))
 
 
-def _is_marked(pid: int) -> bool:
+def _is_marked(pid: int) -> bool | None:
+    """Whether a process has this one's mark; `None` while it has no variables, as in the middle of `exec`."""
     try:
-        return f"{MARK}={os.getpid()}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        variables = _variables(pid)
     except OSError:  # it has ended, or is another user's
         return False
+    return f"{MARK}={os.getpid()}".encode() in variables.split(b"\0") if variables else None
+
+
+def _variables(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def _command_line(pid: int) -> str:

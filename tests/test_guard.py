@@ -92,6 +92,21 @@ def test_what_a_test_leaves_is_named_and_taken_away(
     assert os.environ["PATH"] == path
 
 
+def test_an_orphan_in_the_middle_of_its_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux shows no variables of a process between the end of its old program and the begin of its new one."""
+    looks: list[int] = []
+
+    def variables(pid: int) -> bytes:
+        looks.append(pid)
+        return b"" if looks.count(pid) < 3 else read(pid)
+
+    read = guard._variables
+    monkeypatch.setattr(guard, "_variables", variables)
+    monkeypatch.setattr(guard, "GRACE_S", 2.0)
+    with pytest.raises(AssertionError, match=r"this test leaves behind process \d+: sleep 60"), guard.nothing_left():
+        orphan()
+
+
 def test_the_repository_is_watched_wherever_a_test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(guard, "REPO", tmp_path / "repository")

@@ -297,10 +297,10 @@ def unsharded() -> str:
     """The refusal of a model of which the engine forgets a parameter."""
     from shardkit.strategies import fsdp
 
-    sharder = fsdp.fully_shard
+    sharder = fsdp.shard
 
     def forgetful(module: Any, **options: Any) -> Any:
         return sharder(module, **options, ignored_params={module.head.weight} if isinstance(module, Model) else set())
 
-    fsdp.fully_shard = forgetful  # type: ignore[assignment]
+    fsdp.shard = forgetful  # type: ignore[assignment]
     return str(curve(Model, "fsdp", {}))
