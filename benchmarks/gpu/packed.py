@@ -71,7 +71,7 @@ def _train_large(name: str, where: Where) -> Found:
     written = time.monotonic()
     weights = [f"model.hf_config={folder}", f"model.init_from={folder}", f"data.path={write_tokens(where.folder)}"]
     given = [*overrides(name, where.dry), *weights]
-    # What is not computed on an emulated card takes no memory of the host: so are the scales of a piece.
+    # An emulated card holds in host memory what it computes. By default that includes the scales: gigabytes.
     card = {**emulated_card(GPUS[where.card]), "EMUCUDA_SKIP_ABOVE": "16K"} if where.emulated else None
     trial = train(where, given, steps=STEPS, card=card)
     seconds = {"write_s": round(written - began, 1), "train_s": round(time.monotonic() - written, 1)}
