@@ -47,7 +47,8 @@ def python_with(pinned: dict[str, str]) -> Path:
     python = f"py{sys.version_info.major}.{sys.version_info.minor}"
     folder = cache / f"torch-{pinned['torch']}-deepspeed-{pinned['deepspeed']}-{python}"
     interpreter = folder / "bin" / "python"
-    if not (folder / ".installed").exists():
+    installed, tools = folder / ".installed", " ".join(TOOLS)
+    if not installed.exists() or installed.read_text() != tools:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         exactly = [f"{name}=={version}" for name, version in pinned.items()]
         others = [line for line in _requirements() if re.split("[>=<]", line)[0] not in pinned]
@@ -56,7 +57,7 @@ def python_with(pinned: dict[str, str]) -> Path:
             # These versions on purpose, whatever constraints pip is configured with.
             env = {**os.environ, "PIP_CONSTRAINT": os.devnull}
             subprocess.run([str(interpreter), "-m", "pip", "install", "-q", "-U", *packages], check=True, env=env)
-        (folder / ".installed").touch()
+        installed.write_text(tools)
     if not (folder / ".built").exists():
         build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"  # minutes, once
         subprocess.run([str(interpreter), "-c", build], check=True, env=_environment(interpreter))
