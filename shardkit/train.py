@@ -100,4 +100,7 @@ def run(loaded: LoadedConfig) -> int:
 
 if __name__ == "__main__":
     outlive_full_disks()
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        processes.keep_exit_code(os.environ)

@@ -30,6 +30,14 @@ def end_with_torchrun(environ: Mapping[str, str]) -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def keep_exit_code(environ: Mapping[str, str]) -> None:
+    """Ignore torchrun's SIGTERM from now on: the interpreter's exit takes a moment, and a rank that lost this one may
+    end sooner. torchrun would then report the signal instead of the exit code. It sends SIGKILL after 30 s."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # unlike a function, it lasts until the process is gone
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 @contextlib.contextmanager
 def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
     """Handle signals by a function, or by signal.SIG_IGN, in this block."""

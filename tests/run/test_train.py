@@ -270,6 +270,30 @@ def test_a_loss_that_is_not_finite_names_step_and_rank(tmp_path: Path, text: Pat
     assert re.search(r"error: the loss is not finite at step \d+ on rank 0", done.stderr)
 
 
+ENDED_WHILE_IT_ENDS = '''
+import atexit, os, signal
+
+class Task:
+    """Has too few rows, and its process gets SIGTERM while the interpreter exits."""
+    def __init__(self, config): atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+    def build_model(self): return None
+    def dataset(self, split): return [0]
+    def n_targets(self, batch): return 1
+    def loss(self, model, batch): return 0
+'''
+
+
+@pytest.mark.dist
+def test_a_rank_that_torchrun_ends_while_it_exits_keeps_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "ending_task.py").write_text(ENDED_WHILE_IT_ENDS)
+    argv = ["-m", "shardkit.train", "task.factory=ending_task:Task", f"run.dir={tmp_path}/run", "run.device=cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *argv],
+        cwd=REPO, env=environment({"PYTHONPATH": str(tmp_path)}), capture_output=True, text=True,
+    )  # fmt: skip
+    assert re.search(r"exitcode  : 2 \(pid", done.stderr), done.stderr
+
+
 @pytest.mark.dist
 def test_ctrl_c_stops_quietly(tmp_path: Path, text: Path) -> None:
     process = subprocess.Popen(
