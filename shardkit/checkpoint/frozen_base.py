@@ -7,49 +7,101 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 from ..errors import CheckpointError, ConfigError
 from ..parallel.blocks import n_values
 from ..strategies import Strategy
 
-_CHUNK, _CHUNK_ON_DEVICE = 2**16, 2**20
-"""Elements that a checksum takes at once: what a core's cache holds on a CPU, for few launches of kernels elsewhere."""
+CHECKSUM = 2
+"""How checksums of weights are taken; checkpoints name it. The first way, of versions before 0.3, was `element_sum`."""
+_WORD, _BLOCK = 4, 2**16
+"""Bytes of a word of a checksum, and words of a block, which fit into a core's cache with their factors."""
+_AT_ONCE = 16
+"""Blocks that one kernel adds up on a device, for few launches; on a CPU it is one."""
 _BITS = 48
 _MIX = 0x1E3779B97F4A7C15
+RangeSum = Callable[[torch.Tensor, int], torch.Tensor]
+"""(a range of a flattened tensor, index of its first element in the tensor) → its checksum before its modulus."""
 
 
 def tensor_sum(values: torch.Tensor, start: int = 0) -> int:
     """A checksum of a range of a flattened tensor; the checksums of a tensor's ranges add up, modulo 2^48.
 
-    Each element's bits are multiplied by an odd number that depends on its index.
-
     Args:
         values: 1-D.
         start: index of the first element in the whole tensor.
     """
-    return as_checksum(range_sum(values, start))
+    return as_checksum(WordSums()(values, start))
 
 
-def range_sum(flat: torch.Tensor, start: int) -> torch.Tensor:
-    """The checksum of `tensor_sum` before its modulus: one int64 on the tensor's device, which nobody waits for."""
-    size = flat.element_size()
-    words = flat.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+class WordSums:
+    """Takes the checksums of `tensor_sum` before their modulus: an int64 on the tensor's device, not waited for.
+
+    The whole tensor's bytes are taken as words of 4. Each is multiplied by an odd number for its index in its block of
+    words and by another one for the block. Bytes beyond a range count as 0, so that parts of a word add up.
+    """
+
+    def __init__(self) -> None:
+        self._factors: dict[torch.device, torch.Tensor] = {}
+
+    def __call__(self, flat: torch.Tensor, start: int) -> torch.Tensor:
+        if flat.device not in self._factors:
+            self._factors[flat.device] = _odd_numbers(-_BLOCK, _BLOCK, flat.device)
+        factors, content = self._factors[flat.device], flat.detach().view(torch.uint8)
+        offset, block = start * flat.element_size(), _WORD * _BLOCK
+        at_once = block * (1 if flat.is_cpu else _AT_ONCE)
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for begin in range(-(offset % block), content.numel(), at_once):
+            piece = content[max(begin, 0) : begin + at_once]
+            before = max(-begin, 0)
+            after = -(before + piece.numel()) % block
+            if before or after or piece.storage_offset() % _WORD:
+                piece = functional.pad(piece, (before, after))  # a copy
+            sums = piece.view(torch.int32).view(-1, _BLOCK).long().mul_(factors).sum(1)
+            total += sums.mul_(_odd_numbers((offset + begin) // block, sums.numel(), flat.device)).sum()
+        return total
+
+
+def element_sum(flat: torch.Tensor, start: int) -> torch.Tensor:
+    """The checksum of checkpoints before 0.3: as `WordSums`, with an element for a word and a number for each."""
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    chunk = _CHUNK if flat.is_cpu else _CHUNK_ON_DEVICE
-    for begin in range(0, words.numel(), chunk):
-        bits = words[begin : begin + chunk].long()
-        keys = torch.arange(start + begin, start + begin + bits.numel(), device=flat.device).mul_(_MIX)
-        total += bits.mul_(keys.bitwise_xor_(keys >> 31).bitwise_or_(1)).sum()
+    for begin in range(0, flat.numel(), _BLOCK):
+        words = flat.detach()[begin : begin + _BLOCK].view(signed).long()
+        total += words.mul_(_odd_numbers(start + begin, words.numel(), flat.device)).sum()
     return total
 
 
+def _odd_numbers(start: int, count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers of 64 bits, one for each index from `start` on."""
+    mixed = torch.arange(start, start + count, device=device).mul_(_MIX)
+    return mixed.bitwise_xor_(mixed >> 31).bitwise_or_(1)
+
+
+def way_of(base: Mapping[str, Any]) -> RangeSum:
+    """What takes the checksums behind a checkpoint's digest of its base.
+
+    Raises:
+        CheckpointError: the checkpoint names another way than those that this version knows.
+    """
+    number = base.get("checksum", 1)
+    if number not in (1, CHECKSUM):
+        raise CheckpointError(
+            f"the digest of the adapter's base is of kind {number!r}, this version knows 1 and {CHECKSUM}",
+            "use the version of shardkit that wrote the checkpoint, or a later one",
+        )
+    return element_sum if number == 1 else WordSums()
+
+
 def as_checksum(total: torch.Tensor) -> int:
-    """The checksum of added `range_sum`s."""
+    """The checksum of added sums of ranges."""
     # A rehearsal, which computes nothing, hands out bytes, by which no program decides, and no whole number.
     content = bytes(total.view(1).view(torch.uint8).tolist())
     checksum: int = int.from_bytes(content, sys.byteorder) % 2**_BITS
@@ -63,30 +115,33 @@ def digest_of(sums: Mapping[str, int]) -> str:
 
 
 @torch.no_grad()
-def frozen_sums(strategy: Strategy, names: Mapping[str, str], group: dist.ProcessGroup) -> dict[str, int]:
+def frozen_sums(
+    strategy: Strategy, names: Mapping[str, str], group: dist.ProcessGroup, range_sum: RangeSum
+) -> dict[str, int]:
     """The checksums of a wrapped model's frozen weights, in the types in which the model stores them; collective.
 
     Args:
         names: `model.<fqn>` of each frozen parameter → its name in the model without the adapter.
         group: a gloo group of all ranks.
+        range_sum: takes checksums, of `way_of`.
     """
     order = {name: index for index, name in enumerate(sorted(names))}
     sums = torch.zeros(len(order), dtype=torch.int64)
     for shard in strategy.shards():
         if shard.name in order and shard.replica == 0 and shard.local.numel():
-            sums[order[shard.name]] += tensor_sum(shard.local, shard.start)
+            sums[order[shard.name]] += as_checksum(range_sum(shard.local, shard.start))
     dist.all_reduce(sums, group=group)
     return {names[name]: int(sums[index]) for name, index in order.items()}
 
 
-def digest_of_pieces(tensors: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
+def digest_of_pieces(tensors: Iterable[tuple[str, Iterable[torch.Tensor]]], range_sum: RangeSum) -> str:
     """The digest, as of `FrozenBase.identify`, of tensors that come as consecutive 1-D pieces."""
     sums = dict[str, int]()
     for name, pieces in tensors:
         at = 0
         sums[name] = 0
         for piece in pieces:
-            sums[name] += tensor_sum(piece, at)
+            sums[name] += as_checksum(range_sum(piece, at))
             at += piece.numel()
     return digest_of(sums)
 
@@ -129,16 +184,17 @@ class FrozenBase:
             unpacked_sums: checksums of the weights that the model holds packed, before they were; their packed bytes
                 get a digest of their own.
         """
-        sums = frozen_sums(strategy, self.names, group)
+        self._sums = partial(frozen_sums, strategy, self.names, group)
+        sums = self._sums(WordSums())
         packed = {name: sums.pop(name) for name in [self.names[f"model.{fqn}"] for fqn in self._packed]}
         digest = digest_of({**sums, **(unpacked_sums or {})})
         dtype = str(self.dtype).removeprefix("torch.")
-        self.about["base"] = {"digest": digest, "dtype": dtype, "source": self._source}
+        self.about["base"] = {"digest": digest, "checksum": CHECKSUM, "dtype": dtype, "source": self._source}
         if packed:
             self.about["base"]["packed"] = digest_of(packed)
 
     def check(self, entry: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint of another adapter, or of one over another base.
+        """Refuse a checkpoint of another adapter, or of one over another base; collective.
 
         Args:
             entry: the `about` of the run that saved the checkpoint.
@@ -166,7 +222,9 @@ class FrozenBase:
                 f"it was {saved_base.get('dtype')} under the saved adapter",
                 "resume with the precision.mode that it was saved with",
             )
-        if run_base["digest"] != saved_base.get("digest"):
+        range_sum = way_of(saved_base)
+        digest = digest_of(self._sums(range_sum)) if range_sum is element_sum else run_base["digest"]
+        if digest != saved_base.get("digest"):
             run_source, saved_source = (base.get("source") or "initial values" for base in (run_base, saved_base))
             raise CheckpointError(
                 f"the frozen model is not the one that the saved adapter was trained on: here {run_source}, "

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
 from .formats.start import names_in, open_weights
-from .frozen_base import as_checksum, range_sum, tensor_sum
+from .frozen_base import WordSums, as_checksum
 from .resume import agreed
 from .stored_packed import StoredLayers, holds_packed
 
@@ -116,11 +117,11 @@ def fill_quantized(
     """
     replicated = not strategy.facts.shards_parameters
     tensors = {shard.name.removeprefix("model."): shard for shard in strategy.load_targets()}
-    names = [fqn.removesuffix(".packed") for fqn in tensors if fqn.endswith(".packed")]
-    layers = {name: (base_name(f"{name}.packed") or "").removesuffix(".packed") for name in names}
+    layers = _packed_layers(tensors, base_name)
     parts = ("packed", "absmax", "nested") if quantizer.double else ("packed", "absmax")
     sums = torch.zeros(len(layers), dtype=torch.int64)
     order = {name: index for index, name in enumerate(sorted(layers))}
+    pack_layer = partial(_pack_layer, quantizer=quantizer, dtype=dtype, range_sum=WordSums())
     problem: CheckpointError | None = None
     with ExitStack() as at_end:
         try:
@@ -136,7 +137,7 @@ def fill_quantized(
                 if isinstance(source, StoredLayers):
                     sums[order[name]] = _take_stored(source, weight, ranges)
                     continue
-                packed = _pack_layer(name + weight.removeprefix(layer), shape, ranges, quantizer, source, dtype)
+                packed = pack_layer(name + weight.removeprefix(layer), shape, ranges, pieces=source)
             except CheckpointError as error:
                 problem = error
             if quantizer.double and not isinstance(source, StoredLayers):
@@ -150,6 +151,12 @@ def fill_quantized(
         exchange([tensors[f"{name}.{part}"].local for name in layers for part in parts])
     dist.all_reduce(sums, group=group)
     return {quantizer.weights[layers[name]]: int(sums[index]) for name, index in order.items()}
+
+
+def _packed_layers(tensors: Iterable[str], base_name: Callable[[str], str | None]) -> dict[str, str]:
+    """The packed layers' names in the wrapped model → those in the model without the adapter."""
+    packed = (fqn for fqn in tensors if fqn.endswith(".packed"))
+    return {fqn.removesuffix(".packed"): (base_name(fqn) or "").removesuffix(".packed") for fqn in packed}
 
 
 @dataclass(frozen=True)
@@ -184,14 +191,14 @@ def _with_all_scales(packed: _Packed, n_blocks: int, group: dist.ProcessGroup, f
 @torch.no_grad()
 def _take_stored(stored: StoredLayers, weight: str, ranges: dict[str, _Range]) -> int:
     """Fill this rank's bytes of one layer with those of a folder; returns their checksum."""
-    checksum = 0
+    checksum, range_sum = 0, WordSums()
     for part, of_part in ranges.items():
         for begin in range(0, of_part.local.numel(), PIECE):
             n_bytes = min(PIECE, of_part.local.numel() - begin)
             piece = torch.empty(n_bytes, dtype=torch.uint8)
             stored.read_into(weight, part, of_part.start + begin, piece)
             of_part.local[begin : begin + n_bytes].copy_(piece)
-            checksum += tensor_sum(piece, of_part.start + begin) if of_part.counts else 0
+            checksum += as_checksum(range_sum(piece, of_part.start + begin)) if of_part.counts else 0
     return checksum
 
 
@@ -217,6 +224,7 @@ def _pack_layer(
     quantizer: Quantizer,
     pieces: Pieces,
     dtype: torch.dtype,
+    range_sum: WordSums,
 ) -> _Packed:
     """Fill this rank's packed bytes of one layer."""
     block, packed = quantizer.block_size, ranges["packed"]

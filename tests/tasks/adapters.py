@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from shardkit.checkpoint import frozen_base
 from shardkit.errors import ShardkitError
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
@@ -123,6 +125,13 @@ def stopped(root: str, strategy: str) -> list[tuple[int, float]]:
     return _losses(settings("llama", root, strategy, dist.get_world_size(), **extra))
 
 
+def stopped_by_version_02(root: str, strategy: str) -> list[tuple[int, float]]:
+    """As `stopped`, with the checksums of checkpoints before 0.3."""
+    taken_as_then = patch.multiple(frozen_base, CHECKSUM=1, WordSums=lambda: frozen_base.element_sum)
+    with taken_as_then:
+        return stopped(root, strategy)
+
+
 def resumed(root: str, strategies: list[str], source: str, others: bool = False) -> dict[str, Any]:
     """The steps after a checkpoint under each engine, and with `others` the settings that do not suit it."""
     out: dict[str, Any] = {}
@@ -143,7 +152,7 @@ def _refused(root: str, source: str) -> dict[str, tuple[str, str]]:
     from safetensors.torch import load_file, save_file
 
     other = Path(root) / "other"
-    other.mkdir()
+    other.mkdir(exist_ok=True)
     weights = load_file(f"{root}/llama/model.safetensors")
     weights["model.norm.weight"][3] += 1e-3
     save_file(weights, other / "model.safetensors", {"format": "pt"})

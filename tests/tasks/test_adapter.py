@@ -14,7 +14,7 @@ import torch
 
 from shardkit.checkpoint.formats.convert import convert
 from shardkit.config.load import load_config
-from shardkit.errors import ConfigError, ShardkitError
+from shardkit.errors import CheckpointError, ConfigError, ShardkitError
 from shardkit.tasks.load import load_task
 from tests.commands import environment
 from tests.ranks import run_ranks
@@ -212,6 +212,24 @@ def test_a_resumed_adapter_goes_on_under_another_engine(root: Path) -> None:
     assert "adapter.targets=[q_proj]" in alone["targets"][0]
     assert "holds an adapter" in alone["none"][0]
     assert "float32" in alone["bf16"][0]
+
+
+@pytest.mark.slow
+def test_an_adapter_of_version_02_goes_on_and_is_merged(root: Path, tmp_path: Path) -> None:
+    """Its base is identified by checksums that were taken otherwise; another base is refused as ever."""
+    first = run_ranks(2, "tests.tasks.adapters:stopped_by_version_02", root=str(root), strategy="fsdp")[0]
+    saved = root / "stopped" / "checkpoints" / "step_00000002"
+    extra = json.loads((saved / "manifest.json").read_text())["manifest"]["run"]["extra"]
+    assert extra["adapter"]["base"]["checksum"] == 1
+    body = "tests.tasks.adapters:resumed"
+    rest = run_ranks(2, body, root=str(root), strategies=["fsdp"], source=str(saved))[0]["fsdp"]
+    alone = run_ranks(1, body, root=str(root), strategies=["single"], source=str(saved), others=True)[0]
+    for curve in (rest, alone["single"]):
+        assert curve == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in first[2:]]
+    assert "not the one that the saved adapter was trained on" in alone["base"][0]
+    convert(saved, "safetensors", tmp_path / "merged", merge=True)
+    with pytest.raises(CheckpointError, match="is not the model that the adapter"):
+        convert(saved, "safetensors", tmp_path / "wrong", merge=True, base=root / "other")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardkit.checkpoint.formats.convert import convert
-from shardkit.checkpoint.frozen_base import FrozenBase
+from shardkit.checkpoint.frozen_base import CHECKSUM, FrozenBase
 from shardkit.config import capability
 from shardkit.config.load import load_config
 from shardkit.config.schema import QuantizeConfig
@@ -295,7 +295,7 @@ def test_the_same_weights_packed_to_other_bytes_are_refused() -> None:
     for name, frozen in (("embed", torch.ones(2)), ("packed", torch.zeros(2, dtype=torch.uint8))):
         model[name] = nn.Parameter(frozen, requires_grad=False)
     base = FrozenBase(model, {"type": "lora"}, str, None)
-    identity = {"digest": "the weights'", "dtype": "float32", "source": None, "packed": "here"}
+    identity = {"digest": "the weights'", "checksum": CHECKSUM, "dtype": "float32", "source": None, "packed": "here"}
     base.about["base"] = identity
     base.check({"type": "lora", "base": identity})
     with pytest.raises(CheckpointError, match=r"packed to other bytes .*: digest here here, there there\n"):

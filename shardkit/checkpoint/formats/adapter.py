@@ -12,7 +12,7 @@ import torch
 
 from ...config.schema import AdapterConfig
 from ...errors import CheckpointError
-from ..frozen_base import digest_of_pieces
+from ..frozen_base import digest_of_pieces, way_of
 from ..native.reader import TensorSpec
 from ..native.writer import byte_view
 from ..stored_packed import holds_packed
@@ -34,7 +34,7 @@ class SavedAdapter:
 
     Attributes:
         transposed: whether the adapted layers store their weights as [in, out].
-        base: digest, dtype and source of the frozen model.
+        base: digest, dtype and source of the frozen model, and the kind of its checksums.
         quantized: whether the run held the frozen model packed.
     """
 
@@ -56,6 +56,7 @@ def saved_adapter(source: Source) -> SavedAdapter | None:
     try:
         settings = {key: entry[key] for key in ("type", "r", "alpha", "targets", "use_rslora")}
         base = {key: entry["base"][key] for key in ("digest", "dtype", "source")}
+        base["checksum"] = entry["base"].get("checksum", 1)
         if base["dtype"] not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype {base['dtype']}")
         quantized = entry.get("quantize") is not None
@@ -210,9 +211,8 @@ def _merged(
         raise CheckpointError(f"{base_source.path} has no {missing[0]}", "name the frozen model's weights with --base")
     base_tensors = {name: saved[with_prefix(name, prefix)] for name in parameters}
     as_trained = getattr(torch, adapter.base["dtype"])
-    digest = digest_of_pieces(
-        (name, base_source.pieces(base_name, as_trained)) for name, (base_name, _) in base_tensors.items()
-    )
+    pieces = ((name, base_source.pieces(base_name, as_trained)) for name, (base_name, _) in base_tensors.items())
+    digest = digest_of_pieces(pieces, way_of(adapter.base))
     if digest != adapter.base["digest"]:
         raise CheckpointError(
             f"{base_source.path} is not the model that the adapter of {source.path} was trained on: "

@@ -1,0 +1,77 @@
+"""Checksums of a frozen model's weights: the same however ranks hold a tensor, and another one for other weights."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from shardkit.checkpoint.frozen_base import WordSums, digest_of_pieces, element_sum, tensor_sum, way_of
+from shardkit.errors import CheckpointError
+
+RECORDED = "d51ae3228bc3f74bfc692090955a0cd7"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64, torch.float8_e4m3fn, torch.bool]
+
+
+def of(dtype: torch.dtype, numel: int, seed: int = 0) -> torch.Tensor:
+    content = torch.randint(0, 256, (numel * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
+    if dtype == torch.bool:
+        content %= 2
+    return content.to(torch.uint8).view(dtype)
+
+
+def cuts(numel: int, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [0, *sorted(chance.sample(range(1, numel), 5)), numel]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_checksums_of_a_tensors_ranges_add_up(dtype: torch.dtype) -> None:
+    for seed in range(6):
+        numel = random.Random(seed).randrange(8, 300_000)
+        values = of(dtype, numel, seed)
+        ends = cuts(numel, seed)
+        views = sum(tensor_sum(values[a:b], a) for a, b in pairwise(ends))
+        copies = sum(tensor_sum(values[a:b].clone(), a) for a, b in pairwise(ends))
+        assert views % 2**48 == copies % 2**48 == tensor_sum(values), (seed, numel, ends)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_other_bit_and_two_exchanged_elements_are_another_checksum(dtype: torch.dtype) -> None:
+    values = of(dtype, 200_000)
+    checksum = tensor_sum(values)
+    chance = random.Random(1)
+    for _ in range(40):
+        changed = values.clone()
+        index = chance.randrange(values.numel() * dtype.itemsize)
+        changed.view(torch.uint8)[index] ^= 1 if dtype == torch.bool else 1 << chance.randrange(8)
+        assert tensor_sum(changed) != checksum, index
+        first, second = chance.sample(range(values.numel()), 2)
+        if values[first].view(1).view(torch.uint8).tolist() != values[second].view(1).view(torch.uint8).tolist():
+            changed = values.clone()
+            changed[[first, second]] = values[[second, first]]
+            assert tensor_sum(changed) != checksum, (first, second)
+
+
+def test_signs_of_many_elements_change_the_checksum() -> None:
+    """The highest bit of a word, where a checksum by powers of two loses most."""
+    values = of(torch.bfloat16, 100_000)
+    checksums = {tensor_sum(values)}
+    for seed in range(50):
+        changed = values.clone()
+        indices = torch.tensor(random.Random(seed).sample(range(values.numel()), 2))
+        changed[indices] = -changed[indices]
+        checksums.add(tensor_sum(changed))
+    assert len(checksums) == 51
+
+
+def test_checksums_of_older_checkpoints_are_what_they_were() -> None:
+    """Their digest of two tensors, recorded by version 0.2."""
+    tensors = [("a", of(torch.bfloat16, 70_001)), ("b", of(torch.float32, 1000, 1))]
+    pieces = [(name, [values[:65_000], values[65_000:]]) for name, values in tensors]
+    assert digest_of_pieces(pieces, way_of({"digest": "without a kind"})) == RECORDED
+    assert way_of({"checksum": 1}) is element_sum and isinstance(way_of({"checksum": 2}), WordSums)
+    with pytest.raises(CheckpointError, match=r"of kind 3, this version knows 1 and 2\n"):
+        way_of({"checksum": 3})
