@@ -118,6 +118,14 @@ _REFUSED = {
         "is not supported: it trains and saves whole modules beside the adapter", "adapt linear layers only"
     ),
     "adapter.bias": ("is not supported: biases belong to the frozen base", "remove it"),
+    **{
+        f"optim.name={name}": (
+            "is not supported: paged optimizers keep their moments in CUDA's managed memory, which no plan and no "
+            "account of memory here knows",
+            "set optim.name=adamw_bnb_8bit, or keep the optimizer in host memory: parallel.offload_optimizer=cpu",
+        )
+        for name in ("paged_adamw", "paged_adamw_8bit", "paged_adamw_32bit")
+    },
     "adapter.init_lora_weights": ("is not supported: A is drawn as peft draws it by default, B is 0", "remove it"),
 }  # fmt: skip
 """Keys, and values of keys, that people know from other tools, and shardkit refuses: (reason, fix)."""

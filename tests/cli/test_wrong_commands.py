@@ -77,6 +77,7 @@ WRONG = [
     ("plan recipe.yaml parallel.strategy=fdsp", "expected one of single, ddp, fsdp", "parallel.strategy=fsdp?"),
     ("plan recipe.yaml parallel.strategy=deepspeed", "expected one of single, ddp, fsdp", "parallel.strategy=zero3?"),
     ("plan recipe.yaml precision.mode=bfloat16", "expected one of fp32, tf32, bf16", "precision.mode=bf16?"),
+    ("plan recipe.yaml optim.name=paged_adamw_8bit", "keep their moments in CUDA's managed memory", "adamw_bnb_8bit"),
     ("plan recipe.yaml adapter.type=lorra", "expected one of none, lora", "did you mean adapter.type=lora?"),
     ("plan recipe.yaml adapter.r=0", "adapter.r=0 (command line), expected an integer >= 1", "adapter.r"),
     (
