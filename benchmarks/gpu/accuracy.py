@@ -72,17 +72,23 @@ SETTINGS = [
 DRY_SETTINGS = [("355m", "single", "fp32", "none"), ("llama-0.5b", "zero2", "bf16", "full")]
 
 
+def named_settings(dry: bool) -> dict[str, list[str]]:
+    """Name of a setting → its overrides."""
+    models = DRY_MODELS if dry else MODELS
+    return {
+        f"{model}, {strategy}, {precision}, {policy}": [
+            *models[model], *STRATEGIES[strategy], f"precision.mode={precision}", f"activation.policy={policy}"
+        ]
+        for model, strategy, precision, policy in (DRY_SETTINGS if dry else SETTINGS)
+    }  # fmt: skip
+
+
 def cases(dry: bool) -> Cases:
     """Each setting; then each in only as much memory as its prediction requires, and in less."""
-    models = DRY_MODELS if dry else MODELS
-    found: Cases = {}
-    chosen: dict[str, list[str]] = {}
-    for model, strategy, precision, policy in DRY_SETTINGS if dry else SETTINGS:
-        name = f"{model}, {strategy}, {precision}, {policy}"
-        chosen[name] = [
-            *models[model], *STRATEGIES[strategy], f"precision.mode={precision}", f"activation.policy={policy}"
-        ]  # fmt: skip
-        found[name] = Case(partial(_measure, chosen[name]), partial(_predict, chosen[name]))
+    chosen = named_settings(dry)
+    found: Cases = {
+        name: Case(partial(_measure, overrides), partial(_predict, overrides)) for name, overrides in chosen.items()
+    }
     for kind, share in TIGHT.items():
         for name, overrides in list(chosen.items())[: 1 if dry else None]:
             found[f"{name}: {kind}"] = Case(partial(_in_little, overrides, share), predicted_as=name)

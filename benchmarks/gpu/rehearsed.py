@@ -1,7 +1,8 @@
 """Programs that know nothing of shardkit: their peaks under `shardkit rehearse` beside those on this GPU.
 
 The prediction of a case is its rehearsal, which needs the CUDA build of torch and no GPU. `programs/` holds programs in
-the style of their libraries' examples; random ones are drawn as `tests.cuda.programs` draws them.
+the style of their libraries' examples; random ones are drawn as `tests.cuda.programs` draws them. The settings of
+`accuracy` are rehearsed and planned.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from ..common import REPO
+from .accuracy import named_settings
 from .cases import Case, Cases, Found, Where
+from .target import load, planned, predicted, settings, target, train, went
 
 PROGRAMS = Path(__file__).parent / "programs"
 MODEL = "MODEL"
@@ -35,6 +38,8 @@ NAMED: dict[str, tuple[str, ...]] = {
     "GPT-2, compiled": ("gpt.py", "--compile"),
 }
 SEEDS = range(30)
+STEPS = 3
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 LIMIT_S = 240.0
 _LLAMA = {
     "vocab_size": 512, "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16,
@@ -43,10 +48,12 @@ _LLAMA = {
 
 
 def cases(dry: bool) -> Cases:
-    """The named programs; then the random ones as programs of one process, without their ranks."""
+    """The named programs; the random ones as programs of one process, without their ranks; `shardkit.train`."""
     found: Cases = {name: Case(partial(_run, words), partial(_rehearse, words)) for name, words in NAMED.items()}
     for seed in SEEDS:
         found[drawn_name(seed)] = Case(partial(_run_drawn, seed), partial(_rehearse_drawn, seed))
+    for name, overrides in named_settings(dry).items():
+        found[trained_name(name)] = Case(partial(_train, overrides), partial(_rehearse_training, overrides))
     return dict(list(found.items())[:1]) if dry else found
 
 
@@ -54,11 +61,14 @@ def drawn_name(seed: int) -> str:
     return f"random program {seed}"
 
 
+def trained_name(setting: str) -> str:
+    return f"shardkit.train, {setting}"
+
+
 def _command(words: Sequence[str], runner: Sequence[str] = ()) -> list[str]:
     """A program's command, run by a module if `runner` names one; torchrun starts what joins a process group."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     in_group = any(call in Path(words[0]).read_text() for call in ("fully_shard(", "DistributedDataParallel("))
-    return [sys.executable, *(torchrun if in_group else []), *runner, *words]
+    return [sys.executable, *(_TORCHRUN if in_group else []), *runner, *words]
 
 
 def _paths(words: Sequence[str], model: Path) -> list[str]:
@@ -104,15 +114,28 @@ def _rehearse(words: Sequence[str], where: Where) -> Found:
     model = where.folder / "model"
     if MODEL in words:
         pretend_model(model)
-    return _rehearsed(_paths(words, model), where)
+    return _rehearsed(_command(_paths(words, model)), where)
 
 
 def _rehearse_drawn(seed: int, where: Where) -> Found:
-    return _rehearsed([str(_drawn(seed, where))], where)
+    return _rehearsed(_command([str(_drawn(seed, where))]), where)
 
 
-def _rehearsed(words: Sequence[str], where: Where) -> Found:
-    command = [sys.executable, "-m", "shardkit.cli", "rehearse", "--gpu", where.card, "--json", "--", *_command(words)]
+def _train(overrides: Sequence[str], where: Where) -> Found:
+    return went(train(where, overrides, steps=STEPS, traced=False))
+
+
+def _rehearse_training(overrides: Sequence[str], where: Where) -> Found:
+    from shardkit.plan.search.trial import trial_settings
+
+    estimate = planned(where, load(where, overrides)([]), target(where))
+    run = trial_settings(settings(where, overrides), where.folder / "run", STEPS, None, traced=False)
+    rehearsal = _rehearsed([sys.executable, *_TORCHRUN, "-m", "shardkit.train", *run], where)
+    return {**rehearsal, "planned": predicted(estimate)}
+
+
+def _rehearsed(program: Sequence[str], where: Where) -> Found:
+    command = [sys.executable, "-m", "shardkit.cli", "rehearse", "--gpu", where.card, "--json", "--", *program]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(
         command, cwd=where.folder, env=environment, timeout=2 * LIMIT_S + 600, capture_output=True, text=True,

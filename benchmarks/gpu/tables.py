@@ -13,7 +13,7 @@ from typing import Any
 from ..common import median_ci
 from ..markdown import interval, machine, rows, section, table, templates
 from . import EMULATED, PARTS, part_cases
-from .accuracy import MARGIN, TIGHT, TOO_LITTLE
+from .accuracy import MARGIN, TIGHT, TOO_LITTLE, named_settings
 from .cases import Found
 from .categories import ARMS as CATEGORY_ARMS
 from .choices import ASKED
@@ -23,7 +23,7 @@ from .mfu import CEILING, GOALS, MODELS
 from .packed import LARGE
 from .qlora import ALONE, IN_TURNS, START, START_ARMS
 from .qlora import ARMS as QLORA_ARMS
-from .rehearsed import NAMED, SEEDS, drawn_name
+from .rehearsed import NAMED, SEEDS, drawn_name, trained_name
 from .store import first_speed, kind
 
 MISSING = "not yet measured"
@@ -53,6 +53,7 @@ def on_a_gpu(results: Path) -> str:
         "emulated_largest": rows([name, _emulated_largest(there["largest"], name)] for name in ARMS),
     }  # fmt: skip
     values["rehearsed"], values["drawn"] = _rehearsed(known["rehearsed"])
+    values["trained"], values["trained_errors"] = _trained(known["rehearsed"], known["accuracy"])
     values["qlora"] = _qlora(known["qlora"])
     values["packed"] = rows(_packed(known["packed"], there["packed"]))
     values["categories"], values["checkpointing"] = _categories(known["categories"])
@@ -349,6 +350,32 @@ def _rehearsed(known: Known) -> tuple[str, str]:
         for key, different in errors.items()
     )
     return rows(lines), f"Of {len(SEEDS)} random programs {len(errors['allocated'])} ran on both sides: {ranges}."
+
+
+def _trained(known: Known, accuracy: Known) -> tuple[str, str]:
+    """`shardkit.train` rehearsed beside its plan and the GPU, and the largest differences."""
+    keys = ("allocated", "reserved")
+    lines, differences = [], dict[str, list[float]]()
+    for setting in named_settings(dry=False):
+        rehearsal, measured = _predicted(known, trained_name(setting)), _measured(accuracy, setting) or {}
+        if rehearsal.get("outcome") != "ok":
+            lines.append([setting, rehearsal.get("outcome", MISSING), *[""] * 4])
+            continue
+        on_card = {"allocated": measured.get("peak"), "reserved": measured.get("reserved")}
+        line = [setting, " / ".join(_gib(rehearsal[key]) for key in keys)]
+        for beside, figures in (("plan", rehearsal["planned"]), ("GPU", on_card)):
+            for key in keys:
+                different = rehearsal[key] / figures[key] - 1 if figures[key] else None
+                line.append("–" if different is None else f"{100 * different:+.2f} %")
+                if different is not None:
+                    differences.setdefault(f"{key} beside the {beside}", []).append(different)
+        lines.append(line)
+    largest = "; ".join(
+        f"{kind} {100 * median(map(abs, found)):.3f} % ({100 * min(found):+.2f} to {100 * max(found):+.2f} %, "
+        f"{len(found)} settings)"
+        for kind, found in differences.items()
+    )
+    return rows(lines), f"Median difference: {largest}." if largest else f"Differences: {MISSING}."
 
 
 def _qlora(known: Known) -> str:

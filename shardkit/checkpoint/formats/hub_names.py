@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import CheckpointError
 from ...parallel.compat import from_config, owner_of
-from ...parallel.weights import parameters_on_meta
 from .tensor_source import Extent, FileTensor, Source, file_source, logical
 
 _MOST_RUNS = 2**22
@@ -111,7 +110,7 @@ def reference_of(model: nn.Module) -> Any:
     plain = next((k for k in type(model).__mro__ if k.__module__.startswith("transformers.models.")), None)
     if plain is None:
         return None
-    with parameters_on_meta():
+    with torch.device("meta"):  # as `from_pretrained` builds it: transformers then draws no values
         return from_config(plain, model.config)
 
 
