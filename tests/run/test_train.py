@@ -283,6 +283,7 @@ class Task:
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_rank_that_torchrun_ends_while_it_exits_keeps_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "ending_task.py").write_text(ENDED_WHILE_IT_ENDS)
