@@ -145,10 +145,14 @@ def _rehearsed(program: Sequence[str], where: Where) -> Found:
     if done.returncode:
         return {"outcome": "not known" if done.returncode == 7 else "failed", "message": verdict["reason"]}
     (rank,) = verdict["ranks"]
+    assumptions = [
+        {**assumption, "source_line": assumption["source_line"].removeprefix(f"{REPO}/")}
+        for assumption in verdict.get("assumptions", [])
+    ]
     return {
         "outcome": "ok", "verdict": verdict["verdict"], "allocated": rank["peak_allocated"],
         "reserved": rank["peak_reserved"], "outside": rank["outside_estimate"],
-        "assumptions": verdict.get("assumptions", []),
+        "assumptions": assumptions,
     }  # fmt: skip
 
 
