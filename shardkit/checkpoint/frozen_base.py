@@ -31,21 +31,12 @@ RangeSum = Callable[[torch.Tensor, int], torch.Tensor]
 """(a range of a flattened tensor, index of its first element in the tensor) → its checksum before its modulus."""
 
 
-def tensor_sum(values: torch.Tensor, start: int = 0) -> int:
-    """A checksum of a range of a flattened tensor; the checksums of a tensor's ranges add up, modulo 2^48.
-
-    Args:
-        values: 1-D.
-        start: index of the first element in the whole tensor.
-    """
-    return as_checksum(WordSums()(values, start))
-
-
 class WordSums:
-    """Takes the checksums of `tensor_sum` before their modulus: an int64 on the tensor's device, not waited for.
+    """Takes checksums of ranges of a flattened tensor, which add up to the tensor's, modulo 2^48 (`as_checksum`).
 
-    The whole tensor's bytes are taken as words of 4. Each is multiplied by an odd number for its index in its block of
-    words and by another one for the block. Bytes beyond a range count as 0, so that parts of a word add up.
+    A sum is an int64 on the range's device, and nobody waits for it. The whole tensor's bytes are taken as words of 4.
+    Each is multiplied by an odd number for its index in its block of words, and by another one for the block. Bytes
+    beyond a range count as 0, so that parts of a word add up.
     """
 
     def __init__(self) -> None:

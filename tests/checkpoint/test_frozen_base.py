@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from shardkit.checkpoint.frozen_base import WordSums, digest_of_pieces, element_sum, tensor_sum, way_of
+from shardkit.checkpoint.frozen_base import WordSums, as_checksum, digest_of_pieces, element_sum, way_of
 from shardkit.errors import CheckpointError
 
 RECORDED = "d51ae3228bc3f74bfc692090955a0cd7"
@@ -20,6 +20,10 @@ def of(dtype: torch.dtype, numel: int, seed: int = 0) -> torch.Tensor:
     if dtype == torch.bool:
         content %= 2
     return content.to(torch.uint8).view(dtype)
+
+
+def tensor_sum(values: torch.Tensor, start: int = 0) -> int:
+    return as_checksum(WordSums()(values, start))
 
 
 def cuts(numel: int, seed: int) -> list[int]:

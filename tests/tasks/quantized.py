@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint.frozen_base import tensor_sum
+from shardkit.checkpoint.frozen_base import WordSums, as_checksum
 from shardkit.errors import ShardkitError
 from shardkit.models.quantized import QuantizedLinear
 from shardkit.run.job import start
@@ -71,9 +71,9 @@ def trained(root: str, strategy: str, **extra: Any) -> dict[str, Any]:
         seen = {}
 
         def note(module: Any, *_: object) -> None:
-            seen["packed"] = tensor_sum(module.packed.detach().reshape(-1))
+            seen["packed"] = as_checksum(WordSums()(module.packed.detach().reshape(-1), 0))
             for name in ("absmax", "nested") if module.doubled else ("absmax",):
-                seen[name] = tensor_sum(getattr(module, name).detach().reshape(-1))
+                seen[name] = as_checksum(WordSums()(getattr(module, name).detach().reshape(-1), 0))
 
         layer: Any = next(m for m in job.model.modules() if isinstance(m, QuantizedLinear))
         layer.register_forward_pre_hook(note)
