@@ -130,11 +130,15 @@ def _convolution(args: Any, out: Any) -> int:
     """oneDNN's copies in its blocked layout: of the input, the weight and the result, which is then copied back.
 
     Its developer guide, "Understanding Memory Formats": channels in blocks of 16 with AVX-512, of 8 with AVX2; images
-    of at most 3 channels are read in place. The kernel's own scratchpad is not counted. Args are (input,
-    weight, bias, stride, padding, dilation, transposed, output padding, groups).
+    of at most 3 channels are read in place. The kernel's own scratchpad is not counted. What oneDNN does not compute,
+    as bf16 without AVX-512, torch computes as a product with unfolded windows. Args are (input, weight, bias, stride,
+    padding, dilation, transposed, output padding, groups).
     """
     image, weight = args[0], args[1]
-    lanes = _lanes(image, weight, *args[3:9])
+    backend = convolution_backend(image, weight, *args[3:9])
+    if backend == _UNFOLDING:
+        return _unfolded(args, out)
+    lanes = _lanes(backend, image, args[8])
     if not lanes:
         return 0
     result = _blocked(out, lanes)
@@ -148,7 +152,10 @@ def _convolution_backward(args: Any, out: Any) -> int:
     Args are (grad_out, input, weight, bias sizes, stride, padding, dilation, transposed, output padding, groups, mask).
     """
     grad, image, weight = args[:3]
-    lanes = _lanes(image, weight, *args[4:10])
+    backend = convolution_backend(image, weight, *args[4:10])
+    if backend == _UNFOLDING:
+        return _unfolded_backward(args, out)
+    lanes = _lanes(backend, image, args[9])
     if not lanes:
         return 0
     of_input, of_weight = (0 if result is None else result.numel() for result in out[:2])
@@ -159,15 +166,48 @@ def _convolution_backward(args: Any, out: Any) -> int:
     return int(elements * image.element_size())
 
 
-def _lanes(image: torch.Tensor, weight: torch.Tensor, *settings: Any) -> int:
+def _unfolded(args: Any, out: Any) -> int:
+    """The windows of all images, for one group after another; the groups' results are then concatenated."""
+    image, weight, groups = args[0], args[1], args[8]
+    windows = _windows(image, weight, out, *args[3:5])
+    return windows if groups == 1 else max(windows + _of_group(image, groups), _n_bytes(out))
+
+
+def _unfolded_backward(args: Any, out: Any) -> int:
+    """The windows beside the weight's gradient, or the fp32 copy in which a bias's gradient is summed before it."""
+    grad, image, weight = args[:3]
+    groups = args[9]
+    _, of_weight, of_bias = out
+    n_bytes = 0 if of_weight is None else _windows(image, weight, grad, *args[4:6])
+    if of_bias is not None and grad.itemsize < 4 and len(grad) > 1:
+        allocated_later = 0 if of_weight is None else _n_bytes(of_weight)
+        n_bytes = max(n_bytes, (4 * (grad.numel() + of_bias.numel()) - allocated_later) // groups)
+    if groups == 1:
+        return n_bytes
+    results = sum(_n_bytes(tensor) for tensor in out if tensor is not None)
+    return max(n_bytes + _of_group(grad, groups) + _of_group(image, groups), results)
+
+
+def _windows(image: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, stride: Any, padding: Any) -> int:
+    """Bytes of what a kernel sees of one group of all images; 0 where that is their pixels in order."""
+    if math.prod(weight.shape[2:]) == 1 and set(stride) == {1} and not any(padding):
+        return 0
+    return len(image) * math.prod(weight.shape[1:]) * math.prod(out.shape[2:]) * image.element_size()
+
+
+def _of_group(images: torch.Tensor, groups: int) -> int:
+    """Bytes of a contiguous copy of one group of channels; of one image it is contiguous as it is."""
+    return _n_bytes(images) // groups if len(images) > 1 else 0
+
+
+def _lanes(backend: str, image: torch.Tensor, groups: int) -> int:
     """Channels per block of oneDNN's layout; 0 if oneDNN does not compute this, or uses the tensors' layout.
 
     Also 0 for groups of more than one channel: their layout is unknown.
     """
     if image.dim() == 4 and not image.is_contiguous() and image.is_contiguous(memory_format=torch.channels_last):
         return 0
-    groups = settings[-1]
-    if convolution_backend(image, weight, *settings) != "Mkldnn" or groups not in (1, image.shape[1]):
+    if backend != "Mkldnn" or groups not in (1, image.shape[1]):
         return 0
     return {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
 
@@ -190,6 +230,7 @@ def _n_bytes(tensor: torch.Tensor) -> int:
 
 
 _PLAIN_CHANNELS = 3
+_UNFOLDING = "Slow2d"  # torch's name of its own convolution of images; transposed, dilated and 3-D ones are not counted
 _MASKED = ("aten::where", "aten::masked_fill", "aten::masked_fill_")  # a mask keeps its dtype
 _SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Count]] = {
     "aten::_scaled_dot_product_flash_attention_backward": ("cuda", _flash_attention_backward),

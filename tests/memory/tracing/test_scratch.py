@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from shardkit.memory.tracing.scratch import scratch
 
 aten = torch.ops.aten
+_BF16_ON_CPU = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def given_out(run: Callable[[], Any]) -> tuple[int, int]:
@@ -70,6 +72,23 @@ def test_convolutions_are_computed_on_copies_in_blocks_of_channels(channels: int
     grad = torch.randn_like(aten.convolution.default(*forward))
     mask = [channels > 3, True, False]
     assert_taken(aten.convolution_backward.default, (grad, image, weight, [0], *settings, mask))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", range(30))
+def test_convolutions_that_onednn_does_not_compute_unfold_their_windows(seed: int) -> None:
+    draw = random.Random(seed)
+    dims, groups, kernel, stride = (draw.choice(options) for options in ((1, 2, 2), (1, 1, 2, 4), (1, 3), (1, 2)))
+    settings = ([stride] * dims, [kernel // 2] * dims, [1] * dims, False, [0] * dims, groups)
+    channels, filters = 4 * draw.randint(1, 6), 4 * draw.randint(1, 6)
+    dtype = torch.float64 if _BF16_ON_CPU else draw.choice((torch.float64, torch.bfloat16))
+    image = torch.randn(draw.randint(1, 3), channels, *[8] * dims).to(dtype)
+    weight = torch.randn(filters, channels // groups, *[kernel] * dims).to(dtype)
+    forward = (image, weight, torch.randn(filters).to(dtype), *settings)
+    assert_taken(aten.convolution.default, forward)
+    grad = torch.randn_like(aten.convolution.default(*forward))
+    mask = [draw.random() < 0.8, draw.random() < 0.8, draw.random() < 0.8]
+    assert_taken(aten.convolution_backward.default, (grad, image, weight, [filters], *settings, mask))
 
 
 def test_convolutions_in_the_layout_of_the_images_are_not_counted() -> None:
