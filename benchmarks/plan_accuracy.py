@@ -136,7 +136,7 @@ def cases() -> dict[str, tuple[int, list[str]]]:
         add("llama", strategy, "fp32", "full", "sgd")
     for strategy in ("single@1", "ddp@2", "fsdp@2", "hsdp@4", "zero1@2", "zero2@2", "zero3@2"):
         add("lora", strategy, "bf16", "full", "adamw")
-    for strategy in ("single@1", "ddp@2", "fsdp@2", "hsdp@4", "zero1@2", "zero2@2"):
+    for strategy in ("single@1", "ddp@2", "fsdp@2", "hsdp@4", "zero1@2", "zero2@2", "zero3@2", "zero3@2+offload_all"):
         add("qlora", strategy, "bf16", "full", "adamw")
         add("qlora-double", strategy, "bf16", "full", "adamw")
         add("qlora-experts", strategy, "bf16", "full", "adamw")

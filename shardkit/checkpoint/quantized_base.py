@@ -93,6 +93,7 @@ class _Range:
 
 def fill_quantized(
     strategy: Strategy,
+    model: nn.Module,
     world: World,
     group: dist.ProcessGroup,
     quantizer: Quantizer,
@@ -105,6 +106,7 @@ def fill_quantized(
     Each rank packs the blocks of its own shard; of tensors that every rank holds whole, an even part that it sends.
 
     Args:
+        model: the wrapped model.
         base_name: maps a parameter's name to its name in the model without the adapter.
         dtype: the type from which weights are packed.
 
@@ -117,7 +119,7 @@ def fill_quantized(
     """
     replicated = not strategy.facts.shards_parameters
     tensors = {shard.name.removeprefix("model."): shard for shard in strategy.load_targets()}
-    layers = _packed_layers(tensors, base_name)
+    layers = _packed_layers((fqn.removeprefix("module.") for fqn, _ in model.named_parameters()), base_name)
     parts = ("packed", "absmax", "nested") if quantizer.double else ("packed", "absmax")
     sums = torch.zeros(len(layers), dtype=torch.int64)
     order = {name: index for index, name in enumerate(sorted(layers))}
@@ -131,7 +133,7 @@ def fill_quantized(
         agreed(group, problem)
         for name, layer in layers.items():
             weight, shape = quantizer.weights[layer], quantizer.shapes[layer]
-            ranges = {part: _range_of(tensors[f"{name}.{part}"], world, replicated) for part in parts}
+            ranges = {part: _range_of(tensors.get(f"{name}.{part}"), world, replicated) for part in parts}
             packed = _Packed(0, 0, torch.empty(0))
             try:
                 if isinstance(source, StoredLayers):
@@ -149,6 +151,7 @@ def fill_quantized(
     agreed(group, problem)
     if replicated and world.size > 1:
         exchange([tensors[f"{name}.{part}"].local for name in layers for part in parts])
+    strategy.weights_changed(replicas_equal=True)
     dist.all_reduce(sums, group=group)
     return {quantizer.weights[layers[name]]: int(sums[index]) for name, index in order.items()}
 
@@ -208,8 +211,14 @@ def _take_state(packed: _Packed, ranges: dict[str, _Range], quantizer: Quantizer
         ranges[part].take(state, packed.first_block * _SCALE_BYTES)
 
 
-def _range_of(shard: Shard, world: World, replicated: bool) -> _Range:
-    """The bytes of a packed tensor that this rank fills: its shard, or an even part of a tensor that it holds whole."""
+def _range_of(shard: Shard | None, world: World, replicated: bool) -> _Range:
+    """The bytes of a packed tensor that this rank fills: its shard, or an even part of a tensor that it holds whole.
+
+    Args:
+        shard: None if the rank has none, as of a small tensor under ZeRO-3.
+    """
+    if shard is None:
+        return _Range(0, torch.empty(0, dtype=torch.uint8), counts=False)
     if not replicated:
         return _Range(shard.start, shard.local, shard.replica == 0)
     start, end = even_range(shard.local.numel(), world.rank, world.size)
@@ -314,15 +323,16 @@ def describe(model: nn.Module, quantizer: Quantizer, kind: str) -> str:
     for fqn, param in model.named_parameters():
         if param.requires_grad:
             continue
-        n_bytes = param.numel() * param.element_size()
+        shape = getattr(param, "ds_shape", param.shape)  # under ZeRO-3 the tensor itself is empty
+        n_bytes = math.prod(shape) * param.element_size()
         if fqn.endswith(".packed"):
             packed += n_bytes
         elif fqn.endswith((".absmax", ".nested")):
             scales += n_bytes
         else:
-            n_values += param.numel()
+            n_values += math.prod(shape)
             unpacked[_shortened(fqn.removeprefix("module."))] += n_bytes
-            has_stacked_experts |= param.dim() == 3 and ".experts." in fqn
+            has_stacked_experts |= len(shape) == 3 and ".experts." in fqn
     parts = unpacked.most_common()
     listed = ", ".join(f"{name} {gib(n_bytes)}" for name, n_bytes in parts[:_LISTED])
     if parts[_LISTED:]:

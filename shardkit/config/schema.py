@@ -101,11 +101,7 @@ class ModelConfig(Section):
     """Weights to start from: a run, a shardkit checkpoint, or anything `shardkit convert` reads (safetensors, …)."""
     quantize: Annotated[
         QuantizeConfig | None,
-        Capability(
-            "frozen weights in 4 bits (`model.quantize`, QLoRA)",
-            {"zero3": "packed bytes are not read into the partitions of DeepSpeed yet"},
-            fix="set parallel.strategy=fsdp, which shards the packed bytes",
-        ),
+        Capability("frozen weights in 4 bits (`model.quantize`, QLoRA)"),
     ] = None
     """With an adapter: keep the frozen linear layers in 4 bits (needs bitsandbytes), `{bits: 4}` or more keys. See
     docs/adapters.md."""
@@ -948,6 +944,12 @@ class RunConfig(Section):
             raise conflict(
                 "model.quantize with compile.enabled=true: the packed layers are not compiled",
                 "set compile.enabled=false",
+            )
+        if self.parallel.offload_param == "nvme":
+            raise conflict(
+                "model.quantize with parallel.offload_param=nvme: DeepSpeed keeps parameters there in the compute type, "
+                "and would cast packed bytes",
+                "set parallel.offload_param=cpu",
             )
 
     def _activations_and_compile(self) -> None:

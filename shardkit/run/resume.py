@@ -129,7 +129,9 @@ class StartingPoint:
             open_reader = drawing(weights, quantizer, base_name)
         else:
             open_reader = reading(config.model.init_from, job.model, quantizer, base_name)
-        return fill_quantized(job.strategy, job.world, checkpoints.group, quantizer, base_name, open_reader, base.dtype)
+        return fill_quantized(
+            job.strategy, job.model, job.world, checkpoints.group, quantizer, base_name, open_reader, base.dtype
+        )
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint of this run holds for `_accept`, beside its seed and number of samples."""

@@ -104,7 +104,7 @@ def test_a_capability_names_strategies_that_exist() -> None:
         ("adamw8bit", "single ddp"),
         ("adamw_bnb_8bit", "single ddp"),
         ("in_backward", "single"),
-        ("quantize", "single ddp fsdp hsdp zero1 zero2"),
+        ("quantize", "single ddp fsdp hsdp zero1 zero2 zero3"),
     ],
 )
 def test_what_engines_can_do(feature: str, works: str) -> None:

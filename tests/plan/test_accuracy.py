@@ -27,8 +27,10 @@ CASES = [
     "lora zero3@2 bf16 full adamw",
     "qlora fsdp@2 bf16 full adamw",
     "qlora zero2@2 bf16 full adamw",
+    "qlora zero3@2 bf16 full adamw",
     "qlora-double fsdp@2 bf16 full adamw",
     "qlora-double zero1@2 bf16 full adamw",
+    "qlora-double zero3@2+offload_all bf16 full adamw",
 ]
 
 

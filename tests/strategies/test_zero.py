@@ -135,6 +135,16 @@ def test_fp32_accumulation_under_zero1_and_bf16_is_refused() -> None:
     built(parallel__strategy="zero2", parallel__ds_config=raw, precision__mode="bf16")
 
 
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
+def test_packed_bytes_that_deepspeed_would_quantise_again_are_refused(key: str) -> None:
+    keys = {"parallel__strategy": "zero3", "parallel__ds_config": {"zero_optimization": {key: True}}}
+    packed = {"task__name": "hf_causal_lm", "adapter__type": "lora", "model__quantize": {"bits": 4}}
+    with pytest.raises(ConfigError, match=f"{key}=true with model.quantize: DeepSpeed would quantise") as error:
+        built(**keys, **packed)
+    assert error.value.fix == "remove the raw key, or remove model.quantize"
+    built(**keys)
+
+
 def test_states_on_the_gpu_beside_offloaded_ones_are_seen_and_follow_the_schedule() -> None:
     """With `offload_ratio` DeepSpeed keeps a second optimizer, for the masters that stay (here on meta)."""
     on_host, on_gpu = torch.zeros(4), torch.zeros(4, device="meta")

@@ -22,6 +22,12 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": False, "attention_bias": True,
 }  # fmt: skip
 PACKED = 2 * [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (128, 64), (64, 128)]
+PARTITIONED: dict[str, Any] = {
+    "parallel.ds_config": {
+        "zero_optimization": {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    }
+}
+"""Small parameters are partitioned too, and freed after each module, as those of a large model are."""
 N_PACKED = sum(rows * columns for rows, columns in PACKED)
 N_UNPACKED = 2 * 256 * 64 + 5 * 64 + 2 * (64 + 32 + 32 + 64)
 

@@ -16,6 +16,7 @@ from shardkit.errors import CheckpointError, ConfigError
 from shardkit.models.packed_experts import WEIGHTS
 from tests.ranks import run_ranks
 from tests.tasks import quantized
+from tests.tasks.quantized import PARTITIONED
 
 pytest.importorskip("bitsandbytes", reason="needs shardkit[quantize]")
 pytest.importorskip("peft", reason="needs shardkit[finetune]")
@@ -201,7 +202,8 @@ def test_every_engine_equals_one_process_over_the_same_experts(root: Path, doubl
         "model.quantize": {"bits": 4, "experts": True, "double": double}, "adapter.targets": targets,
     }  # fmt: skip
     (alone,) = run_ranks(1, "tests.tasks.quantized:trained", root=str(root), strategy="single", **keys)
-    cases = dict.fromkeys(("ddp", "fsdp", "zero1", "zero2"), keys)
+    cases = dict.fromkeys(("ddp", "fsdp", "zero1", "zero2", "zero3"), keys)
+    cases["zero3 full"] = keys | PARTITIONED | {"activation.policy": "full"}
     cases["fsdp full"] = keys | {"activation.policy": "full"}
     cases["fsdp offload"] = keys | {"parallel.offload_param": "cpu"}
     drawn = keys | {"model.init_from": None}

@@ -23,6 +23,7 @@ from shardkit.tasks.load import load_task
 from tests.commands import python_m
 from tests.ranks import run_ranks
 from tests.tasks import quantized
+from tests.tasks.quantized import PARTITIONED
 
 pytestmark = pytest.mark.dist
 
@@ -52,7 +53,11 @@ def refused(keys: dict[str, Any]) -> ConfigError:
     [
         ({"adapter.type": "none"}, "nothing could train", "adapter.type=lora"),
         ({"compile.enabled": True}, "compile.enabled=true", "compile.enabled=false"),
-        ({"parallel.strategy": "zero3"}, "model.quantize does not work with parallel.strategy=zero3", "fsdp"),
+        (
+            {"parallel.strategy": "zero3", "parallel.offload_param": "nvme", "parallel.nvme_path": "/scratch"},
+            "model.quantize with parallel.offload_param=nvme",
+            "parallel.offload_param=cpu",
+        ),
         ({"model.quantize": {"bits": 8}}, "model.quantize.bits=8 is not supported", "bits: 4"),
         ({"model.quantize": {"type": "int8"}}, "model.quantize.type=int8 is not supported", "remove type"),
         (
@@ -202,8 +207,10 @@ def test_every_engine_equals_one_process_over_the_same_bytes(root: Path, alone: 
     """The digests of source and packed bytes too, before and after training; fsdp computes with the unsharded bytes."""
     skipped = {"model.quantize": {"type": "fp4", "skip": ["k_proj", "layers.1.mlp"]}}
     drawn = {"model.init_from": None}
-    cases = {"ddp": {}, "fsdp": {}, "zero1": {}, "zero2": {}, "fsdp fp4": skipped, "fsdp drawn": drawn,
-             "ddp drawn": drawn, "fsdp double": DOUBLE, "ddp double": DOUBLE, "zero2 double": DOUBLE}  # fmt: skip
+    cases = {"ddp": {}, "fsdp": {}, "zero1": {}, "zero2": {}, "zero3": {}, "fsdp fp4": skipped, "fsdp drawn": drawn,
+             "ddp drawn": drawn, "zero3 drawn": drawn, "fsdp double": DOUBLE, "ddp double": DOUBLE,
+             "zero2 double": DOUBLE, "zero3 double": {**PARTITIONED, **DOUBLE},
+             "zero3 fp4": {**PARTITIONED, **skipped}}  # fmt: skip
     both = run_ranks(2, "tests.tasks.quantized:under", root=str(root), cases=cases)
     for name, run in both[0].items():
         expected = alone[f"single {name.partition(' ')[2]}".strip()]
@@ -242,12 +249,14 @@ def test_policies_recompute_the_same_bits_and_3d_experts_keep_their_type(root: P
 @pytest.mark.slow
 @pytest.mark.deepspeed
 def test_engines_on_one_rank_and_on_four(root: Path, alone: dict[str, Any]) -> None:
-    cases = {name: {} for name in ("ddp", "fsdp", "zero1", "zero2")}
+    cases = {name: {} for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")}
     (ones,) = run_ranks(1, "tests.tasks.quantized:under", root=str(root), cases=cases)
     groups = {"parallel.dp_replicate": 2, "parallel.dp_shard": 2}
     fours = run_ranks(4, "tests.tasks.quantized:under", root=str(root), cases={
         "hsdp": groups, "fsdp": {"parallel.offload_param": "cpu"},
         "hsdp double": {**groups, **DOUBLE}, "fsdp double": {"parallel.offload_param": "cpu", **DOUBLE},
+        "zero3": {**PARTITIONED, "parallel.offload_param": "cpu", "parallel.offload_optimizer": "cpu"},
+        "zero3 double": {**PARTITIONED, **DOUBLE, "parallel.hpz": 2},
     })[0]  # fmt: skip
     for name, run in [*ones.items(), *fours.items()]:
         expected = alone[f"single {name.partition(' ')[2]}".strip()]
@@ -257,12 +266,14 @@ def test_engines_on_one_rank_and_on_four(root: Path, alone: dict[str, Any]) -> N
 
 @pytest.mark.slow
 def test_under_bf16_the_base_is_sharded_and_its_bytes_stay_bytes(root: Path) -> None:
-    """fsdp's mixed precision casts no byte; a rank holds half of the packed bytes, the scales and the bf16 rest."""
+    """Mixed precision casts no byte; a rank holds half of the packed bytes, the scales and the bf16 rest."""
     bf16 = {"precision.mode": "bf16"}
+    zero3 = {**bf16, **PARTITIONED}
     cases = {"ddp": bf16, "fsdp": bf16, "fsdp full": {**bf16, "activation.policy": "full"},
-             "ddp double": {**bf16, **DOUBLE}, "fsdp double": {**bf16, **DOUBLE}}  # fmt: skip
+             "ddp double": {**bf16, **DOUBLE}, "fsdp double": {**bf16, **DOUBLE},
+             "zero3": zero3, "zero3 full": {**zero3, "activation.policy": "full"}}  # fmt: skip
     found = run_ranks(2, "tests.tasks.quantized:under", root=str(root), cases=cases)[0]
-    for name in ("fsdp", "fsdp full"):
+    for name in ("fsdp", "fsdp full", "zero3", "zero3 full"):
         assert close(found[name]["curve"], found["ddp"]["curve"], 2e-2), (name, found)
         assert found[name]["seen"] == found["ddp"]["seen"]
         assert found[name]["digests"] == found["ddp"]["digests"]
@@ -273,7 +284,8 @@ def test_under_bf16_the_base_is_sharded_and_its_bytes_stay_bytes(root: Path) -> 
         assert state[name]["params"] == 2 * quantized.N_UNPACKED + 4 * adapter
     for name in ("fsdp", "fsdp double"):
         assert state[name]["params"] == quantized.N_UNPACKED + 2 * adapter
-    assert (state["ddp"]["quantized"], state["fsdp"]["quantized"]) == (packed, packed // 2)
+    assert state["zero3"]["params"] == quantized.N_UNPACKED + adapter
+    assert [state[name]["quantized"] for name in ("ddp", "fsdp", "zero3")] == [packed, packed // 2, packed // 2]
     rows = [-(-out * columns // 64 // 256) + 257 for out, columns in quantized.PACKED]
     double = quantized.N_PACKED // 2 + quantized.N_PACKED // 64
     assert state["ddp double"]["quantized"] == double + 4 * sum(rows)
@@ -282,7 +294,8 @@ def test_under_bf16_the_base_is_sharded_and_its_bytes_stay_bytes(root: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_one_flipped_bit_changes_the_digest_of_the_packed_bytes_alone(strategy: str, root: Path) -> None:
     before, after = run_ranks(2, "tests.tasks.quantized:flipped", root=str(root), strategy=strategy)[0]
     assert before["packed"] != after["packed"]
@@ -320,8 +333,12 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_elsewhere(root: Path) 
     )
     assert re.search(r"set model.quantize='\{bits: 4, .*skip: \[\], type: nf4\}'", found["single plain"][1])
     assert "type: fp4" in found["single fp4"][0]
-    zero = run_ranks(2, "tests.tasks.quantized:resumed", root=str(root), source=str(saved), cases={"zero2": {}})[0]
-    assert close(zero["zero2"], want[1:])
+    both = {"zero2": {}, "zero3": {}}
+    zero = run_ranks(2, "tests.tasks.quantized:resumed", root=str(root), source=str(saved), cases=both)[0]
+    assert close(zero["zero2"], want[1:]) and close(zero["zero3"], want[1:])
+    assert close(run_ranks(2, "tests.tasks.quantized:stopped", root=str(root), strategy="zero3")[0], want)
+    found = run_ranks(1, "tests.tasks.quantized:resumed", root=str(root), source=str(saved), cases={"single": {}})[0]
+    assert close(found["single"], want[1:])
 
 
 def test_merging_adds_the_adapter_to_the_16_bit_weights(root: Path, tmp_path: Path) -> None:

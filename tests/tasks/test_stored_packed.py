@@ -168,7 +168,7 @@ def test_a_run_over_stored_bytes_is_the_run_that_packs_them_under_every_kind_of_
         assert run["curve"] == here[name]["curve"] and run["seen"] == here[name]["seen"], name
         assert run["digests"][0]["packed"] == here[name]["digests"][0]["packed"]
         assert run["digests"][0]["digest"] != here[name]["digests"][0]["digest"], "the source is another one"
-    cases = cases_over(root, "fsdp") | cases_over(root, "ddp")
+    cases = cases_over(root, "fsdp") | cases_over(root, "ddp") | cases_over(root, "zero3")
     both = run_ranks(2, "tests.tasks.quantized:under", root=str(root), cases=cases)
     for name, run in both[0].items():
         expected = stored[f"single {name.partition(' ')[2]}"]

@@ -41,6 +41,7 @@ _OWNED = {
     "zero_optimization.cpu_offload": "parallel.offload_optimizer",
     "managed_gradient_accumulation": "train.grad_accum_steps",
 }
+_QUANTISED = ("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights")
 
 
 def build_ds_config(
@@ -58,6 +59,7 @@ def build_ds_config(
     """
     raw = config.parallel.ds_config
     _refuse_other_optimizer(config, raw)
+    _refuse_bytes_quantised_again(config, raw)
     owned_values = _owned_values(config, world_size, accum, on_cuda)
     _refuse_conflicts(raw, owned_values)
     return merged(merged(_defaults(config, on_cuda, sizes), raw), owned_values)
@@ -141,6 +143,17 @@ def _refuse_other_optimizer(config: RunConfig, raw: dict[str, Any]) -> None:
             f"parallel.ds_config.data_types.grad_accum_dtype={accumulates} under zero1 and bf16 makes DeepSpeed use "
             "BF16_Optimizer, which keeps whole fp32 gradients and whose state shardkit cannot save",
             "set parallel.strategy=zero2, or remove the raw key",
+        )
+
+
+def _refuse_bytes_quantised_again(config: RunConfig, raw: dict[str, Any]) -> None:
+    """Refuse DeepSpeed's own quantisation of weights for packed bytes, which it would take for numbers."""
+    set_keys = [path for path, value in _leaves(raw) if path in _QUANTISED and value]
+    if set_keys and config.model.quantize is not None:
+        raise ConfigError(
+            f"parallel.ds_config.{set_keys[0]}=true with model.quantize: DeepSpeed would quantise the packed bytes "
+            "again, as if they were numbers",
+            "remove the raw key, or remove model.quantize",
         )
 
 

@@ -74,7 +74,7 @@ class ZeRO:
         return build_ds_config(self._config, self._world.size, self._accum, on_cuda, sizes)
 
     def construction(self) -> AbstractContextManager[object] | None:
-        if self.stage < 3:
+        if self.stage < 3 or self._config.model.quantize is not None:  # the 16-bit weights would be partitioned first
             return None
         # Its import inspects Tensor.__new__, which zero.Init replaces: import it before a model is built.
         import torch._dynamo  # noqa: F401

@@ -118,7 +118,8 @@ def _partition_metas(init: Any, named: Iterable[tuple[str, nn.Parameter]], model
     parts: dict[int, Any] = {}
     for _, param in named:
         if param.is_meta:
-            full_tensor = torch.empty(param.shape, dtype=init.dtype, device=init.local_device)
+            dtype = init.dtype if param.is_floating_point() else param.dtype
+            full_tensor = torch.empty(param.shape, dtype=dtype, device=init.local_device)
             part: Any = nn.Parameter(full_tensor, requires_grad=param.requires_grad)
             vars(part).update(vars(param) | vars(part))  # attributes that the model's code has set on it
             init._convert_to_deepspeed_param(part)
@@ -216,9 +217,9 @@ def zero3_state(module: nn.Module, zero: Any) -> Iterator[tuple[StateKind, torch
     """This rank's partitions, and parameters that are gathered now (persistent ones always are)."""
     param: Any
     for param in module.parameters():
-        yield "params", param.ds_tensor
+        yield from weight_state(param.ds_tensor)
         if param.numel() and param.ds_status.name == "AVAILABLE":
-            yield "params", param.data
+            yield from weight_state(param.data)
     yield from _masters_and_states(zero, zero.fp32_partitioned_groups_flat)
     if zero.grad_partitions_flat_buffer is not None:
         yield "grads", zero.grad_partitions_flat_buffer
