@@ -947,8 +947,8 @@ class RunConfig(Section):
             )
         if self.parallel.offload_param == "nvme":
             raise conflict(
-                "model.quantize with parallel.offload_param=nvme: DeepSpeed keeps parameters there in the compute type, "
-                "and would cast packed bytes",
+                "model.quantize with parallel.offload_param=nvme: DeepSpeed keeps parameters there in the compute "
+                "type, and would cast packed bytes",
                 "set parallel.offload_param=cpu",
             )
 
