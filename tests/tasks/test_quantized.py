@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,53 @@ def test_engines_on_one_rank_and_on_four(root: Path, alone: dict[str, Any]) -> N
         expected = alone[f"single {name.partition(' ')[2]}".strip()]
         assert close(run["curve"], expected["curve"]), name
         assert run["digests"] == 2 * [expected["digests"][0]], name
+
+
+def drawn_settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Random settings of the packed base, and of a ZeRO-3 or fsdp run over it."""
+    base: dict[str, Any] = {
+        "model.quantize": {
+            "bits": 4, "type": draw.choice(("nf4", "fp4")), "double": draw.random() < 0.5,
+            "skip": draw.choice(([], [], ["k_proj"], ["layers.0.mlp"])),
+        },
+        "adapter.targets": draw.choice((["q_proj"], ["q_proj", "v_proj", "down_proj"], "all-linear")),
+        "train.max_norm": draw.choice((None, 1.0)),
+    }  # fmt: skip
+    if draw.random() < 0.3:
+        base["model.init_from"] = None
+    run: dict[str, Any] = {
+        "parallel.offload_param": draw.choice(("none", "none", "cpu")),
+        "activation.policy": draw.choice(("none", "full", "selective", "every_k", "sqrt")),
+    }
+    if draw.random() < 0.5:
+        run |= {"train.micro_batch_size": 1, "train.grad_accum_steps": 2}
+    if draw.random() < 0.7:
+        few = draw.choice((0, 100, 5000))
+        run["parallel.ds_config"] = {"zero_optimization": {"stage3_param_persistence_threshold": few}}
+    return base, run
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("world", [2, 3])
+def test_random_settings_over_a_sharded_base_equal_one_process(world: int, root: Path) -> None:
+    """Three ranks cut packed rows, scales and pairs of 4 bits anywhere."""
+    alone: dict[str, dict[str, Any]] = {}
+    cases: dict[str, dict[str, Any]] = {}
+    for seed in range(8):
+        base, run = drawn_settings(random.Random(seed))
+        strategy = "fsdp" if seed % 4 == 3 else "zero3"
+        if strategy == "fsdp":
+            run.pop("parallel.ds_config", None)
+        alone[f"single {seed}"] = {**base, "train.micro_batch_size": 2 * world}
+        cases[f"{strategy} {seed}"] = {"train.micro_batch_size": 2, **base, **run}
+    (right,) = run_ranks(1, "tests.tasks.quantized:under", root=str(root), cases=alone, timeout=300)
+    sharded = run_ranks(world, "tests.tasks.quantized:under", root=str(root), cases=cases, timeout=300)[0]
+    for name, found in sharded.items():
+        expected = right[f"single {name.partition(' ')[2]}"]
+        assert close(found["curve"], expected["curve"]), (name, cases[name], found["curve"], expected["curve"])
+        assert found["digests"] == 2 * [expected["digests"][0]], (name, cases[name])
+        assert found["seen"] == expected["seen"], (name, cases[name])
 
 
 @pytest.mark.slow
