@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -101,12 +101,11 @@ def fill_quantized(
     open_reader: OpenReader,
     dtype: torch.dtype,
 ) -> dict[str, int]:
-    """Fill the packed weights of the wrapped model; collective.
+    """Fill the packed weights of the wrapped `model`; collective.
 
     Each rank packs the blocks of its own shard; of tensors that every rank holds whole, an even part that it sends.
 
     Args:
-        model: the wrapped model.
         base_name: maps a parameter's name to its name in the model without the adapter.
         dtype: the type from which weights are packed.
 
@@ -117,10 +116,9 @@ def fill_quantized(
     Raises:
         CheckpointError: a rank cannot read a weight.
     """
-    replicated = not strategy.facts.shards_parameters
     tensors = {shard.name.removeprefix("model."): shard for shard in strategy.load_targets()}
-    layers = _packed_layers((fqn.removeprefix("module.") for fqn, _ in model.named_parameters()), base_name)
-    parts = ("packed", "absmax", "nested") if quantizer.double else ("packed", "absmax")
+    layers = _packed_layers(model, base_name)
+    parts = ("packed", "absmax", "nested")[: 3 if quantizer.double else 2]
     sums = torch.zeros(len(layers), dtype=torch.int64)
     order = {name: index for index, name in enumerate(sorted(layers))}
     pack_layer = partial(_pack_layer, quantizer=quantizer, dtype=dtype, range_sum=WordSums())
@@ -133,7 +131,7 @@ def fill_quantized(
         agreed(group, problem)
         for name, layer in layers.items():
             weight, shape = quantizer.weights[layer], quantizer.shapes[layer]
-            ranges = {part: _range_of(tensors.get(f"{name}.{part}"), world, replicated) for part in parts}
+            ranges = {part: _range_of(tensors.get(f"{name}.{part}"), strategy, world) for part in parts}
             packed = _Packed(0, 0, torch.empty(0))
             try:
                 if isinstance(source, StoredLayers):
@@ -149,16 +147,22 @@ def fill_quantized(
             sums[order[name]] = packed.checksum
             _take_state(packed, ranges, quantizer)
     agreed(group, problem)
-    if replicated and world.size > 1:
-        exchange([tensors[f"{name}.{part}"].local for name in layers for part in parts])
-    strategy.weights_changed(replicas_equal=True)
+    _compute_with(strategy, world, [f"{name}.{part}" for name in layers for part in parts], tensors)
     dist.all_reduce(sums, group=group)
     return {quantizer.weights[layers[name]]: int(sums[index]) for name, index in order.items()}
 
 
-def _packed_layers(tensors: Iterable[str], base_name: Callable[[str], str | None]) -> dict[str, str]:
+def _compute_with(strategy: Strategy, world: World, names: list[str], tensors: dict[str, Shard]) -> None:
+    """Make the model compute with what ranks have filled: exchanged first where every rank holds all; collective."""
+    if not strategy.facts.shards_parameters and world.size > 1:
+        exchange([tensors[name].local for name in names])
+    strategy.weights_changed(replicas_equal=True)
+
+
+def _packed_layers(model: nn.Module, base_name: Callable[[str], str | None]) -> dict[str, str]:
     """The packed layers' names in the wrapped model → those in the model without the adapter."""
-    packed = (fqn for fqn in tensors if fqn.endswith(".packed"))
+    names = (fqn.removeprefix("module.") for fqn, _ in model.named_parameters())
+    packed = (fqn for fqn in names if fqn.endswith(".packed"))
     return {fqn.removesuffix(".packed"): (base_name(fqn) or "").removesuffix(".packed") for fqn in packed}
 
 
@@ -211,7 +215,7 @@ def _take_state(packed: _Packed, ranges: dict[str, _Range], quantizer: Quantizer
         ranges[part].take(state, packed.first_block * _SCALE_BYTES)
 
 
-def _range_of(shard: Shard | None, world: World, replicated: bool) -> _Range:
+def _range_of(shard: Shard | None, strategy: Strategy, world: World) -> _Range:
     """The bytes of a packed tensor that this rank fills: its shard, or an even part of a tensor that it holds whole.
 
     Args:
@@ -219,7 +223,7 @@ def _range_of(shard: Shard | None, world: World, replicated: bool) -> _Range:
     """
     if shard is None:
         return _Range(0, torch.empty(0, dtype=torch.uint8), counts=False)
-    if not replicated:
+    if strategy.facts.shards_parameters:
         return _Range(shard.start, shard.local, shard.replica == 0)
     start, end = even_range(shard.local.numel(), world.rank, world.size)
     return _Range(start, shard.local[start:end], counts=True)

@@ -17,7 +17,7 @@ _KEPT_INPUTS = 2 / 34
 _LARGE = 0.1
 _SHARDED = {
     "fsdp": ("params", "quantized", "master_params", "grads", "optimizer"),
-    "zero3": ("params", "master_params", "grads", "optimizer"),
+    "zero3": ("params", "quantized", "master_params", "grads", "optimizer"),
     "zero2": ("master_params", "grads", "optimizer"),
     "zero1": ("master_params", "optimizer"),
 }
@@ -270,7 +270,7 @@ def _offload(n: Numbers) -> Iterator[Rule]:
         reason = "optimizer states live in host memory"
         yield {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"}, saved, slow, reason
     if parallel.strategy in ("fsdp", "hsdp", "zero3"):
-        kinds = ("params",) if parallel.strategy == "zero3" else ("params", "quantized", "grads", "optimizer")
+        kinds = ("params", "quantized") + (() if parallel.strategy == "zero3" else ("grads", "optimizer"))
         saved = n.bytes_of(*kinds) * (1 - 1 / max(2, n.used.n_blocks))
         reason = f"{n.listed(*kinds)} live in host memory between uses"
         yield {"parallel.offload_param": "cpu"}, saved, "parameters cross PCIe in each pass; " + slow, reason

@@ -122,7 +122,8 @@ def test_a_frozen_base_in_16_bits_is_offered_4() -> None:
     assert gib(advice([*LORA, "precision.mode=fp32"], packable=(0.75, 0.0), **BASE)["model.quantize.bits=4"]) == 10.31
     for overrides, share in ((LORA, 0.0), ([*LORA, "model.quantize={bits: 4}"], 0.75), ([], 0.75)):
         assert not any("quantize" in change for change in advice(overrides, packable=(share, 0.0), **BASE))
-    assert "model.quantize.bits=4" not in advice([*LORA, "parallel.strategy=zero3"], packable=(0.75, 0.0), **BASE)
+    zero3 = advice([*LORA, "parallel.strategy=zero3"], packable=(0.75, 0.0), **BASE)
+    assert gib(zero3["model.quantize.bits=4"]) == 8.62
 
 
 def test_experts_are_packed_with_the_linear_layers() -> None:
@@ -144,6 +145,8 @@ def test_packed_weights_are_shared_out_and_offloaded_and_an_adapter_asks_for_no_
     packed = [*LORA, "model.quantize={bits: 4}"]
     fsdp = advice([*packed, "parallel.strategy=ddp"], **used)["parallel.strategy=fsdp"]
     assert gib(fsdp) == 8.12 and "packed weights" in fsdp.why  # 10 × 7/8 − 2 blocks of 10/32
+    zero3 = advice([*packed, "parallel.strategy=zero2"], **used)["parallel.strategy=zero3"]
+    assert gib(zero3) == 8.12 and "packed weights" in zero3.why
     offload = advice([*packed, "parallel.strategy=fsdp"], **used)["parallel.offload_param=cpu"]
     assert gib(offload) == 9.69 and "packed weights" in offload.why  # 10 × (1 − 1/32)
     found = advice([*LORA, "parallel.strategy=ddp", "precision.mode=fp32"], **BASE)

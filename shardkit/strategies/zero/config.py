@@ -148,7 +148,7 @@ def _refuse_other_optimizer(config: RunConfig, raw: dict[str, Any]) -> None:
 
 def _refuse_bytes_quantised_again(config: RunConfig, raw: dict[str, Any]) -> None:
     """Refuse DeepSpeed's own quantisation of weights for packed bytes, which it would take for numbers."""
-    set_keys = [path for path, value in _leaves(raw) if path in _QUANTISED and value]
+    set_keys = [path for path, is_set in _leaves(raw) if path in _QUANTISED and is_set]
     if set_keys and config.model.quantize is not None:
         raise ConfigError(
             f"parallel.ds_config.{set_keys[0]}=true with model.quantize: DeepSpeed would quantise the packed bytes "
