@@ -12,6 +12,7 @@ from shardkit.checkpoint.frozen_base import WordSums, as_checksum, digest_of_pie
 from shardkit.errors import CheckpointError
 
 RECORDED = "d51ae3228bc3f74bfc692090955a0cd7"
+RECORDED_SUMS = (195211218948442, 180138027855095, 125975637243542)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64, torch.float8_e4m3fn, torch.bool]
 
 
@@ -69,6 +70,12 @@ def test_signs_of_many_elements_change_the_checksum() -> None:
         changed[indices] = -changed[indices]
         checksums.add(tensor_sum(changed))
     assert len(checksums) == 51
+
+
+def test_a_checksum_is_what_checkpoints_recorded() -> None:
+    values = of(torch.bfloat16, 300_001)
+    checksums = tensor_sum(values), tensor_sum(values[5:200_000], 5), tensor_sum(of(torch.float32, 70_000, 1))
+    assert checksums == RECORDED_SUMS
 
 
 def test_checksums_of_older_checkpoints_are_what_they_were() -> None:
