@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 
 from .program import SCRIPT_WORDS, Text
+
+if TYPE_CHECKING:
+    from ..hardware.cards import Gpu
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,21 @@ class RehearsalOptions:
     ] = None
 
 
+@dataclass(frozen=True)
+class ComputeOptions:
+    """Whether kernels compute, and what then makes errors visible."""
+
+    compute: Annotated[
+        bool, typer.Option("--compute", help="Compute, on the CPU, and run to the end: for tests that need GPUs.")
+    ] = False
+    late_copies: Annotated[
+        bool, typer.Option("--late-copies", help="With --compute: copies begin late, so that a missing wait shows.")
+    ] = False
+    poison: Annotated[
+        bool, typer.Option("--poison", help="With --compute: new memory is NaN, so that reading it shows.")
+    ] = False
+
+
 def pretend_weights(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A config.json of transformers, or its folder.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The model folder to write.")],
@@ -71,12 +89,14 @@ def rehearse(
     *,
     cards: RehearsedCards,
     options: RehearsalOptions,
+    compute_options: ComputeOptions,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run the command behind `--`, unchanged, on emulated GPUs, and say whether it starts and whether it fits.
 
     Every rank is a process here, on the real CUDA build of torch, over kernels that compute nothing. What the program
-    writes is thrown away, and it reaches no network.
+    writes is thrown away, and it reaches no network. With --compute they compute on the CPU, and the program runs to
+    its end.
 
     Exit code 0 if it fits, 4 if it does not, 7 if that is not known, 8 if the program failed by itself.
     """
@@ -97,6 +117,11 @@ def rehearse(
     card = find_gpu(cards.gpu)
     if cards.gpu_memory is not None:
         card = replace(card, memory=parse_bytes(cards.gpu_memory, "--gpu-memory"))
+    if compute_options.compute:
+        _refuse_with_compute(options)
+        _compute(command, card, cards.gpus or 1, options, compute_options, json_output)
+    if compute_options.late_copies or compute_options.poison:
+        raise LaunchError("--late-copies and --poison show in what is computed", "give --compute as well")
     card = known_here(card, options.ranks or cards.gpus or 1)
     if options.until not in (None, "save"):
         raise LaunchError(f"--until {options.until} is no event", "--until save, or --steps K")
@@ -118,3 +143,39 @@ def rehearse(
     verdict = verdict if expectation is None else expectation.applied(verdict)
     typer.echo(json.dumps(verdict.as_json(), indent=1) if json_output else verdict.text())
     raise typer.Exit(verdict.exit_code)
+
+
+def _refuse_with_compute(options: RehearsalOptions) -> None:
+    """Refuse options of a rehearsal that computes nothing.
+
+    Raises:
+        LaunchError: one is given with --compute.
+    """
+    from ..errors import LaunchError
+
+    given = {"--ranks": options.ranks, "--live": options.live, "--until": options.until, "--expect": options.expect}
+    names = [name for name, value in given.items() if value is not None]
+    if options.steps != RehearsalOptions.steps:
+        names.append("--steps")
+    if names:
+        cause = f"{' and '.join(names)}: with --compute every rank runs, to the program's end, and memory is not judged"
+        raise LaunchError(cause, "leave out --compute, or the other options")
+
+
+def _compute(
+    command: list[str], card: Gpu, gpus: int, options: RehearsalOptions, how: ComputeOptions, json_output: bool
+) -> NoReturn:
+    import json
+
+    from ..rehearse.computed import Sharpness, run_computed
+    from ..rehearse.rehearsal import Limits
+
+    limits = Limits(
+        time_limit_s=options.time_limit, allow_writes=options.allow_writes, network=options.network, keep=options.keep
+    )
+    try:
+        run = run_computed(command, card, gpus, limits, Sharpness(how.late_copies, how.poison))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    typer.echo(json.dumps(run.as_json(), indent=1) if json_output else run.text())
+    raise typer.Exit(run.exit_code)

@@ -31,8 +31,10 @@ OPERATORS = [*SHARED, "ops/generic", "ops/copies", "ops/matmul", "ops/attention"
 NO_COMPUTE = [*SHARED, "ops/no_compute", "ops/control", "ops/validity", "ops/assumptions"]
 
 
-def built(torch: Torch, cache: Path | None = None) -> Path:
+def built(torch: Torch, cache: Path | None = None, computing: bool = False) -> Path:
     """The folder of the emulated CUDA for a torch. It is built where no complete one is in the cache.
+
+    With `computing` it has the operators that compute as well, and a folder of its own.
 
     Whoever builds holds a lock, and the folder gets its name when it is complete. A build that was killed leaves
     nothing under that name; the next one deletes its remains.
@@ -41,17 +43,21 @@ def built(torch: Torch, cache: Path | None = None) -> Path:
         BuildError: no compiler, no headers, or an error of the compiler.
     """
     parent = (cache or cache_dir()) / "rehearse"
-    folder = parent / f"torch-{torch.version}-cuda{torch.cuda_major}-{digest(torch)}"
+    mode = "-computing" if computing else ""
+    folder = parent / f"torch-{torch.version}-cuda{torch.cuda_major}-{digest(torch)}{mode}"
     if folder.is_dir():
         return folder
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with locked(parent / f"{folder.name}.lock"):
             if not folder.is_dir():
-                print(f"building the emulated CUDA for torch {torch.version} (once, 1 to 2 minutes)", file=sys.stderr)
+                minutes = "2 to 4" if computing else "1 to 2"
+                print(
+                    f"building the emulated CUDA for torch {torch.version} (once, {minutes} minutes)", file=sys.stderr
+                )
                 draft = parent / f"{folder.name}.draft"
                 shutil.rmtree(draft, ignore_errors=True)
-                Build(torch, draft / "package", draft / "objects").run(computing=False)
+                Build(torch, draft / "package", draft / "objects").run(computing)
                 (draft / "package").rename(folder)
                 shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
@@ -122,7 +128,8 @@ class Build:
         self.compile("cublas", "cublasLt", "-DLT")
         self.link_all(computing)
         entry_points(self.package, "emucuda", "emucuda = emucuda:attach")
-        entry_points(self.package, "shardkit_rehearsal", "shardkit_rehearsal = shardkit_rehearsal:attach")
+        for name in ("shardkit_rehearsal", "shardkit_computed"):
+            entry_points(self.package, name, f"{name} = {name}:attach")
 
     def compile(self, source: str, name: str = "", *flags: str) -> None:
         """One object file, unless it is newer than what it is made of."""

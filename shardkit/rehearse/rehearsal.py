@@ -132,21 +132,20 @@ def _next_folder(keep: Path | None) -> Path | None:
 
 
 def _run(command: Sequence[str], machine: Machine, limits: Limits) -> Verdict:
-    with _scratch(limits.keep) as folder:
+    with scratch_folder(limits.keep) as folder:
         records = folder / "records"
         records.mkdir()
         words = list(command)
         if machine.ranks is not None:
             (folder / "ranks.json").write_text(json.dumps(machine.ranks.variables()))
             words = [sys.executable, "-I", "-S", str(START_LIVE), str(folder / "ranks.json"), *command]
-        process = _start(words, folder, _environ(machine, limits, folder), limits)
+        process = start_in_sandbox(words, folder, _environ(machine, limits, folder), limits)
         n_live = None if machine.ranks is None else len(machine.ranks.live)
         try:
             finish = _watch(process, records, limits, n_live)
         finally:
             processes.stop(process, signal.SIGKILL, 0.5)  # nothing that it could still write is kept
-        if process.returncode == REFUSED and (folder / "refusal").exists():
-            refuse_sandbox((folder / "refusal").read_text(), limits)
+        refuse_without_sandbox(process, folder, limits)
         steps = 0 if limits.until_save else limits.steps
         verdict = judge(read_records(records), machine.card, steps, finish, machine.ranks)
         if verdict is None:
@@ -161,7 +160,10 @@ def _run(command: Sequence[str], machine: Machine, limits: Limits) -> Verdict:
         return replace(verdict, notes=notes)
 
 
-def _start(command: Sequence[str], folder: Path, environ: dict[str, str], limits: Limits) -> subprocess.Popen[bytes]:
+def start_in_sandbox(
+    command: Sequence[str], folder: Path, environ: dict[str, str], limits: Limits
+) -> subprocess.Popen[bytes]:
+    """Start a command whose writes and network are its own, as far as the limits want it; its stdout is our stderr."""
     settings = {
         "overlay": not limits.allow_writes, "network": limits.network, "folder": str(folder),
         "records": str(folder / "records"), "refusal": str(folder / "refusal"),
@@ -174,9 +176,7 @@ def _start(command: Sequence[str], folder: Path, environ: dict[str, str], limits
 
 def _environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
     """The command's environment: this one's, with the emulated cards in it and trackers off."""
-    environ, card = dict(os.environ), machine.card
-    environ.pop("CUDA_VISIBLE_DEVICES", None)  # it chooses among cards that the rehearsal does not have
-    paths = [str(machine.package), environ.get("PYTHONPATH", "")]
+    environ = emulated_environ(machine, limits, folder)
     if machine.ranks is not None:
         for name in WAITING:
             environ.pop(name, None)
@@ -187,12 +187,26 @@ def _environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
     if limits.until_save:
         environ["SHARDKIT_REHEARSAL_UNTIL"] = "save"
     return {
+        **environ, "EMUCUDA_COMPUTE": "0", "SHARDKIT_REHEARSAL": str(folder / "records"),
+        "SHARDKIT_REHEARSAL_STEPS": str(limits.steps),
+    }  # fmt: skip
+
+
+def emulated_environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
+    """This process's environment with a machine's emulated cards in it, whose kernels compute, and with trackers off.
+
+    Args:
+        folder: of the rehearsal, where MLflow writes.
+    """
+    environ, card = dict(os.environ), machine.card
+    environ.pop("CUDA_VISIBLE_DEVICES", None)  # it chooses among cards that the rehearsal does not have
+    paths = [str(machine.package), environ.get("PYTHONPATH", "")]
+    return {
         **environ, **TRACKERS_OFF,
         **({} if limits.network else {"HF_HUB_OFFLINE": "1"}),
         "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "SHARDKIT_REHEARSAL": str(folder / "records"), "SHARDKIT_REHEARSAL_STEPS": str(limits.steps),
-        "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": str(machine.gpus),
+        "EMUCUDA": "1", "EMUCUDA_COMPUTE": "1", "EMUCUDA_DEVICES": str(machine.gpus),
         "EMUCUDA_NAME": card.device_name,
         "EMUCUDA_MEMORY": str(card.memory), "EMUCUDA_CONTEXT": str(card.context),
         "EMUCUDA_WORKSPACE": str(card.blas_workspace), "EMUCUDA_SM": ".".join(map(str, card.capability)),
@@ -233,7 +247,7 @@ def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, n_li
             return Finish(f"the other ranks did nothing for {STALLED_S:.0f} s after rank {stopped[0]['rank']} was done")
         if now - started > limits.time_limit_s:
             return Finish(f"the time limit of {limits.time_limit_s:g} s came")
-        if _host_memory_is_short():
+        if host_memory_is_short():
             return Finish("this machine's memory was nearly exhausted")
         time.sleep(0.1)
 
@@ -246,19 +260,22 @@ def _progress(ranks: Sequence[dict[str, Any]], steps: int | None) -> str:
     return f"rehearsing: {len(ranks)} ranks, {steps_done}, {slowest['phase']}"
 
 
-def _host_memory_is_short() -> bool:
+def host_memory_is_short() -> bool:
     """Whether less than 3 % of this machine's memory is left: the kernel would soon end a process of its choice."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     kib = {words[0]: int(words[1]) for words in lines}
     return kib["MemAvailable:"] < 0.03 * kib["MemTotal:"]
 
 
-def refuse_sandbox(reason: str, limits: Limits) -> None:
-    """Refuse to run a program whose writes, or whose network, cannot be kept from the machine.
+def refuse_without_sandbox(process: subprocess.Popen[bytes], folder: Path, limits: Limits) -> None:
+    """Refuse to run a program whose writes, or whose network, could not be kept from the machine.
 
     Raises:
-        LaunchError: always.
+        LaunchError: the kernel gave the ended process no namespaces.
     """
+    if process.returncode != REFUSED or not (folder / "refusal").exists():
+        return
+    reason = (folder / "refusal").read_text()
     options = [] if limits.allow_writes else ["--allow-writes"]
     options += [] if limits.network else ["--network"]
     cause = f"the program cannot be kept from the machine's files and network: {reason}"
@@ -268,7 +285,7 @@ def refuse_sandbox(reason: str, limits: Limits) -> None:
 
 
 @contextmanager
-def _scratch(keep: Path | None) -> Iterator[Path]:
+def scratch_folder(keep: Path | None) -> Iterator[Path]:
     """A folder for one run. SIGTERM ends it as Ctrl-C does, so that nothing stays behind."""
 
     def interrupt(*_: int | FrameType | None) -> None:

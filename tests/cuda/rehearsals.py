@@ -16,10 +16,10 @@ from shardkit.rehearse.environment import ask, check
 from tests.emulated_cuda.build import WORK
 
 
-def linked_cache(folder: Path) -> Path:
-    """A cache with the emulation in it, linked from the object files of this environment's."""
+def linked_cache(folder: Path, mode: str = "") -> Path:
+    """A cache with the emulation in it, linked from the object files of this environment's; `-computing` is a mode."""
     torch = check(ask([sys.executable], os.environ))
-    name = f"torch-{torch.version}-cuda{torch.cuda_major}-{build.digest(torch)}"
+    name = f"torch-{torch.version}-cuda{torch.cuda_major}-{build.digest(torch)}{mode}"
     build.Build(torch, folder / "shardkit" / "rehearse" / name, WORK).run()
     return folder
 

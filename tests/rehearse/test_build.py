@@ -47,6 +47,11 @@ def test_another_torch_or_another_cuda_has_a_build_of_its_own(stub: type[Stub], 
     assert len(stub.started) == 3
 
 
+def test_a_build_that_computes_is_another_one(stub: type[Stub], tmp_path: Path) -> None:
+    folders = {build.built(TORCH, tmp_path, computing) for computing in (False, True, True)}
+    assert len(folders) == len(stub.started) == 2
+
+
 def test_a_build_that_was_killed_is_not_believed(
     stub: type[Stub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

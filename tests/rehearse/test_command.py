@@ -21,6 +21,12 @@ from tests.commands import python_m
         (["--ranks", "8", "--", "torchrun", "x.py"], "torchrun starts ranks by itself", "that each rank runs"),
         (["--ranks", "8", "--live", "8", "--", "x.py"], "of 8 ranks, 0 to 7", "--live 0"),
         (["--live", "0", "--", "python", "x.py"], "--live names ranks of --ranks", "--ranks 128 --live 0,64"),
+        (
+            ["--compute", "--ranks", "8", "--steps", "2", "--", "x.py"],
+            "--ranks and --steps: with --compute",
+            "leave out",
+        ),
+        (["--poison", "--", "python", "x.py"], "show in what is computed", "give --compute"),
         (["--until", "friday", "--", "python", "x.py"], "--until friday is no event", "--until save"),
     ],
 )

@@ -28,3 +28,7 @@ if __name__ == "sitecustomize":
             import shardkit_rehearsal  # type: ignore[import-not-found]
 
             shardkit_rehearsal.begin()
+        elif os.environ.get("SHARDKIT_COMPUTED"):
+            import shardkit_computed  # type: ignore[import-not-found]
+
+            shardkit_computed.begin()
