@@ -17,7 +17,8 @@ def visible_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/"
     The emulated GPUs of a rehearsal have no device files: there their number is a variable.
     """
     environ = os.environ if environ is None else environ
-    if environ.get("SHARDKIT_REHEARSAL") and environ.get("EMUCUDA_DEVICES", "").isdecimal():
+    emulated = environ.get("SHARDKIT_REHEARSAL") or environ.get("SHARDKIT_COMPUTED")
+    if emulated and environ.get("EMUCUDA_DEVICES", "").isdecimal():
         return int(environ["EMUCUDA_DEVICES"])
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     present = len([path for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])

@@ -153,8 +153,9 @@ def _refuse_with_compute(options: RehearsalOptions) -> None:
     """
     from ..errors import LaunchError
 
-    given = {"--ranks": options.ranks, "--live": options.live, "--until": options.until, "--expect": options.expect}
-    names = [name for name, value in given.items() if value is not None]
+    events = {"--until": options.until, "--expect": options.expect}
+    set_options = {"--ranks": options.ranks, "--live": options.live, **events}
+    names = [name for name, setting in set_options.items() if setting is not None]
     if options.steps != RehearsalOptions.steps:
         names.append("--steps")
     if names:

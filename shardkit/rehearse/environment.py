@@ -17,6 +17,8 @@ from ..errors import LaunchError, printable
 
 OLDEST = (2, 9)
 """Of torch's releases, those that the emulation has been built for begin here."""
+OF_A_REHEARSAL = ("SHARDKIT_REHEARSAL", "SHARDKIT_COMPUTED")
+"""Variables that ready the emulated GPUs in a process: with kernels that do nothing, or that compute."""
 _PROBE = """
 import importlib.util, json, runpy, sys
 spec = importlib.util.find_spec("torch")
@@ -122,7 +124,7 @@ def ask(python: Sequence[str], environ: Mapping[str, str]) -> dict[str, str | No
     Raises:
         LaunchError: it does not start, or does not answer.
     """
-    clean = {name: text for name, text in environ.items() if name not in ("SHARDKIT_REHEARSAL", "EMUCUDA")}
+    clean = {name: text for name, text in environ.items() if name not in (*OF_A_REHEARSAL, "EMUCUDA")}
     try:
         process = subprocess.run(
             [*python, "-c", _PROBE], env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60

@@ -21,7 +21,7 @@ from ..errors import LaunchError, gib
 from ..hardware.cards import Gpu
 from ..launch.local import processes
 from .build import built
-from .environment import torch_of
+from .environment import OF_A_REHEARSAL, torch_of
 from .kept import write_report_files
 from .ranks import RehearsedWorld
 from .verdict import DOES_NOT_FIT, FAILED, Finish, Verdict, judge, read_records
@@ -199,7 +199,8 @@ def emulated_environ(machine: Machine, limits: Limits, folder: Path) -> dict[str
         folder: of the rehearsal, where MLflow writes.
     """
     environ, card = dict(os.environ), machine.card
-    environ.pop("CUDA_VISIBLE_DEVICES", None)  # it chooses among cards that the rehearsal does not have
+    for name in (*OF_A_REHEARSAL, "CUDA_VISIBLE_DEVICES"):  # the last chooses among cards that are not emulated
+        environ.pop(name, None)
     paths = [str(machine.package), environ.get("PYTHONPATH", "")]
     return {
         **environ, **TRACKERS_OFF,

@@ -153,7 +153,8 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
     assert visible_gpus({}, tmp_path) == 2
-    assert visible_gpus({"SHARDKIT_REHEARSAL": "records", "EMUCUDA_DEVICES": "8"}, tmp_path) == 8
+    for name in ("SHARDKIT_REHEARSAL", "SHARDKIT_COMPUTED"):
+        assert visible_gpus({name: "records", "EMUCUDA_DEVICES": "8"}, tmp_path) == 8
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     for listed, count in {
