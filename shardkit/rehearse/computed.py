@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import LaunchError
 from ..hardware.cards import Gpu
 from ..launch.local import processes
 from .build import built
@@ -22,6 +21,7 @@ from .rehearsal import (
     refuse_without_sandbox,
     scratch_folder,
     start_in_sandbox,
+    without_cuda,
 )
 from .verdict import EXIT_CODES, FAILED, NOT_KNOWN
 from .writes import summary
@@ -107,9 +107,7 @@ def run_computed(command: Sequence[str], card: Gpu, gpus: int, limits: Limits, s
     if code:
         return ComputedRun(FAILED, f"the program ended with {_described(code)}", code, n_processes, notes)
     if not n_processes:
-        cause = f"{command[0]} ended without using CUDA"
-        fix = "check that it runs on a GPU by these words, and that no Python in it is started with -I, -E or -S"
-        raise LaunchError(cause, fix)
+        raise without_cuda(command)
     return ComputedRun(PASSED, f"passed on {gpus} emulated {card.name}", code, n_processes, notes)
 
 
@@ -126,4 +124,4 @@ def _wait(process: subprocess.Popen[bytes], time_limit_s: float) -> str | None:
 
 
 def _described(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"

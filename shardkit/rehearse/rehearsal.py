@@ -149,9 +149,7 @@ def _run(command: Sequence[str], machine: Machine, limits: Limits) -> Verdict:
         steps = 0 if limits.until_save else limits.steps
         verdict = judge(read_records(records), machine.card, steps, finish, machine.ranks)
         if verdict is None:
-            cause = f"{command[0]} ended without using CUDA"
-            fix = "check that it runs on a GPU by these words, and that no Python in it is started with -I, -E or -S"
-            raise LaunchError(cause, fix)
+            raise without_cuda(command)
         if limits.keep is not None:
             write_report_files(folder, command, read_records(records), verdict)
         notes = (*verdict.notes, *summary(folder))
@@ -283,6 +281,12 @@ def refuse_without_sandbox(process: subprocess.Popen[bytes], folder: Path, limit
     local = "set TMPDIR to a folder on a local disk or in memory (/dev/shm)"
     fix = f"{local}, or accept them: shardkit rehearse {' '.join(options)}"
     raise LaunchError(cause, fix)
+
+
+def without_cuda(command: Sequence[str]) -> LaunchError:
+    """The error of a command that used no GPU."""
+    fix = "check that it runs on a GPU by these words, and that no Python in it is started with -I, -E or -S"
+    return LaunchError(f"{command[0]} ended without using CUDA", fix)
 
 
 @contextmanager
