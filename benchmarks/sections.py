@@ -232,6 +232,26 @@ def draws(result: Values) -> Values:
     return {"drawn": sum(counts.values()), "table": shown}
 
 
+def published(result: Values) -> Values:
+    """Peaks that others published of real GPUs beside those of the same programs in a rehearsal."""
+    differences = [row["rehearsed"] / row["published"] - 1 for row in result["rows"]]
+    lines = [
+        [
+            f"[{row['source']}]({row['url']})", row["case"], row["published_on"],
+            f"{row['published']:g} {row['unit']} {row['measure']}", f"{row['rehearsed']:.2f}",
+            f"{100 * difference:+.1f} %",
+        ]
+        for row, difference in zip(result["rows"], differences, strict=True)
+    ]  # fmt: skip
+    return {
+        "table": table(["source", "setting", "on", "published", "rehearsed", "difference"], lines),
+        "n_rows": len(lines), "n_sources": len({row["source"] for row in result["rows"]}),
+        "within": sum(abs(difference) <= 0.05 for difference in differences),
+        "programs": "\n".join(listed(f"{name}: {text}" for name, text in result["programs"].items())),
+        "terms": "\n".join(listed(f"{row['case']}: {row['term']}" for row in result["rows"] if "term" in row)),
+    }  # fmt: skip
+
+
 def moments(result: Values) -> Values:
     again = result.get("played_again")
     return {
@@ -524,8 +544,8 @@ SECTIONS: dict[str, Callable[[Values], Values]] = {
     function.__name__: function
     for function in (
         overhead, peers, sft, data_wait, watch_cost, startup, checkpoint, checkpoint_matrix, folder, crashes, graphs,
-        draws, moments, cuda_parity, host_cost, launch, plan, plan_accuracy, plan_peers, other_loops, auto, activation,
-        gather, mutants,
+        draws, moments, published, cuda_parity, host_cost, launch, plan, plan_accuracy, plan_peers, other_loops, auto,
+        activation, gather, mutants,
     )
 }  # fmt: skip
 """By the name of the file of results, in the page's order."""
