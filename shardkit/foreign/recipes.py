@@ -67,7 +67,7 @@ def refuse_unnamed_layers(job: Together, key: str) -> None:
 
 
 def check_recipe(job: Together) -> None:
-    """Record a recipe that trains nothing, and an adapter without a rank or layers."""
+    """Record a recipe that trains nothing or that its tool refuses, and an adapter without a rank or layers."""
     file = job.file("trainer")
     if file is None or file.tool not in RECIPES:
         return
@@ -75,6 +75,11 @@ def check_recipe(job: Together) -> None:
         job.problem(
             "contradiction", f"{file.name}: do_train is not true, so LLaMA-Factory trains nothing with it",
             "set do_train: true, or name a recipe that trains", "", ("do_train",),
+        )  # fmt: skip
+    if file.values.get("adapter") == "qlora" and not _is_on(file.values.get("load_in_4bit")):
+        job.problem(
+            "contradiction", f"{file.name}: adapter=qlora without load_in_4bit=true, which axolotl refuses",
+            "set load_in_4bit: true, or adapter: lora", "", ("adapter", "load_in_4bit"),
         )  # fmt: skip
     if not job.adapted or job.has("peft"):
         return

@@ -125,6 +125,15 @@ def test_a_recipe_is_read_as_its_tool_reads_it(text: str, tool: str, expected: d
     assert job.loop["frozen"] == "bfloat16"
 
 
+@pytest.mark.parametrize("four_bits", [None, False])
+def test_qlora_without_its_switch_is_refused_as_axolotl_refuses_it(four_bits: bool | None, tmp_path: Path) -> None:
+    job = recipe(tmp_path, AXOLOTL, adapter="qlora", load_in_4bit=four_bits)
+    (problem,) = job.problems
+    assert "adapter=qlora without load_in_4bit=true, which axolotl refuses" in problem.cause
+    assert "load_in_4bit: true, or adapter: lora" in problem.fix
+    assert recipe(tmp_path, AXOLOTL, **QLORA).problems == ()
+
+
 def test_the_model_of_a_recipe_is_the_folder_that_it_names(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text(json.dumps(MODEL))
