@@ -76,7 +76,7 @@ def check_recipe(job: Together) -> None:
             "contradiction", f"{file.name}: do_train is not true, so LLaMA-Factory trains nothing with it",
             "set do_train: true, or name a recipe that trains", "", ("do_train",),
         )  # fmt: skip
-    if file.values.get("adapter") == "qlora" and not _is_on(file.values.get("load_in_4bit")):
+    if file.tool == "axolotl" and file.values.get("adapter") == "qlora" and not _is_on(file.values.get("load_in_4bit")):
         job.problem(
             "contradiction", f"{file.name}: adapter=qlora without load_in_4bit=true, which axolotl refuses",
             "set load_in_4bit: true, or adapter: lora", "", ("adapter", "load_in_4bit"),
