@@ -105,7 +105,7 @@ def peak_of(found: dict[str, int], name: str) -> Iterator[None]:
 
 def load(folder: str, engine: str, extra: dict[str, Any]) -> dict[str, Any]:
     """Fill one engine on this rank; its memory, the bytes of its shard and of its state, and what all ranks read."""
-    from shardkit.checkpoint.formats.start import load_weights
+    from shardkit.checkpoint.formats.start import load_weights, opening
     from shardkit.run.job import start
     from shardkit.tasks.load import build_model, load_task
     from tests.strategies.cases import count_storages
@@ -124,8 +124,8 @@ def load(folder: str, engine: str, extra: dict[str, Any]) -> dict[str, Any]:
             )  # fmt: skip
         shard = sum(s.local.numel() * s.local.element_size() for s in job.strategy.load_targets())
         began = time.perf_counter()
-        with peak_of(found, "load"):
-            loaded = load_weights(job.strategy, job.world, job.world.control_group, folder)
+        with peak_of(found, "load"), opening(folder, job.model) as open_source:
+            loaded = load_weights(job.strategy, job.world, job.world.control_group, open_source)
         took = time.perf_counter() - began
         state = count_storages(job.strategy.state_tensors())
     return {**found, "shard": shard, "state": state, "bytes_read": loaded.bytes_read, "seconds": took}

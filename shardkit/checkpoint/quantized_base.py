@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,8 @@ from ..parallel.weights import Weights, even_range, exchange
 from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
-from .formats.start import names_in, open_weights
+from .formats.start import names_in
+from .formats.tensor_source import Source
 from .frozen_base import WordSums, as_checksum
 from .resume import agreed
 from .stored_packed import StoredLayers, holds_packed
@@ -32,8 +32,27 @@ PIECE = 2**20
 _SCALE_BYTES = 4
 _LISTED = 6
 """Most parts of a base that the line about it lists; further ones are summed."""
-Pieces = Callable[[str, range, int, torch.dtype], Iterator[torch.Tensor]]
-"""(layer's weight in the wrapped model, first elements of its pieces, end of the last one, type): the pieces, 1-D."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Weights of a layer, of which all but the last piece has `PIECE` at most.
+
+    Attributes:
+        name: the layer's weight in the wrapped model.
+        start: the first element of the flattened weight.
+        end: after the last element.
+        dtype: the type that they are wanted in.
+    """
+
+    name: str
+    start: int
+    end: int
+    dtype: torch.dtype
+
+
+Pieces = Callable[[Iterable[Piece]], Iterator[torch.Tensor]]
+"""Reads or draws pieces in order, each as a 1-D tensor."""
 OpenReader = Callable[[ExitStack], Pieces | StoredLayers]
 """Opens the source of weights; the stack closes it."""
 
@@ -119,9 +138,10 @@ def fill_quantized(
     tensors = {shard.name.removeprefix("model."): shard for shard in strategy.load_targets()}
     layers = _packed_layers(model, base_name)
     parts = ("packed", "absmax", "nested")[: 3 if quantizer.double else 2]
-    sums = torch.zeros(len(layers), dtype=torch.int64)
-    order = {name: index for index, name in enumerate(sorted(layers))}
-    pack_layer = partial(_pack_layer, quantizer=quantizer, dtype=dtype, range_sum=WordSums())
+    ranges = {
+        name: {part: _range_of(tensors.get(f"{name}.{part}"), strategy, world) for part in parts} for name in layers
+    }
+    checksums: dict[str, int] = {}
     problem: CheckpointError | None = None
     with ExitStack() as at_end:
         try:
@@ -129,27 +149,20 @@ def fill_quantized(
         except CheckpointError as error:
             problem = error
         agreed(group, problem)
-        for name, layer in layers.items():
-            weight, shape = quantizer.weights[layer], quantizer.shapes[layer]
-            ranges = {part: _range_of(tensors.get(f"{name}.{part}"), strategy, world) for part in parts}
-            packed = _Packed(0, 0, torch.empty(0))
-            try:
-                if isinstance(source, StoredLayers):
-                    sums[order[name]] = _take_stored(source, weight, ranges)
-                    continue
-                packed = pack_layer(name + weight.removeprefix(layer), shape, ranges, pieces=source)
-            except CheckpointError as error:
-                problem = error
-            if quantizer.double and not isinstance(source, StoredLayers):
-                packed = _with_all_scales(packed, math.prod(shape) // quantizer.block_size, group, problem is not None)
-            if problem is not None or packed.failed:
-                break
-            sums[order[name]] = packed.checksum
-            _take_state(packed, ranges, quantizer)
+        try:
+            if isinstance(source, StoredLayers):
+                weights = {name: quantizer.weights[layer] for name, layer in layers.items()}
+                checksums = {name: _take_stored(source, weights[name], ranges[name]) for name in layers}
+            else:
+                checksums = _pack_layers(layers, ranges, quantizer, source, dtype, group)
+        except CheckpointError as error:
+            problem = error
     agreed(group, problem)
     _compute_with(strategy, world, [f"{name}.{part}" for name in layers for part in parts], tensors)
+    names = sorted(layers)
+    sums = torch.tensor([checksums[name] for name in names], dtype=torch.int64)
     dist.all_reduce(sums, group=group)
-    return {quantizer.weights[layers[name]]: int(sums[index]) for name, index in order.items()}
+    return {quantizer.weights[layers[name]]: total for name, total in zip(names, sums.tolist(), strict=True)}
 
 
 def _compute_with(strategy: Strategy, world: World, names: list[str], tensors: dict[str, Shard]) -> None:
@@ -229,87 +242,131 @@ def _range_of(shard: Shard | None, strategy: Strategy, world: World) -> _Range:
     return _Range(start, shard.local[start:end], counts=True)
 
 
-@torch.no_grad()
-def _pack_layer(
-    name: str,
-    shape: tuple[int, ...],
-    ranges: dict[str, _Range],
+def _pack_layers(
+    layers: dict[str, str],
+    ranges: dict[str, dict[str, _Range]],
     quantizer: Quantizer,
-    pieces: Pieces,
+    read: Pieces,
     dtype: torch.dtype,
-    range_sum: WordSums,
-) -> _Packed:
-    """Fill this rank's packed bytes of one layer."""
-    block, packed = quantizer.block_size, ranges["packed"]
-    device = packed.local.device
+    group: dist.ProcessGroup,
+) -> dict[str, int]:
+    """Fill this rank's bytes of every layer, and return the checksums of what it packed; collective.
+
+    Pieces of all layers are read as one sequence: a layer's first piece is read while the last one before it is packed.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for name, layer in layers.items():
+        weight = name + quantizer.weights[layer].removeprefix(layer)
+        pieces[name] = _pieces_of(weight, math.prod(quantizer.shapes[layer]), ranges[name], quantizer, dtype)
+    content, range_sum = read(chain.from_iterable(pieces.values())), WordSums()
+    checksums: dict[str, int] = {}
+    for name, layer in layers.items():
+        packed, problem = _Packed(0, 0, torch.empty(0)), None
+        try:
+            packed = _pack_layer(pieces[name], content, ranges[name], quantizer, range_sum)
+        except CheckpointError as error:
+            problem = error
+        if quantizer.double:
+            n_blocks = math.prod(quantizer.shapes[layer]) // quantizer.block_size
+            packed = _with_all_scales(packed, n_blocks, group, problem is not None)
+        if problem is not None:
+            raise problem
+        if packed.failed:
+            break
+        checksums[name] = packed.checksum
+        _take_state(packed, ranges[name], quantizer)
+    return checksums
+
+
+def _pieces_of(
+    weight: str, n_weights: int, ranges: dict[str, _Range], quantizer: Quantizer, dtype: torch.dtype
+) -> list[Piece]:
+    """Whole blocks that cover this rank's packed bytes of a layer, and its scales unless those are known later."""
+    block, packed, of_scales = quantizer.block_size, ranges["packed"], ranges["absmax"]
     spans = [(2 * packed.start, 2 * packed.end)] if packed.local.numel() else []
-    if ranges["absmax"].local.numel() and not quantizer.double:
-        of_scales = ranges["absmax"]
+    if of_scales.local.numel() and not quantizer.double:
         spans.append((of_scales.start // _SCALE_BYTES * block, -(-of_scales.end // _SCALE_BYTES) * block))
     if not spans:
-        return _Packed(0, 0, torch.empty(0, device=device))
+        return []
     low = min(start for start, _ in spans) // block * block
-    high = min(-(-max(end for _, end in spans) // block) * block, math.prod(shape))
-    starts = range(low, high, max(PIECE // block, 1) * block)
-    scales = torch.empty((high - low) // block, device=device)
+    high = min(-(-max(end for _, end in spans) // block) * block, n_weights)
+    step = max(PIECE // block, 1) * block
+    return [Piece(weight, start, min(start + step, high), dtype) for start in range(low, high, step)]
+
+
+@torch.no_grad()
+def _pack_layer(
+    pieces: list[Piece],
+    content: Iterator[torch.Tensor],
+    ranges: dict[str, _Range],
+    quantizer: Quantizer,
+    range_sum: WordSums,
+) -> _Packed:
+    """Fill this rank's packed bytes of one layer with the next of the `content`."""
+    packed = ranges["packed"]
+    device = packed.local.device
+    if not pieces:
+        return _Packed(0, 0, torch.empty(0, device=device))
+    low, high = pieces[0].start, pieces[-1].end
+    scales = torch.empty((high - low) // quantizer.block_size, device=device)
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for start, piece in zip(starts, pieces(name, starts, high, dtype), strict=True):
-        weights = piece.to(device)
+    for piece in pieces:
+        weights = next(content).to(device)
         if packed.counts:
-            begin, end = max(start, 2 * packed.start), min(start + weights.numel(), 2 * packed.end)
+            begin, end = max(piece.start, 2 * packed.start), min(piece.end, 2 * packed.end)
             if begin < end:
-                total += range_sum(weights[begin - start : end - start], begin)
+                total += range_sum(weights[begin - piece.start : end - piece.start], begin)
         packed_bytes, piece_scales = quantizer.pack(weights)
-        packed.take(packed_bytes, start // 2)
-        scales[(start - low) // block :][: piece_scales.numel()] = piece_scales
-    return _Packed(as_checksum(total), low // block, scales)
+        packed.take(packed_bytes, piece.start // 2)
+        scales[(piece.start - low) // quantizer.block_size :][: piece_scales.numel()] = piece_scales
+    return _Packed(as_checksum(total), low // quantizer.block_size, scales)
 
 
 def drawing(weights: Weights, quantizer: Quantizer, base_name: Callable[[str], str | None]) -> OpenReader:
     """Draw weights as the run's seed does without `model.quantize`."""
 
-    def pieces(name: str, starts: range, end: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        shape = quantizer.shapes[(base_name(name) or "").removesuffix(".weight")]
-        for start in starts:
-            piece = torch.empty(min(starts.step, end - start), dtype=dtype)
-            weights.fill(name, torch.Size(shape), piece, start)
-            yield piece
+    def draw(pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+        for piece in pieces:
+            shape = quantizer.shapes[(base_name(piece.name) or "").removesuffix(".weight")]
+            drawn = torch.empty(piece.end - piece.start, dtype=piece.dtype)
+            weights.fill(piece.name, torch.Size(shape), drawn, piece.start)
+            yield drawn
 
-    return lambda at_end: pieces
+    return lambda at_end: draw
 
 
 def reading(
-    path: str | Path, model: nn.Module, quantizer: Quantizer, base_name: Callable[[str], str | None]
+    open_source: Callable[[], Source], quantizer: Quantizer, base_name: Callable[[str], str | None]
 ) -> OpenReader:
-    """Read weights from anything that `model.init_from` takes; packed ones of bitsandbytes as they are.
+    """Read weights of a source, as of `formats.start.opening`; packed ones of bitsandbytes as they are.
 
     Raises (where it is opened):
         CheckpointError: a layer's weight is missing, or has another shape.
     """
 
     def open_reader(at_end: ExitStack) -> Pieces | StoredLayers:
-        source = open_weights(Path(path), model)
-        at_end.callback(source.close)
+        source = open_source()
         if holds_packed(source):
             return StoredLayers(source, weight_shapes(quantizer), quantizer.settings, quantizer.code)
         stored = names_in(source, weight_shapes(quantizer))
         thread = at_end.enter_context(ThreadPoolExecutor(1))
 
-        def pieces(name: str, starts: range, end: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-            tensor_name = stored[base_name(name) or ""]
+        def read(piece: Piece) -> torch.Tensor:
+            tensor_name = stored[base_name(piece.name) or ""]
+            content = torch.empty(piece.end - piece.start, dtype=source.tensors[tensor_name].dtype)
+            source.read_into(tensor_name, piece.start, content)
+            return content.to(piece.dtype)
 
-            def read(start: int) -> torch.Tensor:
-                piece = torch.empty(min(starts.step, end - start), dtype=source.tensors[tensor_name].dtype)
-                source.read_into(tensor_name, start, piece)
-                return piece.to(dtype)
+        def read_ahead(pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+            ahead: Future[torch.Tensor] | None = None
+            for piece in pieces:
+                before, ahead = ahead, thread.submit(read, piece)
+                if before is not None:
+                    yield before.result()
+            if ahead is not None:
+                yield ahead.result()
 
-            ahead = thread.submit(read, starts[0])
-            for start in starts[1:]:
-                piece, ahead = ahead.result(), thread.submit(read, start)
-                yield piece
-            yield ahead.result()
-
-        return pieces
+        return read_ahead
 
     return open_reader
 

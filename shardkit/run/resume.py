@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.frozen_base import FrozenBase, check_adapter
 from ..checkpoint.native.manifest import RunState
@@ -18,6 +18,9 @@ from ..parallel.weights import Weights
 from ..tasks.base import Task
 from . import directory
 from .job import Job
+
+if TYPE_CHECKING:
+    from ..checkpoint.formats.tensor_source import Source
 
 
 class StartingPoint:
@@ -69,16 +72,14 @@ class StartingPoint:
         """
         run, world, base = self._job.config.run, self._job.world, self.base
         if run.resume is False or base is not None:
-            self._take_weights(checkpoints)
-        if base is not None:
-            base.identify(self._job.strategy, checkpoints.group, self._pack(base, checkpoints))
+            self.fill(checkpoints)
         if run.resume is False:
             return RunState(step=0)
         loaded = checkpoints.resume(run.source or self._run_dir, self._accept)
         if loaded is None:
             self._refuse_to_start_anew()
             if base is None:
-                self._take_weights(checkpoints)
+                self.fill(checkpoints)
         path, state = loaded or (None, RunState(step=0))
         directory.go_on(self._job.loaded, world, self._run_dir, state.step)
         if world.is_main:
@@ -98,18 +99,26 @@ class StartingPoint:
                 f"the checkpoints in {self._run_dir} vanished while the run started", "start it again"
             )
 
-    def _take_weights(self, checkpoints: Checkpointer) -> None:
-        """Load the weights that `model.init_from` names."""
-        config, world = self._job.config, self._job.world
-        if config.model.init_from is None:
-            return
+    def fill(self, checkpoints: Checkpointer) -> None:
+        """Load the weights that `model.init_from` names, pack what the model holds packed, and identify the base."""
+        from ..checkpoint.formats.start import opening
+
+        init_from, base = self._job.config.model.init_from, self.base
+        with nullcontext() if init_from is None else opening(init_from, self._job.model) as open_source:
+            if open_source is not None:
+                self._take_weights(checkpoints, open_source)
+            if base is not None:
+                base.identify(self._job.strategy, checkpoints.group, self._pack(base, checkpoints, open_source))
+
+    def _take_weights(self, checkpoints: Checkpointer, open_source: Callable[[], Source]) -> None:
         from ..checkpoint.formats.start import load_weights
 
+        world = self._job.world
         file_name = self._adapter.file_name if self._adapter else str
         resized = getattr(self._task, "resized", ())
         quantizer = self._adapter.quantizer if self._adapter else None
         loaded = load_weights(
-            self._job.strategy, world, checkpoints.group, config.model.init_from, file_name, resized,
+            self._job.strategy, world, checkpoints.group, open_source, file_name, resized,
             {} if quantizer is None else weight_shapes(quantizer),
         )  # fmt: skip
         if world.is_main:
@@ -118,17 +127,19 @@ class StartingPoint:
             for name, (old, new) in loaded.resized.items():
                 print(f"{name}: {old} rows, and {new - old} new ones with their mean", flush=True)
 
-    def _pack(self, base: FrozenBase, checkpoints: Checkpointer) -> dict[str, int]:
+    def _pack(
+        self, base: FrozenBase, checkpoints: Checkpointer, open_source: Callable[[], Source] | None
+    ) -> dict[str, int]:
         """Read or draw the weights that the model holds packed; returns their checksums."""
         adapter, job = self._adapter, self._job
         if adapter is None or adapter.quantizer is None:
             return {}
         config, quantizer, base_name = job.config, adapter.quantizer, adapter.base_name
-        if config.model.init_from is None:
+        if open_source is None:
             weights = Weights(config.train.seed, self._task.init_parameter)  # type: ignore[attr-defined]
             open_reader = drawing(weights, quantizer, base_name)
         else:
-            open_reader = reading(config.model.init_from, job.model, quantizer, base_name)
+            open_reader = reading(open_source, quantizer, base_name)
         return fill_quantized(
             job.strategy, job.model, job.world, checkpoints.group, quantizer, base_name, open_reader, base.dtype
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardkit.checkpoint.formats.start import opening
 from shardkit.checkpoint.frozen_base import WordSums, as_checksum
 from shardkit.errors import ShardkitError
 from shardkit.models.quantized import QuantizedLinear
@@ -84,8 +85,8 @@ def trained(root: str, strategy: str, **extra: Any) -> dict[str, Any]:
         layer: Any = next(m for m in job.model.modules() if isinstance(m, QuantizedLinear))
         layer.register_forward_pre_hook(note)
         curve = [(record["loss"], record["grad_norm"]) for record in trainer.recorded_steps()]
-        base.identify(job.strategy, trainer.checkpoints.group, trainer.start._pack(base, trainer.checkpoints))
-        digests.append(dict(base.about["base"]))
+        base.identify(job.strategy, trainer.checkpoints.group)
+        digests.append(digests[0] | {"packed": base.about["base"]["packed"]})
         state = count_storages(job.strategy.state_tensors())
     gc.collect()
     return {"curve": curve, "digests": digests, "seen": seen, "state": state}
@@ -101,7 +102,8 @@ def flipped(root: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
     with start(None, settings(root, strategy, dist.get_world_size())) as job:
         trainer = Trainer(job)
         base: Any = trainer.start.base
-        sums = trainer.start._pack(base, trainer.checkpoints)
+        with opening(job.config.model.init_from, job.model) as open_source:
+            sums = trainer.start._pack(base, trainer.checkpoints, open_source)
         base.identify(job.strategy, trainer.checkpoints.group, sums)
         before = dict(base.about["base"])
         if dist.get_rank() == dist.get_world_size() - 1:

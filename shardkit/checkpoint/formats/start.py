@@ -10,8 +10,9 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +91,16 @@ def load_weights(
     strategy: Strategy,
     world: World,
     group: dist.ProcessGroup,
-    path: str | Path,
+    open_source: Callable[[], Source],
     source_name: Callable[[str], str | None] = str,
     resized: Collection[str] = (),
     packed: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Loaded:
-    """Fill the wrapped model with the weights at `path`; collective.
+    """Fill the wrapped model with the weights of a source; collective.
 
     Args:
         group: a gloo group of all ranks, to share errors and pieces.
-        path: anything that `shardkit convert` reads; its optimizer state is ignored.
+        open_source: opens the source, as of `opening`; its optimizer state is ignored.
         source_name: maps a parameter's name to its name in files of the model. It returns `None` for a parameter that
             such files do not hold (an adapter's), which keeps its value.
         resized: names of parameters that may have fewer rows in the source. Their new rows become the mean of the old
@@ -109,39 +110,58 @@ def load_weights(
 
     Raises:
         CheckpointError: on every rank: a weight is missing or has another shape, the source cannot be trusted, or nodes
-            have other weights under this path.
+            have other weights under its path.
     """
     problem: CheckpointError | None = None
     destinations: dict[Range, Destination] = {}
     new_rows: dict[str, _NewRows] = {}
     read_later = set[str]()
-    with ExitStack() as at_end:
-        try:
-            source = open_weights(Path(path), strategy.model)
-            at_end.callback(source.close)
-            if holds_packed(source):
-                refuse_other_layers(source, packed or {})
-            destinations, new_rows = _destinations(strategy, source, source_name, resized)
-            read_later = packed_names(source) or set(names_in(source, packed or {}).values())
-            is_sampled = world.env.n_nodes > 1 and world.env.local_rank == 0
-            digest = _sample(source, strategy.model) if is_sampled else ""
-        except CheckpointError as error:
-            problem = CheckpointError(error.cause, error.fix or _FIX)
-        agreed(group, problem)
-        n_rows = {name: rows.n_rows for name, rows in new_rows.items()}
-        reports: list[_Report | None] = [None] * world.size
-        dist.all_gather_object(reports, _Report(world.env.node_rank, list(destinations), n_rows, digest), group=group)
-        needs = [report for report in reports if report is not None]
-        _refuse_different_sources({need.node: need.digest for need in needs if need.digest}, source.path)
-        n_rows = dict(sorted(entry for need in needs for entry in need.n_rows.items()))
-        if world.is_main:
-            _warn_of_unused(source, {name for need in needs for name, _, _ in need.ranges} | read_later)
-        ranges = [(need.node, need.ranges) for need in needs]
-        agreed(group, read_ranges(source, destinations, ranges, world, group))
-        agreed(group, _fill_new_rows(source, new_rows, n_rows, world, group))
-        strategy.weights_changed(replicas_equal=len({need.node for need in needs}) == 1)
-        grown = {name.partition(".")[2]: sizes for name, sizes in n_rows.items()}
-        return Loaded(source.path, int(world.sum([float(source.bytes_read())])[0]), grown)
+    try:
+        source = open_source()
+        if holds_packed(source):
+            refuse_other_layers(source, packed or {})
+        destinations, new_rows = _destinations(strategy, source, source_name, resized)
+        read_later = packed_names(source) or set(names_in(source, packed or {}).values())
+        is_sampled = world.env.n_nodes > 1 and world.env.local_rank == 0
+        digest = _sample(source, strategy.model) if is_sampled else ""
+    except CheckpointError as error:
+        problem = CheckpointError(error.cause, error.fix or _FIX)
+    agreed(group, problem)
+    n_rows = {name: rows.n_rows for name, rows in new_rows.items()}
+    reports: list[_Report | None] = [None] * world.size
+    dist.all_gather_object(reports, _Report(world.env.node_rank, list(destinations), n_rows, digest), group=group)
+    needs = [report for report in reports if report is not None]
+    _refuse_different_sources({need.node: need.digest for need in needs if need.digest}, source.path)
+    n_rows = dict(sorted(entry for need in needs for entry in need.n_rows.items()))
+    if world.is_main:
+        _warn_of_unused(source, {name for need in needs for name, _, _ in need.ranges} | read_later)
+    ranges = [(need.node, need.ranges) for need in needs]
+    agreed(group, read_ranges(source, destinations, ranges, world, group))
+    agreed(group, _fill_new_rows(source, new_rows, n_rows, world, group))
+    strategy.weights_changed(replicas_equal=len({need.node for need in needs}) == 1)
+    grown = {name.partition(".")[2]: sizes for name, sizes in n_rows.items()}
+    return Loaded(source.path, int(world.sum([float(source.bytes_read())])[0]), grown)
+
+
+@contextmanager
+def opening(path: str | Path, model: nn.Module) -> Iterator[Callable[[], Source]]:
+    """Gives a function that opens the weights at `path`, when it is called first, for all who read them until the end.
+
+    Args:
+        path: anything that `shardkit convert` reads.
+    """
+    opened: list[Source] = []
+
+    @cache
+    def open_once() -> Source:
+        opened.append(open_weights(Path(path), model))
+        return opened[0]
+
+    try:
+        yield open_once
+    finally:
+        for source in opened:
+            source.close()
 
 
 def open_weights(path: Path, model: nn.Module) -> Source:

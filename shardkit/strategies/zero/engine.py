@@ -29,7 +29,13 @@ from .chosen import ChosenParts
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
 from .finite_norms import FiniteNorms
-from .gathers import DifferingBlocks, KeepReused, compare_before_gathers, keep_behind_other_outputs
+from .gathers import (
+    DifferingBlocks,
+    KeepReused,
+    compare_before_gathers,
+    gather_persistent_in_turn,
+    keep_behind_other_outputs,
+)
 from .state import (
     EPILOGUE,
     BuiltInPartitions,
@@ -126,6 +132,7 @@ class ZeRO:
         self._differing = DifferingBlocks(model, self._zero.parameter_offload) if self.stage == 3 else None
         if self.stage == 3:
             keep_behind_other_outputs(model)
+            gather_persistent_in_turn(self._zero)
         self._norms = FiniteNorms(self._zero, self._world.device)
         setattr(self._zero, EPILOGUE, self._with_meanwhile(getattr(self._zero, EPILOGUE)))
         _return_freed_memory()  # DeepSpeed has copied every partition into one buffer

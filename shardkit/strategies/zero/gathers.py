@@ -25,6 +25,9 @@ _MODULE_HOOKS = (
 for _name in _MODULE_HOOKS:
     ENGINE.use(f"{_OFFLOAD}.{_name}")
 ENGINE.use("deepspeed.runtime.zero.partition_parameters.Init.is_external_param")
+_PERSISTENT = ENGINE.use(
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.persistent_parameters", until="0.19.8"
+)
 for _name in ("is_invalid_trace", "_invalidate_trace", "fetch_sub_module"):
     ENGINE.use(f"deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator.{_name}")
 
@@ -233,6 +236,26 @@ def compare_before_gathers(named: Iterable[tuple[str, Any]], compare: Callable[[
 
     for name, param in named:
         param.all_gather = partial(compared, name, param, param.all_gather)
+
+
+def gather_persistent_in_turn(zero: Any) -> None:
+    """Gather the parameters that stay whole between steps one after another.
+
+    DeepSpeed before 0.19.8 gathers them together, but waits for the last gather alone, which leaves gloo's others in
+    flight.
+    """
+    if not _PERSISTENT.needed() or not zero.persistent_parameters:
+        return
+    first, gathers = zero.persistent_parameters[0], [param.all_gather for param in zero.persistent_parameters]
+
+    def in_turn(params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if params is not zero.persistent_parameters:
+            return gathers[0](params, *args, **kwargs)
+        for gather in gathers:
+            gather()
+        return None
+
+    first.all_gather = in_turn
 
 
 def keep(params: Iterable[Any]) -> None:

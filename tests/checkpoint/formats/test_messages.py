@@ -58,8 +58,9 @@ def loaded(root: str, strategies: list[str], small: bool, local_size: int | None
                     partial(build_model, job.config, task), block_classes=task.block_classes,
                     init_parameter=task.init_parameter, drawn=False,
                 )  # fmt: skip
-                with patch.multiple(buckets, **sizes) if small else patch.dict({}), messages() as called:
-                    loading.load_weights(job.strategy, job.world, job.world.control_group, folder)
+                sized = patch.multiple(buckets, **sizes) if small else patch.dict({})
+                with sized, messages() as called, loading.opening(folder, model) as open_source:
+                    loading.load_weights(job.strategy, job.world, job.world.control_group, open_source)
                 out[f"{name} {kind}"] = len(called)
                 for shard in job.strategy.load_targets():
                     if shard.name.startswith(("model.", "ema.")):
@@ -127,7 +128,8 @@ def refused(root: str, folders: list[str]) -> str:
         task = load_task(job.config)
         job.wrap(partial(build_model, job.config, task), block_classes=task.block_classes, drawn=False)
         try:
-            loading.load_weights(job.strategy, job.world, job.world.control_group, folders[rank])
+            with loading.opening(folders[rank], job.model) as open_source:
+                loading.load_weights(job.strategy, job.world, job.world.control_group, open_source)
         except CheckpointError as error:
             return error.cause
     return ""
