@@ -35,8 +35,8 @@ _LISTED = 6
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Weights of a layer, of which all but the last piece has `PIECE` at most.
+class LayerPiece:
+    """Consecutive weights of a layer, about `PIECE` of them at most.
 
     Attributes:
         name: the layer's weight in the wrapped model.
@@ -51,7 +51,7 @@ class Piece:
     dtype: torch.dtype
 
 
-Pieces = Callable[[Iterable[Piece]], Iterator[torch.Tensor]]
+Pieces = Callable[[Iterable[LayerPiece]], Iterator[torch.Tensor]]
 """Reads or draws pieces in order, each as a 1-D tensor."""
 OpenReader = Callable[[ExitStack], Pieces | StoredLayers]
 """Opens the source of weights; the stack closes it."""
@@ -254,7 +254,7 @@ def _pack_layers(
 
     Pieces of all layers are read as one sequence: a layer's first piece is read while the last one before it is packed.
     """
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[LayerPiece]] = {}
     for name, layer in layers.items():
         weight = name + quantizer.weights[layer].removeprefix(layer)
         pieces[name] = _pieces_of(weight, math.prod(quantizer.shapes[layer]), ranges[name], quantizer, dtype)
@@ -280,7 +280,7 @@ def _pack_layers(
 
 def _pieces_of(
     weight: str, n_weights: int, ranges: dict[str, _Range], quantizer: Quantizer, dtype: torch.dtype
-) -> list[Piece]:
+) -> list[LayerPiece]:
     """Whole blocks that cover this rank's packed bytes of a layer, and its scales unless those are known later."""
     block, packed, of_scales = quantizer.block_size, ranges["packed"], ranges["absmax"]
     spans = [(2 * packed.start, 2 * packed.end)] if packed.local.numel() else []
@@ -291,12 +291,12 @@ def _pieces_of(
     low = min(start for start, _ in spans) // block * block
     high = min(-(-max(end for _, end in spans) // block) * block, n_weights)
     step = max(PIECE // block, 1) * block
-    return [Piece(weight, start, min(start + step, high), dtype) for start in range(low, high, step)]
+    return [LayerPiece(weight, start, min(start + step, high), dtype) for start in range(low, high, step)]
 
 
 @torch.no_grad()
 def _pack_layer(
-    pieces: list[Piece],
+    pieces: list[LayerPiece],
     content: Iterator[torch.Tensor],
     ranges: dict[str, _Range],
     quantizer: Quantizer,
@@ -325,7 +325,7 @@ def _pack_layer(
 def drawing(weights: Weights, quantizer: Quantizer, base_name: Callable[[str], str | None]) -> OpenReader:
     """Draw weights as the run's seed does without `model.quantize`."""
 
-    def draw(pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+    def draw(pieces: Iterable[LayerPiece]) -> Iterator[torch.Tensor]:
         for piece in pieces:
             shape = quantizer.shapes[(base_name(piece.name) or "").removesuffix(".weight")]
             drawn = torch.empty(piece.end - piece.start, dtype=piece.dtype)
@@ -351,13 +351,13 @@ def reading(
         stored = names_in(source, weight_shapes(quantizer))
         thread = at_end.enter_context(ThreadPoolExecutor(1))
 
-        def read(piece: Piece) -> torch.Tensor:
+        def read(piece: LayerPiece) -> torch.Tensor:
             tensor_name = stored[base_name(piece.name) or ""]
             content = torch.empty(piece.end - piece.start, dtype=source.tensors[tensor_name].dtype)
             source.read_into(tensor_name, piece.start, content)
             return content.to(piece.dtype)
 
-        def read_ahead(pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+        def read_ahead(pieces: Iterable[LayerPiece]) -> Iterator[torch.Tensor]:
             ahead: Future[torch.Tensor] | None = None
             for piece in pieces:
                 before, ahead = ahead, thread.submit(read, piece)
