@@ -15,6 +15,8 @@ from .ranks import RehearsedWorld
 
 FITS, DOES_NOT_FIT, FAILED, NOT_KNOWN = "fits", "does not fit", "failed", "not known"
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 4, NOT_KNOWN: 7, FAILED: 8}
+_NOT_EMULATED = re.compile("emucuda|not emulated|cusparse|cufft|cusolver|initialization error", re.IGNORECASE)
+"""What errors of libraries say that bring a CUDA runtime of their own, which finds no GPU."""
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError")
 """What a launcher raises since a rank failed, which says why itself."""
 ASSUMPTIONS = {
@@ -330,7 +332,7 @@ def _of_error(error: dict[str, Any], ranks: tuple[Rank, ...], card: Gpu, finish:
             NOT_KNOWN, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True,
             pretended=int(asked_rank[1]) if asked_rank else None,
         )  # fmt: skip
-    if "emucuda" in end["message"] or "not emulated" in end["message"]:
+    if _NOT_EMULATED.search(end["message"]):
         notes = ("the emulated GPU computes nothing here; docs/rehearse.md lists what a program cannot ask of it",)
         return Verdict(
             NOT_KNOWN, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True, notes=notes

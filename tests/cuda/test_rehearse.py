@@ -111,6 +111,35 @@ def test_what_cudnn_runs_is_replaced_or_named(cache: Path, tmp_path: Path) -> No
     assert "aten::_cudnn_rnn_flatten_weight runs in cuDNN, which is not emulated" in verdict["reason"]
 
 
+SOLVES = """
+import torch
+from torch import nn
+weight = nn.Parameter(torch.randn(64, 64, device="cuda"))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(3):
+    Q, R = torch.linalg.qr(weight)
+    U, S, V = torch.linalg.svd(weight.detach())
+    torch.linalg.eigh(weight.detach() + weight.detach().T)
+    torch.linalg.cholesky(torch.linalg.inv(weight.detach()))
+    frequencies = torch.fft.rfft(Q @ R)
+    assert (U.shape, S.shape, frequencies.shape) == ((64, 64), (64,), (64, 33))
+    torch.fft.irfft(frequencies).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_linear_algebra_and_fourier_transforms_run_and_sparse_products_are_not_known(
+    cache: Path, tmp_path: Path
+) -> None:
+    """cuSOLVER, cuFFT and cuSPARSE bring a CUDA runtime of their own, which finds no GPU."""
+    command = [sys.executable, "train.py"]
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=SOLVES)
+    assert done.returncode == 0 and verdict["ranks"][0]["steps"] == 3, done.stderr
+    sparse = "import torch\nx = torch.randn(8, 8, device='cuda')\ntorch.eye(8).to_sparse_csr().cuda() @ x\n"
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=sparse)
+    assert done.returncode == 7 and "cusparseCreate" in verdict["reason"]
+
+
 PREFERS = """
 import torch
 import torch.nn.functional as F

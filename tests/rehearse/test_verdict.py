@@ -88,6 +88,12 @@ def test_a_value_that_was_not_computed_is_not_known() -> None:
     assert "aten::nonzero" in verdict.reason and "docs/rehearse.md" in verdict.text()
 
 
+def test_a_library_that_does_not_see_the_emulated_gpu_is_not_known() -> None:
+    message = "CUDA error: initialization error when calling `cusparseCreate(handle)`"
+    verdict = verdict_of(failed(0, "RuntimeError", message), finish=Finish("program", 1))
+    assert (verdict.kind, verdict.exit_code) == ("not known", 7) and "cusparseCreate" in verdict.reason
+
+
 def test_the_ranks_that_were_started_are_those_that_must_be_there() -> None:
     ranks = RehearsedWorld(64, 8, (0, 32))
     of_64 = record(0, world_size=64), record(32, world_size=64)
