@@ -165,14 +165,17 @@ class Build:
         nccl_objects = [self.object("nccl"), self.object("nccl_communicator")]
         nccl = self.library("nccl")
         self.link(nccl.name, nccl_objects, failing(exports(nccl, "nccl"), nccl_objects, 4), uses=[cudart])
+        declared = prototypes(self.includes)
         for name in ("cublasLt", "cublas"):
             real = self.library(name)
-            stubs = succeeding(exports(real, "cublas"), [self.object(name)])
+            stubs = succeeding(exports(real, "cublas") - defined([self.object(name)]), declared, products=True)
             self.link(real.name, [self.object(name)], stubs, version="cublas*", uses=[cudart])
         math = [self.library("cufft"), self.library("cusolver")]
         for real in math:
             prefix = real.name.partition(".")[0].removeprefix("lib")
-            self.link(real.name, [], sized(exports(real, prefix), self.includes), uses=[cudart], version=f"{prefix}*")
+            names = exports(real, prefix)
+            stubs = failing(names - declared.keys(), [], 1) + succeeding(names & declared.keys(), declared)
+            self.link(real.name, [], stubs, uses=[cudart], version=f"{prefix}*")
         torch = ["-L" + str(self.torch.site / "torch/lib"), "-ltorch_cpu", "-lc10", "-lc10_cuda", "-Wl,--no-as-needed"]
         torch += ["-ltorch_cuda", "-Wl,--unresolved-symbols=ignore-in-shared-libs"]
         operators = [self.object(name) for name in OPERATORS]
@@ -298,33 +301,35 @@ def failing(exported: set[str], objects: list[Path], error_code: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def succeeding(exported: set[str], objects: list[Path]) -> str:
-    """cuBLAS's functions that are not in cublas.cpp: products are counted, all succeed."""
-    product = re.compile("gemm|gemv|dot|trsm|geqrf|getrf|getrs|gels", re.IGNORECASE)
-    lines = ["void emucuda_gemm(void* stream);"]
-    for name in sorted(exported - defined(objects)):
-        # A handle begins with its stream.
-        body = "emucuda_gemm(*handle); return 0;" if product.search(name) else "return 0;"
-        lines.append(f'__attribute__((visibility("default"))) int {name}(void** handle) {{ {body} }}')
-    return "\n".join(lines) + "\n"
-
-
-def sized(exported: set[str], includes: list[Path]) -> str:
-    """cuFFT's and cuSOLVER's functions that their headers declare: they succeed, and need no workspace. Others fail."""
-    text = "".join(path.read_text(errors="replace") for folder in includes for path in folder.glob("cu[fs]*.h"))
+def prototypes(includes: list[Path]) -> dict[str, list[str]]:
+    """What the headers of cuBLAS, cuFFT and cuSOLVER declare: function → its parameters, such as `int *lwork`."""
+    text = "".join(path.read_text(errors="replace") for folder in includes for path in folder.glob("cu[bfs]*.h"))
     text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
-    declared = dict(re.findall(r"(?:CUFFTAPI|CUSOLVERAPI)\s+(\w+)\s*\(([^;]*?)\)\s*;", text))
-    lines = [failing(exported - declared.keys(), [], 1)]
-    for name in sorted(exported & declared.keys()):
-        params, body = [], ""
-        for index, declaration in enumerate(declared[name].split(",")):
-            kind, param = " ".join(declaration.split()), f"a{index}"
-            floating = re.match(r"(float|double) \w+$", kind)
-            params.append(f"{floating[1] if floating else 'long'} {param}")
-            if re.match(r"size_t ?\*|int ?\* ?[lL]work$", kind):
-                body += f"*({kind.partition('*')[0]}*){param} = 0; "
-            elif re.match(r"(cufft|cusolver|\w*Info)\w* ?\*", kind) and re.search("Create|Plan", name):
-                body += f"*({'int' if 'cufft' in kind else 'long'}*){param} = 1; "  # a handle, which nobody looks into
+    matches = re.findall(r"(?:CUBLASWINAPI|CUFFTAPI|CUSOLVERAPI)\s+(\w+)\s*\(([^;]*?)\)\s*;", text)
+    return {name: [" ".join(param.split()) for param in params.split(",")] for name, params in matches}
+
+
+def succeeding(exported: set[str], declared: dict[str, list[str]], products: bool = False) -> str:
+    """Functions that compute nothing and say so: no workspace is needed, every factorisation succeeds.
+
+    Args:
+        products: count products of matrices. The handles of their library begin with their stream.
+    """
+    product = re.compile("gemm|gemv|dot|trsm|geqrf|getrf|getrs|gels", re.IGNORECASE)
+    lines = ["#include <string.h>", "void emucuda_gemm(void* stream);"]
+    for name in sorted(exported):
+        params, body = [], "emucuda_gemm(*(void**)a0); " if products and product.search(name) else ""
+        declarations = declared.get(name, ["void* handle"])
+        batch = next((f"a{i}" for i, param in enumerate(declarations) if re.search("batch(Size|Count)$", param)), "1")
+        for index, param in enumerate(declarations):
+            floating = re.match(r"(float|double) \w+$", param)
+            params.append(f"{floating[1] if floating else 'long'} a{index}")
+            if re.match(r"size_t ?\*|int ?\* ?[lL]work$", param):
+                body += f"*({param.partition('*')[0]}*)a{index} = 0; "
+            elif re.match(r"int ?\* ?(d_|dev)?[iI]nfo(Array)?$", param):  # a card's memory is this process' own
+                body += f"if (a{index}) memset((void*)a{index}, 0, 4 * (int){batch}); "
+            elif re.match(r"(cufft|cusolver|\w*Info)\w* ?\*", param) and re.search("Create|Plan", name):
+                body += f"*({'int' if 'cufft' in param else 'long'}*)a{index} = 1; "  # a handle: nobody looks into it
         lines.append(f'__attribute__((visibility("default"))) int {name}({", ".join(params)}) {{ {body}return 0; }}')
     return "\n".join(lines) + "\n"
 

@@ -121,6 +121,7 @@ for step in range(3):
     U, S, V = torch.linalg.svd(weight.detach())
     torch.linalg.eigh(weight.detach() + weight.detach().T)
     torch.linalg.cholesky(torch.linalg.inv(weight.detach()))
+    torch.linalg.solve(torch.linalg.inv(weight.detach().view(4, 32, 32)), torch.ones(4, 32, device="cuda"))
     frequencies = torch.fft.rfft(Q @ R)
     assert (U.shape, S.shape, frequencies.shape) == ((64, 64), (64,), (64, 33))
     torch.fft.irfft(frequencies).sum().backward()
