@@ -114,16 +114,16 @@ def test_what_cudnn_runs_is_replaced_or_named(cache: Path, tmp_path: Path) -> No
 SOLVES = """
 import torch
 from torch import nn
-weight = nn.Parameter(torch.randn(64, 64, device="cuda"))
+weight = nn.Parameter(torch.randn(1024, 1024, device="cuda"))
 optimizer = torch.optim.SGD([weight], lr=0.1)
 for step in range(3):
     Q, R = torch.linalg.qr(weight)
     U, S, V = torch.linalg.svd(weight.detach())
     torch.linalg.eigh(weight.detach() + weight.detach().T)
     torch.linalg.cholesky(torch.linalg.inv(weight.detach()))
-    torch.linalg.solve(torch.linalg.inv(weight.detach().view(4, 32, 32)), torch.ones(4, 32, device="cuda"))
+    torch.linalg.solve(torch.linalg.inv(weight.detach().view(4, 512, 512)), torch.ones(4, 512, 1, device="cuda"))
     frequencies = torch.fft.rfft(Q @ R)
-    assert (U.shape, S.shape, frequencies.shape) == ((64, 64), (64,), (64, 33))
+    assert (U.shape, S.shape, frequencies.shape) == ((1024, 1024), (1024,), (1024, 513))
     torch.fft.irfft(frequencies).sum().backward()
     optimizer.step()
 """
