@@ -121,7 +121,6 @@ for step in range(3):
     U, S, V = torch.linalg.svd(weight.detach())
     torch.linalg.eigh(weight.detach() + weight.detach().T)
     torch.linalg.cholesky(torch.linalg.inv(weight.detach()))
-    torch.linalg.solve(torch.linalg.inv(weight.detach().view(4, 512, 512)), torch.ones(4, 512, 1, device="cuda"))
     frequencies = torch.fft.rfft(Q @ R)
     assert (U.shape, S.shape, frequencies.shape) == ((1024, 1024), (1024,), (1024, 513))
     torch.fft.irfft(frequencies).sum().backward()
