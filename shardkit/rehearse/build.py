@@ -325,7 +325,7 @@ def succeeding(exported: set[str], declared: dict[str, list[str]], products: boo
             floating = re.match(r"(float|double) \w+$", param)
             params.append(f"{floating[1] if floating else 'long'} a{index}")
             if re.match(r"size_t ?\*|int ?\* ?[lL]work$", param):
-                body += f"*({param.partition('*')[0]}*)a{index} = 0; "
+                body += f"if (a{index}) *({param.partition('*')[0]}*)a{index} = 0; "
             elif re.match(r"int ?\* ?(d_|dev)?[iI]nfo(Array)?$", param):  # a card's memory is this process' own
                 body += f"if (a{index}) memset((void*)a{index}, 0, 4 * (int){batch}); "
             elif re.match(r"(cufft|cusolver|\w*Info)\w* ?\*", param) and re.search("Create|Plan", name):
