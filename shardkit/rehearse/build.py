@@ -310,7 +310,7 @@ def prototypes(includes: list[Path]) -> dict[str, list[str]]:
 
 
 def succeeding(exported: set[str], declared: dict[str, list[str]], products: bool = False) -> str:
-    """Functions that compute nothing and say so: no workspace is needed, every factorisation succeeds.
+    """Functions that compute nothing and report success: no workspace is needed, every factorisation succeeds.
 
     Args:
         products: count products of matrices. The handles of their library begin with their stream.
