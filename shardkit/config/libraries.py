@@ -18,7 +18,10 @@ from typing import Any
 
 from ..errors import ShardkitError
 
-TESTED = {"torch": ("2.9.0", "2.15.0"), "deepspeed": ("0.19.3", "0.19.8"), "transformers": ("5.20.0", "5.23.0")}
+TESTED = {
+    "torch": ("2.9.0", "2.15.0"), "deepspeed": ("0.19.3", "0.19.8"), "transformers": ("5.20.0", "5.23.0"),
+    "accelerate": ("1.0.0", "1.15.0"),
+}  # fmt: skip
 """Library → (the oldest, the newest version that the tests have passed on); the oldest are setup.cfg's bounds."""
 PLACES = (
     "shardkit.parallel.compat",

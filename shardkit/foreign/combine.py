@@ -7,10 +7,11 @@ from typing import Any
 
 from ..config.errors import shown
 from . import tables
+from .accelerate_files import accelerate_release
 from .autos import fill
 from .axolotl import AXOLOTL_REMOVED
 from .files import File, family
-from .installed import LOOKED_UP, installed_release
+from .installed import LOOKED_UP, Release, installed_release
 from .recipes import check_recipe, defaults, ignored_in_a_recipe, refuse_unnamed_layers
 from .tables import AUTO, NoCounterpart, Problem, Settings, WrongValue
 from .together import PSEUDO, Fate, FileKey, Together
@@ -54,6 +55,8 @@ def _sorted(job: Together, file: File, key: str, value: Any) -> FileKey:
         return FileKey(file.name, file.tool, key, value, fate, setting or {}, note)
 
     entry, effect = find(file.tool, key), "" if file.tool == "peft" else effect_of(key, value)
+    if file.tool == "accelerate" and not accelerate_release().knows(key):
+        entry = None
     if entry is not None and entry.effect and not is_off(key, value):
         effect = effect or entry.effect
     if entry is None:
@@ -96,8 +99,12 @@ def _sorted(job: Together, file: File, key: str, value: Any) -> FileKey:
 def _newer_release(tool: str, key: str) -> str:
     """The installed release of a tool that has a key which its table lacks; empty if there is none."""
     is_section = any(name.startswith(f"{key}.") for name in KEYS[tool])
-    release = None if is_section or key in RENAMED[tool] else installed_release(tool)
+    release = None if is_section or key in RENAMED[tool] else _release(tool)
     return release.version if release is not None and release.knows(key) else ""
+
+
+def _release(tool: str) -> Release | None:
+    return accelerate_release() if tool == "accelerate" else installed_release(tool)
 
 
 def _ignored(job: Together, tool: str, key: str) -> str:
@@ -121,6 +128,8 @@ def _ignored_by_accelerate(job: Together, section: str, name: str) -> str:
         return f"distributed_type is {job.kind}"
     if section == "fsdp_config" and name.removeprefix("fsdp_") in _FSDP1_ONLY and job.fsdp_version() == 2:
         return "FSDP2 has no such setting"
+    if name == "fsdp_reshard_after_forward" and job.fsdp_version() == 1:
+        return "FSDP1 has fsdp_sharding_strategy, whose default its launcher sets"
     entry = find("accelerate", f"{section}.{name}")
     if section == "deepspeed_config" and job.has("deepspeed") and entry and entry.convert:
         return "the DeepSpeed file decides it"
@@ -155,10 +164,9 @@ def _add_defaults(job: Together) -> None:
     if trainer is not None:
         values = defaults(job)
         chosen.append((trainer.tool, {k: v for k, v in values.items() if not _ignored(job, trainer.tool, k)}))
-    if job.kind == "FSDP" and not job.on_cpu:
-        chosen.append(("accelerate", tables.ACCELERATE_DEFAULTS["fsdp"]))
-    if job.kind == "DEEPSPEED" and not job.has("deepspeed"):
-        chosen.append(("accelerate", tables.ACCELERATE_DEFAULTS["deepspeed"]))
+    if job.has("accelerate"):
+        values = job.accelerate_defaults()
+        chosen.append(("accelerate", {k: v for k, v in values.items() if not _ignored(job, "accelerate", k)}))
     if job.stage:
         values = {**tables.DEEPSPEED_DEFAULTS, "zero_optimization.overlap_comm": job.stage == 3}
         if job.stage == 3:
@@ -262,8 +270,9 @@ def _key_for(tool: str, key: str) -> str:
 def unknown_key(tool: str, key: str) -> str:
     """What a tool does with a key that it does not know: refuse or ignore it, and by which release."""
     section, _, option = key.partition(".")
+    release = _release(tool)
     strict = {
-        "accelerate": not option,
+        "accelerate": release is not None and not (option and release.knows(section)),
         "deepspeed": section in ("zero_optimization", "fp16", "bf16") and bool(option),
         "trainer": True,
         "trl": True,
@@ -279,7 +288,6 @@ def unknown_key(tool: str, key: str) -> str:
         return f"a section of keys, not a value; {family(tool)} refuses it"
     verb = "refuses" if strict[tool] else "ignores"
     unless = SCRIPTS_OWN if tool in ("trainer", "trl") and not nearest_key(tool, key) else ""
-    release = installed_release(tool)
     if release is not None:
         return f"unknown to the installed {family(tool)} {release.version}, which {verb} it{unless}"
     source = " (recorded; none is installed)" if tool in LOOKED_UP else ""
@@ -291,6 +299,8 @@ def nearest_key(tool: str, key: str) -> str:
     if key in RENAMED[tool]:
         return RENAMED[tool][key]
     names = [name.removesuffix(".*") for name in KEYS[tool]]
+    if tool == "accelerate":
+        names = [name for name in names if accelerate_release().knows(name)]
     if tool == "trainer" and (inner := f"fsdp_config.{key.removeprefix('fsdp_')}") in names and key.startswith("fsdp_"):
         return inner
     if any(name.startswith(f"{key}.") for name in names):

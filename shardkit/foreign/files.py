@@ -1,4 +1,4 @@
-"""Read another tool's file: which tool's it is, its keys dotted, and where each stands. Nothing is executed."""
+"""Read another tool's file: which tool's it is, its keys dotted, and where each stands. Nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..config import yaml as yaml_files
 from ..config.errors import one_line, section_fields, shown
 from ..config.yaml import read_yaml
 from ..errors import ConfigError
+from .accelerate_files import read_content
 from .llamafactory import V1_MARKS
 from .tools import KEYS, NAMES, RECIPES, RENAMED, find, recipe
 
@@ -68,6 +69,8 @@ def read(name: str) -> File:
     tool = recognise(value, shown_name)
     flat = {} if tool == "model" else flatten(value)
     _refuse_infinite(flat, shown_name, text)
+    if tool == "accelerate":
+        flat = flatten(read_content(value, shown_name))
     values, lines = (value, {}) if tool == "model" else (flat, line_numbers(text, shown_name))
     return File(shown_name, tool, values, _text_numbers(text, flat), Path(name).parent, lines)
 
@@ -127,6 +130,8 @@ def read_object(value: Any) -> File:
         tool = "trl"
     flat = {} if tool == "model" else flatten(tree)
     _refuse_infinite(flat, f"the {name}")
+    if tool == "accelerate":
+        flat = flatten(read_content(tree, f"the {name}"))
     shown_name = f"dict of {family(tool)}" if name == "dict" else name
     return File(shown_name, tool, tree if tool == "model" else flat, _text_numbers("{", flat))
 

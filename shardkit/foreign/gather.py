@@ -91,7 +91,7 @@ def _fsdp_file(file: File, values: dict[str, Any], problems: list[Problem]) -> d
 def prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:
     """Every key as the tables spell it.
 
-    Accelerate adds the prefixes `fsdp_` and `dynamo_`, the Trainer removes `fsdp_`, and DeepSpeed also takes keys of
+    Accelerate adds the prefixes `fsdp_`, `dynamo_` and `fp8_`, the Trainer removes `fsdp_`, and DeepSpeed also takes keys of
     stage 3 without `stage3_`.
     """
 
@@ -99,7 +99,7 @@ def prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:
         section, _, option = key.partition(".")
         if base(tool) == "trainer" and section == "fsdp_config":
             return f"{section}.{option.removeprefix('fsdp_')}" if option else key
-        if tool == "accelerate" and section in ("fsdp_config", "dynamo_config") and option:
+        if tool == "accelerate" and section in ("fsdp_config", "dynamo_config", "fp8_config") and option:
             prefix = section.removesuffix("config")
             return key if option.startswith(prefix) else f"{section}.{prefix}{option}"
         if tool == "deepspeed" and f"{section}.stage3_{option}" in DEEPSPEED and key not in DEEPSPEED:

@@ -34,15 +34,11 @@ _SOURCES: dict[str, tuple[_Source, ...]] = {
     ),
     "llamafactory": (_Source("llamafactory", ("hparams/*.py",)), _TRAINING_ARGUMENTS),
     "axolotl": (_Source("axolotl", ("utils/schemas/**/*.py",)),),
-    "accelerate": (_Source("accelerate", ("commands/config/config_args.py",), r"BaseConfig|ClusterConfig"),),
     "peft": (_Source("peft", ("config.py", "tuners/lora/config.py"), r"PeftConfig(?:Mixin)?|LoraConfig"),),
 }
 """Tool → where its keys are declared; the first package's release is the tool's."""
 LOOKED_UP = frozenset(_SOURCES)
-"""Tools whose installed release is read. DeepSpeed's keys at the top of its file are declared by no class."""
-_SECTIONS_OF_OPTIONS = "commands/launch.py"
-_OPTION = re.compile(r"""["']--(\w+)["']""")
-"""Options of `accelerate launch`, which the sections of Accelerate's file hold under the same names."""
+"""Tools whose source is read. DeepSpeed's keys at the top of its file are declared by no class; Accelerate is asked."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +80,8 @@ def installed_release(tool: str) -> Release | None:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:  # a folder of that name, and no installed package
         return None
-    return Release(version, frozenset(names), _names_in_sections(tool, package, names))
-
-
-def _names_in_sections(tool: str, package: str, names: set[str]) -> frozenset[str]:
-    """axolotl's sections are classes beside the others; Accelerate's hold options of its launcher."""
-    folder = _folder(package)
-    if tool == "accelerate" and folder is not None:
-        return frozenset(_OPTION.findall(_text(folder / _SECTIONS_OF_OPTIONS)))
-    return frozenset(names if tool == "axolotl" else ())
+    of_sections = names if tool == "axolotl" else ()  # its sections are classes beside the others
+    return Release(version, frozenset(names), frozenset(of_sections))
 
 
 def _folder(package: str) -> Path | None:
@@ -103,18 +92,11 @@ def _folder(package: str) -> Path | None:
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
-
-
 def _fields(path: Path, classes: str) -> Iterator[str]:
     """Annotated fields of the classes in a file."""
     try:
-        tree = ast.parse(_text(path))
-    except (ValueError, SyntaxError):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and re.fullmatch(classes, node.name):

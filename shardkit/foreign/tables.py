@@ -373,13 +373,13 @@ ACCELERATE: dict[str, Key] = {
     **absent(
         """
         compute_environment debug enable_cpu_affinity main_training_function machine_rank gpu_ids
-        main_process_ip main_process_port rdzv_backend rdzv_conf same_network downcast_bf16 tpu_env tpu_name
-        tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone command_file commands log_dir max_restarts monitor_interval
-        mpirun_config.* fp8_config.* deepspeed_config.deepspeed_config_file
-        deepspeed_config.deepspeed_multinode_launcher fp16 deepspeed_config.deepspeed_hostfile
-        deepspeed_config.deepspeed_inclusion_filter dynamo_backend deepspeed_config.deepspeed_exclusion_filter
-        deepspeed_config.deepspeed_moe_layer_cls_names dynamo_config.dynamo_use_dynamic
-        dynamo_config.dynamo_use_fullgraph dynamo_config.dynamo_use_regional_compilation
+        main_process_ip main_process_port rdzv_backend same_network downcast_bf16 tpu_env tpu_name tpu_use_cluster
+        tpu_use_sudo tpu_vm tpu_zone command_file commands mpirun_config.* ipex_config.* fp8_config.*
+        deepspeed_config.deepspeed_config_file deepspeed_config.deepspeed_multinode_launcher
+        deepspeed_config.deepspeed_hostfile deepspeed_config.deepspeed_inclusion_filter
+        deepspeed_config.deepspeed_exclusion_filter deepspeed_config.deepspeed_moe_layer_cls_names
+        dynamo_config.dynamo_use_dynamic dynamo_config.dynamo_use_fullgraph
+        dynamo_config.dynamo_use_regional_compilation
         """,
     ),
     **absent(
@@ -395,15 +395,6 @@ ACCELERATE: dict[str, Key] = {
     ),
     **absent("megatron_lm_config.*", note="only distributed_type MEGATRON_LM reads it"),
 }
-ACCELERATE_DEFAULTS: dict[str, Settings] = {
-    "fsdp": {"fsdp_config.fsdp_reshard_after_forward": "FULL_SHARD"},
-    "deepspeed": {
-        "deepspeed_config.zero_stage": 2,
-        "deepspeed_config.gradient_clipping": AUTO,
-        "deepspeed_config.gradient_accumulation_steps": AUTO,
-    },
-}
-"""By `distributed_type`."""
 
 
 # The Trainer

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ..config.errors import shown
 from . import tables
+from .accelerate_files import accelerate_release, defaults
 from .files import File
 from .tables import Problem, Settings
 from .tools import ALIASES, RECIPES, base
@@ -61,14 +62,25 @@ class Together:
         return self.file(tool) is not None
 
     def value(self, tool: str, key: str, default: Any = None) -> Any:
-        """A value by its name in `tool`, which a recipe may spell otherwise."""
+        """A value by its name in `tool`, which a recipe may spell otherwise; of Accelerate also its own default."""
         file = self.file(tool)
         if file is None:
             return default
+        if tool == "accelerate":
+            known = accelerate_release().knows(key)
+            return file.values.get(key) if known and key in file.values else self.accelerate_defaults().get(key, default)
         value = file.values.get(ALIASES.get(file.tool, {}).get(key, key))
         if value is None and file.tool == "axolotl":
             value = _of_axolotls_fsdp(file, key)
         return default if value is None else value
+
+    def accelerate_defaults(self) -> Settings:
+        """Accelerate's defaults of the section that the job's `distributed_type` reads."""
+        file = self.file("accelerate")
+        if file is None:
+            return {}
+        stage = self.value("deepspeed", "zero_optimization.stage", file.values.get("deepspeed_config.zero_stage"))
+        return defaults(self.kind, stage if isinstance(stage, int) and stage in tables.STAGES else None)
 
     def line_of(self, tool: str, key: str) -> str:
         """The file of a tool with the line of a key, as `args.yaml:3`."""
@@ -89,8 +101,9 @@ class Together:
 
     @property
     def kind(self) -> str:
-        """Accelerate's `distributed_type` in capitals; empty without its file."""
-        return str(self.value("accelerate", "distributed_type", "NO")).upper() if self.has("accelerate") else ""
+        """Accelerate's `distributed_type`; empty without its file."""
+        file = self.file("accelerate")
+        return "" if file is None else str(file.values["distributed_type"])
 
     @property
     def stage(self) -> int | None:
@@ -98,7 +111,7 @@ class Together:
         if self.has("deepspeed"):
             stage = self.value("deepspeed", "zero_optimization.stage", 0)
         elif self.kind == "DEEPSPEED":
-            stage = self.value("accelerate", "deepspeed_config.zero_stage", 2)
+            stage = self.value("accelerate", "deepspeed_config.zero_stage")
         else:
             return None
         return stage if isinstance(stage, int) and stage in tables.STAGES else None
@@ -112,7 +125,7 @@ class Together:
         if self.on_cpu:
             return None
         if self.kind == "FSDP":
-            return 2 if str(self.value("accelerate", "fsdp_config.fsdp_version", 1)) == "2" else 1
+            return 2 if str(self.value("accelerate", "fsdp_config.fsdp_version")) == "2" else 1
         if self.value("trainer", "fsdp"):
             return 1 if str(self.value("trainer", "fsdp_config.version", 2)) == "1" else 2
         return None
