@@ -15,6 +15,7 @@ REPO = Path(__file__).resolve().parent.parent
 # Not the byte-exact state: an older DeepSpeed may keep parameters gathered for longer.
 CORE = ["tests/strategies/test_parity.py", "tests/strategies/test_features.py"]
 NAMES = ["tests/test_libraries.py"]
+ACCELERATE = ["tests/foreign/test_accelerate_files.py"]
 _QUANTIZED = "tests/tasks/test_quantized.py::test_"
 PACKED = [
     "-m", "slow", f"{_QUANTIZED}every_engine_equals_one_process_over_the_same_bytes",
@@ -22,7 +23,8 @@ PACKED = [
 ]  # fmt: skip
 LIBRARIES = [
     "setup.cfg", "shardkit/config/libraries.py", "shardkit/parallel/compat.py", "shardkit/parallel/compat_fsdp.py",
-    "shardkit/memory/tracing/compat.py", "shardkit/strategies/zero", "tests/environments.py", *NAMES,
+    "shardkit/memory/tracing/compat.py", "shardkit/strategies/zero", "tests/environments.py",
+    "shardkit/foreign/accelerate_files.py", *NAMES, *ACCELERATE,
 ]  # fmt: skip
 """What names other libraries' private parts, or says which versions are supported."""
 # The fake CUDA device on a wheel for CUDA, without a GPU; `method` says that it was not given up for CPU fakes.
@@ -47,10 +49,10 @@ def python_with(pinned: dict[str, str]) -> Path:
     python = f"py{sys.version_info.major}.{sys.version_info.minor}"
     folder = cache / f"torch-{pinned['torch']}-deepspeed-{pinned['deepspeed']}-{python}"
     interpreter = folder / "bin" / "python"
-    installed, tools = folder / ".installed", " ".join(TOOLS)
+    exactly = [f"{name}=={version}" for name, version in pinned.items()]
+    installed, tools = folder / ".installed", " ".join([*exactly, *TOOLS])
     if not installed.exists() or installed.read_text() != tools:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        exactly = [f"{name}=={version}" for name, version in pinned.items()]
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         others = [line for line in _requirements() if re.split("[>=<]", line)[0] not in pinned]
         # A pip that builds DeepSpeed in isolation; torch before it, whose setup.py imports it.
         for packages in (["pip>=25.3"], exactly[:1], [*exactly, *others, *TOOLS]):

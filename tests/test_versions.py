@@ -1,4 +1,4 @@
-"""The core of the suite on the oldest and the newest torch, DeepSpeed and transformers that are supported."""
+"""The core of the suite on the oldest and the newest versions of the libraries that are supported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import CORE, LIBRARIES, NAMES, PACKED, SHIM, check_versions, python_with, run_tests, versions
+from tests.environments import (
+    ACCELERATE,
+    CORE,
+    LIBRARIES,
+    NAMES,
+    PACKED,
+    SHIM,
+    check_versions,
+    python_with,
+    run_tests,
+    versions,
+)
 
 pytestmark = [pytest.mark.release, pytest.mark.covers(*LIBRARIES), pytest.mark.timeout(3600)]
 
@@ -19,6 +30,8 @@ def python(request: pytest.FixtureRequest) -> Path:
     return interpreter
 
 
-@pytest.mark.parametrize("files", [NAMES, SHIM, CORE, PACKED], ids=["names", "shim", "core", "packed"])
+@pytest.mark.parametrize(
+    "files", [NAMES, ACCELERATE, SHIM, CORE, PACKED], ids=["names", "accelerate", "shim", "core", "packed"]
+)
 def test_passes_on_supported_versions(python: Path, files: list[str]) -> None:
     run_tests(python, files)

@@ -1,4 +1,4 @@
-"""Accelerate's config files, as the installed release takes them: its own classes read them, and give keys and defaults.
+"""Accelerate's config files: classes of the installed release read them, and give their keys and defaults.
 
 Accelerate imports torch, so it is imported when a job has a file of it, and never otherwise. Its classes keep values
 and look up no device; the text of a file is parsed before, within the limits on strangers' files.
@@ -75,7 +75,7 @@ def read_content(content: dict[str, Any], name: str) -> dict[str, Any]:
         config = ClusterConfig(**{key: value for key, value in converted.items() if key in release.names})
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{name}: Accelerate {release.version} refuses it: {one_line(str(error))}",
+            f"{name}: Accelerate {release.version} refuses it: {one_line(str(error)).rstrip('.')}",
             "correct the file; `accelerate config` writes one",
         ) from None
     values = config.to_dict()
@@ -100,11 +100,21 @@ def defaults(distributed_type: str, stage: int | None = None) -> Settings:
     if distributed_type == "FSDP":
         section, values = "fsdp_config", {k: v for k, v in release.options.items() if k.startswith("fsdp_")}
     elif distributed_type == "DEEPSPEED":
-        from accelerate.utils import DeepSpeedPlugin
-
-        # A variable may name a file, or ask for MS-AMP, which refuses stage 3.
-        section, values = "deepspeed_config", vars(DeepSpeedPlugin("none", zero_stage=stage, enable_msamp=False))
+        section, values = "deepspeed_config", _of_deepspeed(stage)
     else:
         return {}
     keys = {f"{section}.{name}": value for name, value in values.items() if value not in (None, "none")}
     return {key: value for key, value in keys.items() if release.knows(key)}
+
+
+def _of_deepspeed(stage: int | None) -> dict[str, Any]:
+    """The plugin's attributes, of which Accelerate's variables set some, as they do in the job."""
+    from accelerate.utils import DeepSpeedPlugin
+
+    try:  # a variable may also name a file, or ask for MS-AMP, which refuses stage 3
+        return dict(vars(DeepSpeedPlugin("none", zero_stage=stage, enable_msamp=False)))
+    except ValueError as error:
+        raise ConfigError(
+            f"a variable of Accelerate has a wrong value: {one_line(str(error))}",
+            "unset it: `env | grep ACCELERATE_` shows them",
+        ) from None

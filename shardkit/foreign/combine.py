@@ -129,7 +129,7 @@ def _ignored_by_accelerate(job: Together, section: str, name: str) -> str:
     if section == "fsdp_config" and name.removeprefix("fsdp_") in _FSDP1_ONLY and job.fsdp_version() == 2:
         return "FSDP2 has no such setting"
     if name == "fsdp_reshard_after_forward" and job.fsdp_version() == 1:
-        return "FSDP1 has fsdp_sharding_strategy, whose default its launcher sets"
+        return "for FSDP1 fsdp_sharding_strategy decides, which the launcher sets to FULL_SHARD unless the file has it"
     entry = find("accelerate", f"{section}.{name}")
     if section == "deepspeed_config" and job.has("deepspeed") and entry and entry.convert:
         return "the DeepSpeed file decides it"

@@ -91,8 +91,8 @@ def _fsdp_file(file: File, values: dict[str, Any], problems: list[Problem]) -> d
 def prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:
     """Every key as the tables spell it.
 
-    Accelerate adds the prefixes `fsdp_`, `dynamo_` and `fp8_`, the Trainer removes `fsdp_`, and DeepSpeed also takes keys of
-    stage 3 without `stage3_`.
+    Accelerate adds the prefixes `fsdp_`, `dynamo_` and `fp8_`, the Trainer removes `fsdp_`, and DeepSpeed also takes
+    keys of stage 3 without `stage3_`.
     """
 
     def name(key: str) -> str:

@@ -67,8 +67,8 @@ class Together:
         if file is None:
             return default
         if tool == "accelerate":
-            known = accelerate_release().knows(key)
-            return file.values.get(key) if known and key in file.values else self.accelerate_defaults().get(key, default)
+            value = file.values.get(key) if accelerate_release().knows(key) else None
+            return self.accelerate_defaults().get(key, default) if value is None else value
         value = file.values.get(ALIASES.get(file.tool, {}).get(key, key))
         if value is None and file.tool == "axolotl":
             value = _of_axolotls_fsdp(file, key)

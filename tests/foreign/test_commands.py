@@ -18,7 +18,7 @@ from shardkit.plan.client import plan
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
 from shardkit.plan.target import choose_target
 from tests.cli.test_main import shardkit
-from tests.foreign.samples import FSDP2, TRAINER, ZERO3, write
+from tests.foreign.samples import DDP, FSDP2, TRAINER, ZERO3, write
 from tests.foreign.test_recipes import AXOLOTL
 from tests.foreign.test_translate import MODEL
 
@@ -389,7 +389,7 @@ def test_ranks_of_torchrun_do_not_read_accelerates_file(tmp_path: Path, monkeypa
 def test_the_mapping_shows_what_a_contradiction_leaves_open_and_other_ranks(tmp_path: Path) -> None:
     deepspeed = {**ZERO3, "gradient_accumulation_steps": 1}
     text = TRAINER + "gradient_accumulation_steps: 2\n"
-    files = write(tmp_path, args__yaml=text, ds__json=deepspeed, accelerate__yaml="num_processes: 16\n")
+    files = write(tmp_path, args__yaml=text, ds__json=deepspeed, accelerate__yaml=DDP.replace("2", "16"))
     lines = [" ".join(line.split()) for line in mapping(read_job(files, gpus=4))]
     assert "gradient_accumulation_steps: 2 → contradicted" in lines
     assert "gradient_accumulation_steps: 1 → contradicted" in lines

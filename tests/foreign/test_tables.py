@@ -51,25 +51,6 @@ def test_every_key_of_the_trainers_fsdp_config_is_in_the_table() -> None:
     assert sorted(used - keys("trainer", "fsdp_config") - of_xla) == []
 
 
-def test_every_key_of_accelerates_file_is_in_the_table() -> None:
-    config_args = pytest.importorskip("accelerate.commands.config.config_args")
-    fields = {field.name for field in dataclasses.fields(config_args.ClusterConfig)}
-    of_before = {"fp16", "dynamo_backend", "log_dir", "rdzv_conf", "max_restarts", "monitor_interval"}
-    assert sorted(fields - keys("accelerate")) == []
-    assert sorted(keys("accelerate") - fields) == sorted(of_before)
-
-
-@pytest.mark.parametrize("section", ["fsdp", "deepspeed"])
-def test_every_argument_of_accelerates_launcher_is_in_the_table(section: str) -> None:
-    launch = pytest.importorskip("accelerate.commands.launch")
-    parser = launch.launch_command_parser()
-    titles = {"fsdp": "FSDP Arguments", "deepspeed": "DeepSpeed Arguments"}
-    (group,) = (group for group in parser._action_groups if group.title == titles[section])
-    names = {action.dest for action in group._group_actions}
-    assert len(names) > 8
-    assert sorted(name for name in names if find("accelerate", f"{section}_config.{name}") is None) == []
-
-
 def test_every_key_of_deepspeeds_sections_is_in_the_table() -> None:
     config = pytest.importorskip("deepspeed.runtime.zero.config")
     offload = pytest.importorskip("deepspeed.runtime.zero.offload_config")

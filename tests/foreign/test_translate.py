@@ -315,14 +315,18 @@ def test_a_file_that_another_names_is_read_beside_it(tmp_path: Path, monkeypatch
     assert found.load(OPEN[:1]).config.parallel.strategy == "zero3"
 
 
-def test_reading_imports_none_of_the_tools(tmp_path: Path) -> None:
-    names = write(tmp_path, ds__json=ZERO3, args__yaml=TRAINER, accelerate__yaml=DDP)
+@pytest.mark.parametrize(("files", "imported"), [({}, []), ({"accelerate__yaml": DDP}, ["accelerate", "torch"])])
+def test_reading_imports_accelerate_for_its_own_files_alone(
+    files: dict[str, str], imported: list[str], tmp_path: Path
+) -> None:
+    names = write(tmp_path, ds__json=ZERO3, args__yaml=TRAINER, **files)
     code = (
         "import sys; from shardkit.foreign.translate import read_job; read_job(sys.argv[1:]);"
         "print(sorted({'accelerate', 'deepspeed', 'transformers', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == str(imported)
+    assert not done.stderr
 
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": ["v_proj", "q_proj"],
