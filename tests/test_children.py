@@ -17,7 +17,8 @@ from shardkit.launch.spec import JobSpec
 from tests.commands import environment
 from tests.data.chats import conversation, write_lines, write_tokenizer
 
-PLANTED = ["typing", "shardkit", "torch", "sitecustomize", "usercustomize", "json", "numpy", "launch", "transformers"]
+PLANTED = ["typing", "shardkit", "torch", "sitecustomize", "usercustomize", "json", "numpy", "launch", "transformers",
+           "accelerate"]  # fmt: skip
 """Modules that commands and their children import early."""
 REPO = Path(__file__).resolve().parent.parent
 SHARDKIT = Path(sys.executable).with_name("shardkit")
@@ -50,6 +51,14 @@ def test_a_child_imports_nothing_from_the_current_directory(hostile: Path) -> No
     child = run([*code_command("import typing, json, sys; print(sys.argv[1:])"), "word"], hostile)
     assert (child.stdout, child.stderr) == ("['word']\n", "")
     assert run(module_command("shardkit.config.capability"), hostile).stdout.startswith("|")
+    assert not ran(hostile)
+
+
+@pytest.mark.slow
+def test_another_tools_file_is_read_without_imports_from_the_current_directory(hostile: Path) -> None:
+    (hostile / "accelerate.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    done = run([str(SHARDKIT), "plan", "--from", "accelerate.yaml", "--gpu", "h100"], hostile)
+    assert done.returncode == 2 and "no file says which model it is" in done.stderr
     assert not ran(hostile)
 
 

@@ -6,20 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import (
-    ACCELERATE,
-    CORE,
-    LIBRARIES,
-    NAMES,
-    PACKED,
-    SHIM,
-    check_versions,
-    python_with,
-    run_tests,
-    versions,
-)
+from tests import environments
+from tests.environments import check_versions, python_with, run_tests, versions
 
-pytestmark = [pytest.mark.release, pytest.mark.covers(*LIBRARIES), pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.release, pytest.mark.covers(*environments.LIBRARIES), pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["oldest", "newest"])
@@ -30,8 +20,6 @@ def python(request: pytest.FixtureRequest) -> Path:
     return interpreter
 
 
-@pytest.mark.parametrize(
-    "files", [NAMES, ACCELERATE, SHIM, CORE, PACKED], ids=["names", "accelerate", "shim", "core", "packed"]
-)
-def test_passes_on_supported_versions(python: Path, files: list[str]) -> None:
-    run_tests(python, files)
+@pytest.mark.parametrize("part", ["NAMES", "ACCELERATE", "SHIM", "CORE", "PACKED"], ids=str.lower)
+def test_passes_on_supported_versions(python: Path, part: str) -> None:
+    run_tests(python, getattr(environments, part))
