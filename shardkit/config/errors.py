@@ -13,40 +13,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import ConfigError
+from .names import HERE
 from .schema import RunConfig, sections
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]
 """Where the value at a path was set: `configs/fsdp.yaml:12`, `command line`, or empty for a default."""
 
-# Other trainers' names for keys that exist here; similar spelling finds the rest.
-_SYNONYMS = {
-    "learning_rate": "optim.lr",
-    "batch_size": "train.micro_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.grad_accum_steps",
-    "train_batch_size": "train.global_batch_size",
-    "gradient_clipping": "train.max_norm",
-    "max_grad_norm": "train.max_norm",
-    "clip_grad_norm": "train.max_norm",
-    "gradient_checkpointing": "activation.policy",
-    "activation_checkpointing": "activation.policy",
-    "zero_stage": "parallel.strategy",
-    "dtype": "precision.mode",
-    "amp": "precision.mode",
-    "block_size": "train.seq_len",
-    "hidden_size": "model.d_model",
-    "output_dir": "run.dir",
-    "eval.every_steps": "train.eval_every",
-    "eval.every": "train.eval_every",
-    "eval_steps": "train.eval_every",
-    "logging.every_steps": "logging.every",
-    "logging_steps": "logging.every",
-    "save_steps": "checkpoint.every_steps",
-    "schedule.name": "optim.schedule",
-    "lr_scheduler_type": "optim.schedule",
-    "warmup_ratio": "optim.warmup_steps",
-}
 _VALUE_SYNONYMS = {
     "gpu": "cuda",
     "float32": "fp32",
@@ -67,12 +40,12 @@ def suggest(path: Path) -> str:
     """The dotted key most likely meant by an unknown one; empty when nothing is close."""
     fields = section_fields()
     dotted = [f"{section}.{key}" for section, keys in fields.items() for key in keys]
+    if known := _in_other_tools(".".join(path[:2])):
+        return known
     if len(path) == 1:
         close = difflib.get_close_matches(path[0], fields, n=1, cutoff=0.7)
         return close[0] if close else _by_key(path[0], dotted)
     section, key = path[0], path[1]
-    if f"{section}.{key}" in _SYNONYMS:
-        return _SYNONYMS[f"{section}.{key}"]
     if section in fields:
         close = difflib.get_close_matches(key, fields[section], n=1, cutoff=0.75)
         close += [name for name in fields[section] if len(key) >= 3 and name.startswith(key)]
@@ -85,10 +58,15 @@ def suggest(path: Path) -> str:
     return _by_key(key, dotted) or _closest(f"{section}.{key}", dotted, 0.6)
 
 
+def _in_other_tools(name: str) -> str:
+    """The key here that other tools call so; empty if none does."""
+    return ".".join(HERE.get(name, "").split(".")[:2])
+
+
 def _by_key(key: str, dotted: Iterable[str]) -> str:
     """Match on the part after the section, in whichever section has it."""
-    if key in _SYNONYMS:
-        return _SYNONYMS[key]
+    if known := _in_other_tools(key):
+        return known
     by_key: dict[str, str] = {}
     for name in dotted:
         by_key.setdefault(name.partition(".")[2], name)
@@ -101,9 +79,6 @@ def _closest(name: str, dotted: Iterable[str], cutoff: float) -> str:
 
 
 _REFUSED = {
-    "adapter.lora_alpha": ("is written adapter.alpha here", "set adapter.alpha"),
-    "adapter.lora_dropout": ("is written adapter.dropout here", "set adapter.dropout"),
-    "adapter.target_modules": ("is written adapter.targets here", "set adapter.targets"),
     "adapter.quantization": ("is written model.quantize here (QLoRA)", "set model.quantize={bits: 4}"),
     "adapter.type=qlora": (
         "is written adapter.type=lora with model.quantize here (QLoRA)",

@@ -72,21 +72,21 @@ def read_content(content: dict[str, Any], name: str) -> dict[str, Any]:
 
     try:
         converted = ClusterConfig.process_config(dict(content))
-        config = ClusterConfig(**{key: value for key, value in converted.items() if key in release.names})
+        config = ClusterConfig(**{key: converted[key] for key in converted if key in release.names})
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{name}: Accelerate {release.version} refuses it: {one_line(str(error)).rstrip('.')}",
             "correct the file; `accelerate config` writes one",
         ) from None
-    values = config.to_dict()
-    if values["compute_environment"] == "AMAZON_SAGEMAKER":
+    read = config.to_dict()
+    if read["compute_environment"] == "AMAZON_SAGEMAKER":
         raise ConfigError(
             f"{name} is a job of Amazon SageMaker, which starts it on machines that the file does not describe",
             "name a file whose compute_environment is LOCAL_MACHINE",
         )
     has_old_keys = not content.keys() <= converted.keys()
     keys = [key for key in converted if key in content or (has_old_keys and converted[key])]
-    return {key: values.get(key, converted[key]) for key in keys}
+    return {key: read.get(key, converted[key]) for key in keys}
 
 
 @lru_cache
@@ -98,13 +98,13 @@ def defaults(distributed_type: str, stage: int | None = None) -> Settings:
     """
     release = accelerate_release()
     if distributed_type == "FSDP":
-        section, values = "fsdp_config", {k: v for k, v in release.options.items() if k.startswith("fsdp_")}
+        section, options = "fsdp_config", {k: v for k, v in release.options.items() if k.startswith("fsdp_")}
     elif distributed_type == "DEEPSPEED":
-        section, values = "deepspeed_config", _of_deepspeed(stage)
+        section, options = "deepspeed_config", _of_deepspeed(stage)
     else:
         return {}
-    keys = {f"{section}.{name}": value for name, value in values.items() if value not in (None, "none")}
-    return {key: value for key, value in keys.items() if release.knows(key)}
+    keys = {f"{section}.{name}": default for name, default in options.items() if default not in (None, "none")}
+    return {key: default for key, default in keys.items() if release.knows(key)}
 
 
 def _of_deepspeed(stage: int | None) -> dict[str, Any]:

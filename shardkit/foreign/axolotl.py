@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..config.names import HERE
 from . import tables
 from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, number, one_of, to, truth, unplanned, whole
 
@@ -100,16 +101,15 @@ _OF_THE_TRAINER = (
 AXOLOTL: dict[str, Key] = {
     **{key: tables.TRAINER[key] for key in _OF_THE_TRAINER},
     "base_model": Key(lambda value: {}, note="the model"),
-    "micro_batch_size": to("train.micro_batch_size", whole),
-    "sequence_len": to("train.seq_len", whole),
+    **tables.named("micro_batch_size sequence_len cosine_min_lr_ratio torch_compile_mode"),
+    **tables.named("lora_r lora_alpha lora_dropout peft_use_rslora"),
     "sample_packing": Key(lambda value: {}, note=_ROWS),
     "pad_to_sequence_len": Key(lambda value: {}, note=_ROWS),
     "batch_flattening": Key(lambda value: {}, note=_ROWS),
     "pretraining_sample_concatenation": Key(lambda value: {}, note=_ROWS),
-    "learning_rate": to("optim.lr", learning_rate),
+    **tables.named("learning_rate", learning_rate),
     "optimizer": Key(optimizer, only="optim.name"),
     "lr_scheduler": many(schedule),
-    "cosine_min_lr_ratio": to("optim.min_lr_ratio", number),
     "bf16": _half("bf16"),
     "fp16": _half("fp16"),
     "tf32": _half("tf32"),
@@ -117,18 +117,13 @@ AXOLOTL: dict[str, Key] = {
     "float16": Key(lambda value: {}, note="the type of weights and optimizer state", only="precision.mode"),
     "gradient_checkpointing": Key(_checkpointing, only="activation.policy"),
     "torch_compile": many(lambda value: {} if value == "auto" else {"compile.enabled": truth(value)}),
-    "torch_compile_mode": to("compile.mode"),
     "attn_implementation": many(attention),
     "adapter": Key(_adapter, only="adapter.type"),
     "load_in_4bit": many(_four_bits),
     "bnb_config_kwargs.bnb_4bit_use_double_quant": to("model.quantize.double", truth),
     "bnb_config_kwargs.bnb_4bit_quant_type": one_of("model.quantize.type", tables.FOUR_BITS),
-    "lora_r": to("adapter.r", whole),
-    "lora_alpha": to("adapter.alpha", whole),
-    "lora_dropout": to("adapter.dropout", number),
-    "lora_target_modules": Key(_targets, only="adapter.targets"),
+    "lora_target_modules": Key(_targets, only=HERE["lora_target_modules"]),
     "lora_target_linear": many(lambda value: tables.on("adapter.targets", "all-linear", value)),
-    "peft_use_rslora": to("adapter.use_rslora", truth),
     "dp_replicate_size": many(tables.replicas),
     "dp_shard_size": many(lambda value: {"parallel.dp_shard": value} if whole(value) > 1 else {}),
     **{f"fsdp_config.{name}": key for name, key in tables.FSDP.items()},

@@ -165,8 +165,8 @@ def _add_defaults(job: Together) -> None:
         values = defaults(job)
         chosen.append((trainer.tool, {k: v for k, v in values.items() if not _ignored(job, trainer.tool, k)}))
     if job.has("accelerate"):
-        values = job.accelerate_defaults()
-        chosen.append(("accelerate", {k: v for k, v in values.items() if not _ignored(job, "accelerate", k)}))
+        section = job.accelerate_defaults()
+        chosen.append(("accelerate", {k: v for k, v in section.items() if not _ignored(job, "accelerate", k)}))
     if job.stage:
         values = {**tables.DEEPSPEED_DEFAULTS, "zero_optimization.overlap_comm": job.stage == 3}
         if job.stage == 3:

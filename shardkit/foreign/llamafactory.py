@@ -6,7 +6,19 @@ from typing import Any
 
 from . import tables
 from .axolotl import attention, schedule
-from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, number, one_of, to, truth, unplanned, whole
+from .tables import (
+    Key,
+    NoCounterpart,
+    Settings,
+    WrongValue,
+    absent,
+    many,
+    named,
+    one_of,
+    to,
+    truth,
+    unplanned,
+)
 from .trl import EARLIER
 from .unplanned import is_off
 
@@ -59,16 +71,12 @@ TUNING: dict[str, Key] = {
     "model_name_or_path": Key(lambda value: {}, note="the model"),
     "stage": many(_stage),
     "finetuning_type": Key(_tuning, only="adapter.type"),
-    "lora_rank": to("adapter.r", whole),
-    "lora_alpha": to("adapter.alpha", whole),
-    "lora_dropout": to("adapter.dropout", number),
-    "lora_target": to("adapter.targets", _targets),
-    "use_rslora": to("adapter.use_rslora", truth),
+    **named("lora_rank lora_alpha lora_dropout use_rslora cutoff_len"),
+    **named("lora_target", _targets),
     "quantization_bit": many(_bits),
     "quantization_method": many(_method),
     "quantization_type": one_of("model.quantize.type", tables.FOUR_BITS),
     "double_quantization": to("model.quantize.double", truth),
-    "cutoff_len": to("train.seq_len", whole),
     "packing": Key(lambda value: {}, note=_ROWS),
     "flash_attn": many(_attention),
     "disable_gradient_checkpointing": Key(

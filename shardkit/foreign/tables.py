@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from ..config.errors import expected
+from ..config.names import HERE
 
 Settings = dict[str, Any]
 AUTO = "auto"
@@ -65,6 +69,23 @@ def to(setting: str, convert: Callable[[Any], Any] = lambda value: value) -> Key
     return Key(lambda value: {setting: convert(value)}, only=setting)
 
 
+def named(names: str, convert: Callable[[Any], Any] | None = None, section: str = "") -> dict[str, Key]:
+    """Keys that `config.names` has a key here for.
+
+    Args:
+        convert: a value of theirs; default: by the type of the key here.
+        section: of their file, where the names have none; with its dot.
+    """
+    return {section + name: to(HERE[name], convert or partial(_typed, HERE[name])) for name in names.split()}
+
+
+def _typed(setting: str, content: Any) -> Any:
+    section, key = setting.split(".")[:2]
+    accepted = expected(section, key)
+    convert = next((convert for start, convert in _OF_TYPE.items() if accepted.startswith(start)), None)
+    return content if convert is None else convert(content)
+
+
 def one_of(setting: str, values: Mapping[Any, Any]) -> Key:
     """A key whose values have counterparts one by one."""
     return to(setting, lambda value: _chosen(value, values))
@@ -108,6 +129,9 @@ def number(value: Any) -> float:
     return value
 
 
+_OF_TYPE = {"an integer": whole, "a number": number, "a list of 2 numbers": number, "true or false": truth}
+
+
 def norm(value: Any) -> float | None:
     """A clipping norm; 0 turns clipping off."""
     return number(value) or None
@@ -128,7 +152,10 @@ def on(setting: str, value: Any, cause: Any = True) -> Settings:
 
 
 def recompute(value: Any) -> Settings:
-    return on("activation.policy", "full", value)
+    return on(HERE["gradient_checkpointing"], "full", value)
+
+
+_RECOMPUTE = Key(recompute, only=HERE["gradient_checkpointing"])
 
 
 def unless_off(reason: str) -> Key:
@@ -184,42 +211,40 @@ _OFFLOAD = {
 _LOADING = "it changes loading and saving, below"
 
 DEEPSPEED: dict[str, Key] = {
-    "train_micro_batch_size_per_gpu": to("train.micro_batch_size", whole),
-    "train_batch_size": to("train.global_batch_size", whole),
-    "gradient_accumulation_steps": to("train.grad_accum_steps", whole),
-    "gradient_clipping": to("train.max_norm", norm),
-    "zero_optimization.stage": to("parallel.strategy", _stage),
+    **named("train_micro_batch_size_per_gpu train_batch_size gradient_accumulation_steps"),
+    **named("gradient_clipping", norm),
+    **named("zero_optimization.stage", _stage),
     **{f"zero_optimization.{key}": raw(f"zero_optimization.{key}", whole) for key in _BUCKETS.split()},
     **{f"zero_optimization.{key}": raw(f"zero_optimization.{key}", truth) for key in _SWITCHES.split()},
-    "zero_optimization.offload_optimizer.device": to("parallel.offload_optimizer"),
-    "zero_optimization.offload_param.device": to("parallel.offload_param"),
-    "zero_optimization.offload_optimizer.nvme_path": to("parallel.nvme_path"),
-    "zero_optimization.offload_param.nvme_path": to("parallel.nvme_path"),
-    "zero_optimization.offload_optimizer.ratio": to("parallel.offload_ratio", number),
+    **named(
+        """
+        zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path
+        zero_optimization.offload_optimizer.ratio zero_optimization.offload_param.device
+        zero_optimization.offload_param.nvme_path
+        """
+    ),
     **{
         f"zero_optimization.offload_{part}.{key}": raw(f"zero_optimization.offload_{part}.{key}")
         for part, keys in _OFFLOAD.items()
         for key in keys.split()
     },
-    "zero_optimization.zero_hpz_partition_size": to("parallel.hpz", lambda value: None if value == 1 else whole(value)),
+    **named("zero_optimization.zero_hpz_partition_size", lambda value: None if value == 1 else whole(value)),
     "fp16.enabled": to("fp16", truth),
     "bf16.enabled": to("bf16", truth),
     "bfloat16.enabled": to("bf16", truth),
-    "fp16.initial_scale_power": to("precision.loss_scale_init_power", whole),
-    "fp16.loss_scale_window": to("precision.loss_scale_window", whole),
+    **named("fp16.initial_scale_power fp16.loss_scale_window communication_data_type"),
     "data_types.grad_accum_dtype": raw("data_types.grad_accum_dtype"),
     "bf16.bf16_optimizer_states": many(lambda value: on("precision.mode", "pure_bf16", value)),
-    "communication_data_type": to("precision.reduce_dtype"),
-    "optimizer.type": one_of("optim.name", DS_OPTIMIZERS),
-    "optimizer.params.lr": to("optim.lr", number),
+    "optimizer.type": one_of(HERE["optimizer.type"], DS_OPTIMIZERS),
+    **named("optimizer.params.lr optimizer.params.eps optimizer.params.weight_decay"),
     "optimizer.params.betas": many(_betas),
-    "optimizer.params.eps": to("optim.eps", number),
-    "optimizer.params.weight_decay": to("optim.weight_decay", number),
     "scheduler.type": many(lambda value: dict(_chosen(value, DS_SCHEDULES))),
-    "scheduler.params.cos_min_ratio": to("optim.min_lr_ratio", number),
-    "scheduler.params.warmup_num_steps": to("optim.warmup_steps", whole),
-    "scheduler.params.warmup_max_lr": to("optim.lr", number),
-    "scheduler.params.total_num_steps": to("train.max_steps", whole),
+    **named(
+        """
+        scheduler.params.cos_min_ratio scheduler.params.warmup_num_steps scheduler.params.warmup_max_lr
+        scheduler.params.total_num_steps
+        """
+    ),
     **absent(
         """
         steps_per_print dump_state disable_python_gc wall_clock_breakdown memory_breakdown log_level
@@ -324,7 +349,7 @@ def classes(value: Any) -> Settings:
 FSDP: dict[str, Key] = {  # without the prefix fsdp_
     "sharding_strategy": many(sharding),
     "reshard_after_forward": many(sharding),
-    "activation_checkpointing": Key(recompute, only="activation.policy"),
+    "activation_checkpointing": _RECOMPUTE,
     "activation_checkpointing_offload": many(lambda value: on("activation.offload", "cpu", value)),
     "transformer_layer_cls_to_wrap": many(classes),
     **absent(
@@ -357,11 +382,10 @@ ACCELERATE: dict[str, Key] = {
     "use_cpu": many(lambda value: on("run.device", "cpu", value)),
     **{f"fsdp_config.fsdp_{name}": key for name, key in FSDP.items()},
     "fsdp_config.fsdp_offload_params": many(offload_param),
-    "deepspeed_config.zero_stage": to("parallel.strategy", _stage),
-    "deepspeed_config.gradient_accumulation_steps": to("train.grad_accum_steps", whole),
-    "deepspeed_config.gradient_clipping": to("train.max_norm", norm),
-    "deepspeed_config.offload_optimizer_device": to("parallel.offload_optimizer"),
-    "deepspeed_config.offload_param_device": to("parallel.offload_param"),
+    **named("zero_stage", _stage, "deepspeed_config."),
+    **named("gradient_clipping", norm, "deepspeed_config."),
+    **named("gradient_accumulation_steps", section="deepspeed_config."),
+    **named("offload_optimizer_device offload_param_device", section="deepspeed_config."),
     "deepspeed_config.offload_optimizer_nvme_path": many(
         lambda value: {} if value in (None, "none") else {"parallel.nvme_path": value}
     ),
@@ -369,7 +393,7 @@ ACCELERATE: dict[str, Key] = {
         lambda value: {} if value in (None, "none") else {"parallel.nvme_path": value}
     ),
     "dynamo_config.dynamo_backend": many(lambda value: {"compile.enabled": str(value).lower() not in ("no", "false")}),
-    "dynamo_config.dynamo_mode": to("compile.mode"),
+    **named("dynamo_mode", section="dynamo_config."),
     **absent(
         """
         compute_environment debug enable_cpu_affinity main_training_function machine_rank gpu_ids
@@ -440,35 +464,25 @@ def warmup(value: Any) -> Settings:
 
 
 TRAINER: dict[str, Key] = {
-    "per_device_train_batch_size": to("train.micro_batch_size", whole),
-    "gradient_accumulation_steps": to("train.grad_accum_steps", whole),
+    **named(
+        """
+        per_device_train_batch_size gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2
+        adam_epsilon lr_scheduler_kwargs.min_lr_rate seed full_determinism torch_compile ddp_bucket_cap_mb
+        ddp_find_unused_parameters dataloader_num_workers dataloader_drop_last max_length max_seq_length
+        """
+    ),
     "max_steps": many(lambda value: {"train.max_steps": whole(value)} if number(value) > 0 else {}),
-    "max_grad_norm": to("train.max_norm", norm),
-    "learning_rate": to("optim.lr", number),
-    "weight_decay": to("optim.weight_decay", number),
-    "adam_beta1": to("optim.betas.0", number),
-    "adam_beta2": to("optim.betas.1", number),
-    "adam_epsilon": to("optim.eps", number),
+    **named("max_grad_norm", norm),
     "optim": Key(lambda value: dict(_chosen(value, OPTIMIZERS)), only="optim.name"),
-    "lr_scheduler_type": Key(lambda value: dict(_chosen(value, SCHEDULES)), only="optim.schedule"),
-    "lr_scheduler_kwargs.min_lr_rate": to("optim.min_lr_ratio", number),
+    "lr_scheduler_type": Key(lambda value: dict(_chosen(value, SCHEDULES)), only=HERE["lr_scheduler_type"]),
     "warmup_steps": many(warmup),
-    "seed": to("train.seed", whole),
-    "full_determinism": to("train.deterministic", truth),
     "fp16": to("fp16", truth),
     "bf16": to("bf16", truth),
     "tf32": to("tf32", truth),
-    "gradient_checkpointing": Key(recompute, only="activation.policy"),
-    "activation_checkpointing": Key(recompute, only="activation.policy"),
-    "torch_compile": to("compile.enabled", truth),
+    "gradient_checkpointing": _RECOMPUTE,
+    "activation_checkpointing": _RECOMPUTE,
     "torch_compile_mode": many(lambda value: {"compile.enabled": True, "compile.mode": value} if value else {}),
-    "ddp_bucket_cap_mb": to("parallel.bucket_mb", number),
-    "ddp_find_unused_parameters": to("parallel.find_unused", truth),
     "use_cpu": many(lambda value: on("run.device", "cpu", value)),
-    "dataloader_num_workers": to("data.workers", whole),
-    "dataloader_drop_last": to("data.drop_last", truth),
-    "max_length": to("train.seq_len", whole),
-    "max_seq_length": to("train.seq_len", whole),
     "fsdp": many(trainer_fsdp),
     **{f"fsdp_config.{name}": key for name, key in FSDP.items()},
     "fsdp_config.cpu_offload": many(offload_param),
@@ -536,11 +550,8 @@ def targets(value: Any) -> str | list[str]:
 _OWN_VALUES = "layers of different ranks or values, which shardkit's adapters do not have"
 PEFT: dict[str, Key] = {
     "peft_type": one_of("adapter.type", {"lora": "lora"}),
-    "r": to("adapter.r", whole),
-    "lora_alpha": to("adapter.alpha", whole),
-    "lora_dropout": to("adapter.dropout", number),
-    "target_modules": to("adapter.targets", targets),
-    "use_rslora": to("adapter.use_rslora", truth),
+    **named("r lora_alpha lora_dropout use_rslora"),
+    **named("target_modules", targets),
     "bias": unless_off("biases are trained too"),
     "modules_to_save": unless_off("whole modules are trained too"),
     **{

@@ -67,8 +67,8 @@ class Together:
         if file is None:
             return default
         if tool == "accelerate":
-            value = file.values.get(key) if accelerate_release().knows(key) else None
-            return self.accelerate_defaults().get(key, default) if value is None else value
+            setting = file.values.get(key) if accelerate_release().knows(key) else None
+            return self.accelerate_defaults().get(key, default) if setting is None else setting
         value = file.values.get(ALIASES.get(file.tool, {}).get(key, key))
         if value is None and file.tool == "axolotl":
             value = _of_axolotls_fsdp(file, key)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..config.names import HERE
 from . import tables
 from .axolotl import attention, schedule
-from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, number, to, truth, unplanned, whole
+from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, named, truth, unplanned
 
 _REWARDS = "it belongs to a trainer of pairs, rewards or generated answers, whose batches no plan here has"
 _ROWS = "planned are full rows of train.seq_len tokens, packed or padded"
@@ -32,7 +33,7 @@ def _loss(value: Any) -> Settings:
     return {"model.loss_chunk_size": _CHUNK} if value == "chunked_nll" else {}
 
 
-_DTYPE = Key(_dtype, note="the type in which the weights are loaded", only="precision.mode")
+_DTYPE = Key(_dtype, note="the type in which the weights are loaded", only=HERE["dtype"])
 EARLIER: dict[str, Key] = {
     "group_by_length": Key(),
     **absent(
@@ -46,20 +47,15 @@ EARLIER: dict[str, Key] = {
     ),
     "no_cuda": many(lambda value: tables.on("run.device", "cpu", value)),
     "fsdp_transformer_layer_cls_to_wrap": many(tables.classes),
-    "per_gpu_train_batch_size": to("train.micro_batch_size", whole),
+    **named("per_gpu_train_batch_size"),
     "per_gpu_eval_batch_size": Key(),
 }
 """Arguments of transformers 4's Trainer, which TRL and LLaMA-Factory run on too."""
 TRL_KEYS: dict[str, Key] = {
     "model_name_or_path": Key(lambda value: {}, note="the model"),
     "use_peft": many(lambda value: {"adapter.type": "lora" if truth(value) else "none"}),
-    "lora_r": to("adapter.r", whole),
-    "lora_alpha": to("adapter.alpha", whole),
-    "lora_dropout": to("adapter.dropout", number),
-    "lora_target_modules": to("adapter.targets", _targets),
-    "use_rslora": to("adapter.use_rslora", truth),
-    "max_length": to("train.seq_len", whole),
-    "max_seq_length": to("train.seq_len", whole),
+    **named("lora_r lora_alpha lora_dropout use_rslora max_length max_seq_length"),
+    **named("lora_target_modules", _targets),
     "packing": Key(lambda value: {}, note=_ROWS),
     "padding_free": Key(lambda value: {}, note=_ROWS),
     "dtype": _DTYPE,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.config import errors as config_errors
 from shardkit.config.libraries import installed
 from shardkit.foreign import tables, tools
 from shardkit.foreign.tools import find
@@ -112,15 +111,3 @@ def test_every_converter_names_keys_that_exist_here() -> None:
         for key, entry in table.items():
             ours = ".".join(entry.only.split(".")[:2])
             assert not ours or ours in known or ours in (*PSEUDO, "optim.betas"), (tool, key)
-
-
-def test_a_misspelt_key_is_explained_by_the_counterpart_that_plans_use() -> None:
-    """`config` lies below `foreign`, so it has a short table of its own; the two must not disagree."""
-    known = [
-        (theirs, here, table[theirs].only)
-        for theirs, here in config_errors._SYNONYMS.items()
-        for table in (tables.DEEPSPEED, tables.FSDP, tables.TRAINER)
-        if theirs in table and table[theirs].only
-    ]
-    assert len(known) >= 10
-    assert [(theirs, here) for theirs, here, planned in known if here != planned] == []

@@ -151,7 +151,7 @@ def test_targets_that_cannot_be_adapted_are_named(targets: Any, cause: str, fix:
         ("adapter.type", "qlora", "is written adapter.type=lora with model.quantize here"),
         ("adapter.use_dora", True, "DoRA"),
         ("adapter.modules_to_save", ["lm_head"], "whole modules"),
-        ("adapter.lora_alpha", 3, "adapter.alpha"),
+        ("adapter.lora_alpha", 3, "unknown key adapter.lora_alpha"),
         ("train.ema_decay", 0.9, "averaged"),
         ("precision.mode", "fp8", "torchao"),
         ("task.name", "causal_lm", "takes adapters"),
