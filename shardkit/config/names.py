@@ -1,6 +1,6 @@
 """What other tools call keys here: `errors` suggests a key by it, and `foreign` plans by it. Pure data.
 
-DeepSpeed's names with sections are dotted, as its file has them.
+Names that stand in a section of a tool's file mean nothing without it: `foreign/tables.py` alone has them.
 """
 
 OTHER_NAMES = {
@@ -19,23 +19,17 @@ OTHER_NAMES = {
     "model.d_model": "hidden_size",
     "optim.betas.0": "adam_beta1",
     "optim.betas.1": "adam_beta2",
-    "optim.eps": "adam_epsilon optimizer.params.eps",
-    "optim.lr": "learning_rate optimizer.params.lr scheduler.params.warmup_max_lr",
-    "optim.min_lr_ratio": "cosine_min_lr_ratio scheduler.params.cos_min_ratio lr_scheduler_kwargs.min_lr_rate",
-    "optim.name": "optimizer.type",
+    "optim.eps": "adam_epsilon",
+    "optim.lr": "learning_rate",
+    "optim.min_lr_ratio": "cosine_min_lr_ratio",
     "optim.schedule": "lr_scheduler_type schedule.name",
-    "optim.warmup_steps": "warmup_ratio scheduler.params.warmup_num_steps",
-    "optim.weight_decay": "weight_decay optimizer.params.weight_decay",
+    "optim.warmup_steps": "warmup_ratio",
+    "optim.weight_decay": "weight_decay",
     "parallel.bucket_mb": "ddp_bucket_cap_mb",
     "parallel.find_unused": "ddp_find_unused_parameters",
-    "parallel.hpz": "zero_optimization.zero_hpz_partition_size",
-    "parallel.nvme_path": "zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_param.nvme_path",
-    "parallel.offload_optimizer": "offload_optimizer_device zero_optimization.offload_optimizer.device",
-    "parallel.offload_param": "offload_param_device zero_optimization.offload_param.device",
-    "parallel.offload_ratio": "zero_optimization.offload_optimizer.ratio",
-    "parallel.strategy": "zero_stage zero_optimization.stage",
-    "precision.loss_scale_init_power": "fp16.initial_scale_power",
-    "precision.loss_scale_window": "fp16.loss_scale_window",
+    "parallel.offload_optimizer": "offload_optimizer_device",
+    "parallel.offload_param": "offload_param_device",
+    "parallel.strategy": "zero_stage",
     "precision.mode": "dtype torch_dtype amp",
     "precision.reduce_dtype": "communication_data_type",
     "run.dir": "output_dir",
@@ -44,12 +38,11 @@ OTHER_NAMES = {
     "train.global_batch_size": "train_batch_size",
     "train.grad_accum_steps": "gradient_accumulation_steps",
     "train.max_norm": "max_grad_norm gradient_clipping clip_grad_norm",
-    "train.max_steps": "scheduler.params.total_num_steps",
     "train.micro_batch_size": "per_device_train_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu "
     "batch_size micro_batch_size",
     "train.seed": "seed",
     "train.seq_len": "max_length max_seq_length sequence_len cutoff_len block_size",
 }
-"""A key here → other tools' names for it, and names of keys that stood elsewhere."""
+"""A key here → other tools' names for it, and where it stood or is looked for."""
 HERE = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 """Another tool's name → the key here."""

@@ -6,19 +6,7 @@ from typing import Any
 
 from . import tables
 from .axolotl import attention, schedule
-from .tables import (
-    Key,
-    NoCounterpart,
-    Settings,
-    WrongValue,
-    absent,
-    many,
-    named,
-    one_of,
-    to,
-    truth,
-    unplanned,
-)
+from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, named, one_of, to, truth, unplanned
 from .trl import EARLIER
 from .unplanned import is_off
 

@@ -70,12 +70,7 @@ def to(setting: str, convert: Callable[[Any], Any] = lambda value: value) -> Key
 
 
 def named(names: str, convert: Callable[[Any], Any] | None = None, section: str = "") -> dict[str, Key]:
-    """Keys that `config.names` has a key here for.
-
-    Args:
-        convert: a value of theirs; default: by the type of the key here.
-        section: of their file, where the names have none; with its dot.
-    """
+    """Keys for which `config.names` has the key here. `convert` a value; default: by the type of the key here."""
     return {section + name: to(HERE[name], convert or partial(_typed, HERE[name])) for name in names.split()}
 
 
@@ -213,38 +208,38 @@ _LOADING = "it changes loading and saving, below"
 DEEPSPEED: dict[str, Key] = {
     **named("train_micro_batch_size_per_gpu train_batch_size gradient_accumulation_steps"),
     **named("gradient_clipping", norm),
-    **named("zero_optimization.stage", _stage),
+    "zero_optimization.stage": to("parallel.strategy", _stage),
     **{f"zero_optimization.{key}": raw(f"zero_optimization.{key}", whole) for key in _BUCKETS.split()},
     **{f"zero_optimization.{key}": raw(f"zero_optimization.{key}", truth) for key in _SWITCHES.split()},
-    **named(
-        """
-        zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path
-        zero_optimization.offload_optimizer.ratio zero_optimization.offload_param.device
-        zero_optimization.offload_param.nvme_path
-        """
-    ),
+    "zero_optimization.offload_optimizer.device": to("parallel.offload_optimizer"),
+    "zero_optimization.offload_param.device": to("parallel.offload_param"),
+    "zero_optimization.offload_optimizer.nvme_path": to("parallel.nvme_path"),
+    "zero_optimization.offload_param.nvme_path": to("parallel.nvme_path"),
+    "zero_optimization.offload_optimizer.ratio": to("parallel.offload_ratio", number),
     **{
         f"zero_optimization.offload_{part}.{key}": raw(f"zero_optimization.offload_{part}.{key}")
         for part, keys in _OFFLOAD.items()
         for key in keys.split()
     },
-    **named("zero_optimization.zero_hpz_partition_size", lambda value: None if value == 1 else whole(value)),
+    "zero_optimization.zero_hpz_partition_size": to("parallel.hpz", lambda value: None if value == 1 else whole(value)),
     "fp16.enabled": to("fp16", truth),
     "bf16.enabled": to("bf16", truth),
     "bfloat16.enabled": to("bf16", truth),
-    **named("fp16.initial_scale_power fp16.loss_scale_window communication_data_type"),
+    **named("communication_data_type"),
+    "fp16.initial_scale_power": to("precision.loss_scale_init_power", whole),
+    "fp16.loss_scale_window": to("precision.loss_scale_window", whole),
     "data_types.grad_accum_dtype": raw("data_types.grad_accum_dtype"),
     "bf16.bf16_optimizer_states": many(lambda value: on("precision.mode", "pure_bf16", value)),
-    "optimizer.type": one_of(HERE["optimizer.type"], DS_OPTIMIZERS),
-    **named("optimizer.params.lr optimizer.params.eps optimizer.params.weight_decay"),
+    "optimizer.type": one_of("optim.name", DS_OPTIMIZERS),
+    "optimizer.params.lr": to("optim.lr", number),
     "optimizer.params.betas": many(_betas),
+    "optimizer.params.eps": to("optim.eps", number),
+    "optimizer.params.weight_decay": to("optim.weight_decay", number),
     "scheduler.type": many(lambda value: dict(_chosen(value, DS_SCHEDULES))),
-    **named(
-        """
-        scheduler.params.cos_min_ratio scheduler.params.warmup_num_steps scheduler.params.warmup_max_lr
-        scheduler.params.total_num_steps
-        """
-    ),
+    "scheduler.params.cos_min_ratio": to("optim.min_lr_ratio", number),
+    "scheduler.params.warmup_num_steps": to("optim.warmup_steps", whole),
+    "scheduler.params.warmup_max_lr": to("optim.lr", number),
+    "scheduler.params.total_num_steps": to("train.max_steps", whole),
     **absent(
         """
         steps_per_print dump_state disable_python_gc wall_clock_breakdown memory_breakdown log_level
@@ -384,8 +379,7 @@ ACCELERATE: dict[str, Key] = {
     "fsdp_config.fsdp_offload_params": many(offload_param),
     **named("zero_stage", _stage, "deepspeed_config."),
     **named("gradient_clipping", norm, "deepspeed_config."),
-    **named("gradient_accumulation_steps", section="deepspeed_config."),
-    **named("offload_optimizer_device offload_param_device", section="deepspeed_config."),
+    **named("gradient_accumulation_steps offload_optimizer_device offload_param_device", section="deepspeed_config."),
     "deepspeed_config.offload_optimizer_nvme_path": many(
         lambda value: {} if value in (None, "none") else {"parallel.nvme_path": value}
     ),
@@ -467,7 +461,7 @@ TRAINER: dict[str, Key] = {
     **named(
         """
         per_device_train_batch_size gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2
-        adam_epsilon lr_scheduler_kwargs.min_lr_rate seed full_determinism torch_compile ddp_bucket_cap_mb
+        adam_epsilon seed full_determinism torch_compile ddp_bucket_cap_mb
         ddp_find_unused_parameters dataloader_num_workers dataloader_drop_last max_length max_seq_length
         """
     ),
@@ -475,6 +469,7 @@ TRAINER: dict[str, Key] = {
     **named("max_grad_norm", norm),
     "optim": Key(lambda value: dict(_chosen(value, OPTIMIZERS)), only="optim.name"),
     "lr_scheduler_type": Key(lambda value: dict(_chosen(value, SCHEDULES)), only=HERE["lr_scheduler_type"]),
+    "lr_scheduler_kwargs.min_lr_rate": to("optim.min_lr_ratio", number),
     "warmup_steps": many(warmup),
     "fp16": to("fp16", truth),
     "bf16": to("bf16", truth),
