@@ -67,6 +67,8 @@ def test_defaults_are_those_of_its_launcher_and_plugin(model: str) -> None:
     job = read_job([bare], model)
     assert (fates(job)["fsdp_config.fsdp_sharding_strategy"], job.loop.get("tail_unit")) == ("default", None)
     assert job.load(OPEN).config.parallel.strategy == "fsdp"
+    assert any("rank 0 sends one parameter after another" in row.text for row in job.transfers)
+    assert not any("rank 0 sends" in row.text for row in read_job([CLUSTER], model).transfers)
 
 
 def test_stage_3_shards_while_loading_unless_the_file_says_otherwise(tmp_path: Path) -> None:
