@@ -79,7 +79,7 @@ def read_content(content: dict[str, Any], name: str) -> dict[str, Any]:
             "correct the file; `accelerate config` writes one",
         ) from None
     read = config.to_dict()
-    if read["compute_environment"] == "AMAZON_SAGEMAKER":
+    if read.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise ConfigError(
             f"{name} is a job of Amazon SageMaker, which starts it on machines that the file does not describe",
             "name a file whose compute_environment is LOCAL_MACHINE",

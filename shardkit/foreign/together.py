@@ -103,7 +103,7 @@ class Together:
     def kind(self) -> str:
         """Accelerate's `distributed_type`; empty without its file."""
         file = self.file("accelerate")
-        return "" if file is None else str(file.values["distributed_type"])
+        return "" if file is None else str(file.values.get("distributed_type"))
 
     @property
     def stage(self) -> int | None:

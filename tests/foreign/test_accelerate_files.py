@@ -141,6 +141,16 @@ def test_what_accelerate_refuses_is_refused_in_its_words(content: dict[str, Any]
         assert "\n" not in refused.value.cause and refused.value.fix
 
 
+@pytest.mark.parametrize("odd", [None, {}, {"a": 1}, [], [{}], True, -1, 1.5, "", "x"])
+def test_odd_values_are_refused_or_read(odd: Any) -> None:
+    for key in (*sorted(accelerate_release().names), "fp16", "dynamo_backend"):
+        for kind in ("FSDP", "DEEPSPEED"):
+            try:
+                assert read_job([{**CLUSTER, "distributed_type": kind, key: odd}]).file_keys
+            except ConfigError as refused:
+                assert refused.cause and refused.fix
+
+
 def test_a_variable_with_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     defaults.cache_clear()
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "two")
