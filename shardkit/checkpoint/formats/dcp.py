@@ -14,18 +14,9 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import read_regular
+from ..native.manifest import whole_numbers
 from ..native.reader import TensorSpec
-from .tensor_source import (
-    PIECE_BYTES,
-    RESTORE,
-    Extent,
-    FileTensor,
-    Source,
-    canonical,
-    file_source,
-    logical,
-    whole_numbers,
-)
+from .tensor_source import PIECE_BYTES, RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, reading
 from .torch_file import Archive
 from .unpickle import PickledObject, TensorRef, load
 
@@ -47,20 +38,9 @@ def open_dcp(folder: Path, weights_only: bool = False) -> Source:
     Raises:
         CheckpointError: damaged, incomplete, or unclear about which tensors are the model's weights.
     """
-    try:
-        content = read_regular(folder / METADATA)
-    except OSError as error:
-        raise CheckpointError(f"{folder / METADATA} cannot be read: {error.strerror}", RESTORE) from error
-    metadata = load(content, str(folder / METADATA))
-    try:
-        return _Folder(folder, metadata).source(weights_only)
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # a malformed file can raise anything
-        raise CheckpointError(
-            f"{folder / METADATA} is not what torch.distributed.checkpoint writes: {type(error).__name__}: {error}",
-            RESTORE,
-        ) from error
+    file = folder / METADATA
+    with reading(file):
+        return _Folder(folder, load(read_regular(file), file)).source(weights_only)
 
 
 class _Folder:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .tensor_source import RESTORE, Extent, FileTensor, Source, canonical, file_source, whole_numbers
+from ..native.manifest import whole_numbers
+from .tensor_source import RESTORE, Extent, FileTensor, Source, canonical, file_source, reading
 from .torch_file import Archive
 from .unpickle import PickledObject, TensorRef
 
@@ -44,15 +45,8 @@ def open_deepspeed(folder: Path, weights_only: bool = False) -> Source:
         raise CheckpointError(
             f"{folder} is in DeepSpeed's universal layout", "convert the global_step folder that it was made from"
         )
-    try:
+    with reading(folder, "use a folder made by deepspeed 0.9 or newer, all of its files in place"):
         return _Folder(folder, weights_only).source()
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # a malformed file can raise anything
-        raise CheckpointError(
-            f"{folder} is not laid out as DeepSpeed lays it out: {type(error).__name__}: {error}",
-            "use a folder made by deepspeed 0.9 or newer, all of its files in place",
-        ) from error
 
 
 class _Folder:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,8 +21,9 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import open_regular, read_regular
+from ..native.manifest import whole_numbers
 from ..native.reader import TensorSpec
-from .tensor_source import RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, whole_numbers
+from .tensor_source import Extent, FileTensor, Source, canonical, file_source, logical, reading
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -76,12 +78,10 @@ def listed_files(path: Path, index: str, suffix: str) -> list[Path]:
         return [path]
     if not (path / index).exists():
         return sorted(path.glob(f"*{suffix}"))
-    try:
+    with reading(path / index):
         names = set(json.loads(read_regular(path / index))["weight_map"].values())
         if any(Path(name).name != name for name in names):
             raise ValueError("a file outside of the folder")
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path / index} is damaged: {type(error).__name__}: {error}", RESTORE) from error
     files = [path / name for name in sorted(names)]
     missing = [file for file in files if not file.is_file()]
     if missing:
@@ -95,36 +95,27 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
     Raises:
         CheckpointError: the file cannot be read, or its header is damaged.
     """
-    try:
-        with open_regular(file) as opened:
-            size = file.stat().st_size
-            head = opened.read(_LENGTH.size)
-            length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
-            if length > size - _LENGTH.size:
-                raise CheckpointError(f"{file} is damaged: its header does not end before the file does", RESTORE)
-            header = json.loads(opened.read(length))
-        begin = _LENGTH.size + length
-        return {
-            str(name): _entry(file, name, entry, begin, size - begin)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check its owner and mode") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: {type(error).__name__} in its header: {error}", RESTORE) from error
+    with reading(file), open_regular(file) as opened:
+        n_bytes = os.fstat(opened.fileno()).st_size
+        (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
+        start = _LENGTH.size + length
+        if start > n_bytes:
+            raise ValueError("its header does not end before the file does")
+        header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        return {name: _entry(file, name, entry, start, n_bytes) for name, entry in header.items()}
 
 
-def _entry(file: Path, name: str, entry: Mapping[str, Any], data_start: int, size: int) -> FileTensor:
+def _entry(file: Path, name: str, entry: Mapping[str, Any], start: int, n_bytes: int) -> FileTensor:
     """A header's entry about one tensor, checked.
 
     Args:
-        data_start: byte of the file at which the arrays begin.
-        size: bytes of all arrays.
+        start: byte of the file at which the arrays begin.
+        n_bytes: bytes of the file.
 
     Raises:
-        CheckpointError: the dtype is unknown, or the file ends before the tensor does.
-        ValueError, LookupError, TypeError: the entry is malformed.
+        CheckpointError: the dtype is unknown.
+        Exception: the entry is malformed, or the file ends before the tensor does.
     """
     if entry["dtype"] not in _DTYPES:
         raise CheckpointError(
@@ -132,11 +123,9 @@ def _entry(file: Path, name: str, entry: Mapping[str, Any], data_start: int, siz
         )
     dtype, shape = _DTYPES[entry["dtype"]], whole_numbers(entry["shape"])
     begin, end = whole_numbers(entry["data_offsets"])
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name}: {end - begin} bytes for {list(shape)} of {entry['dtype']}")
-    if end > size:
-        raise CheckpointError(f"{file} ends before {name} does", RESTORE)
-    return FileTensor(shape, dtype, (Extent(file, data_start + begin, (0,), math.prod(shape)),))
+    if end - begin != math.prod(shape) * dtype.itemsize or start + end > n_bytes:
+        raise ValueError(f"{name} of {list(shape)} cannot lie in bytes {begin} to {end} of {n_bytes - start}")
+    return FileTensor(shape, dtype, (Extent(file, start + begin, (0,), math.prod(shape)),))
 
 
 def header_of(tensors: Iterable[tuple[str, TensorSpec]]) -> bytes:

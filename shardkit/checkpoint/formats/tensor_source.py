@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,18 +30,22 @@ _LONG_RUN = 2**18
 """Bytes from which on each run is read separately; shorter neighbouring runs are read together."""
 
 
-def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
-    """Check that a file's shape, strides or offsets are integers ≥ 0, and return them as a tuple.
+@contextmanager
+def reading(path: Path, fix: str = RESTORE) -> Iterator[None]:
+    """Turn what a damaged or malformed file makes a reader raise into an error that names the file.
 
     Raises:
-        ValueError: one is not, or there are more than a tensor can have dimensions.
+        CheckpointError: anything else was raised, but for MemoryError: the file reached a limit.
     """
-    numbers = tuple(values)
-    if len(numbers) > 64:
-        raise ValueError(f"{len(numbers)} dimensions")
-    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
-        raise ValueError("a size or an offset that is not a whole number below 2**62")
-    return numbers  # type: ignore[return-value]
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be read: {reason}", "check its path, owner and mode") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}", fix) from error
 
 
 @dataclass
@@ -207,10 +212,8 @@ class FileTensors:
         """
         n_read = 0
         while n_read < len(out):
-            try:
+            with reading(file):
                 count = os.preadv(self._open(file), [out[n_read:]], offset + n_read)
-            except OSError as error:
-                raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check its owner and mode") from error
             if count == 0:
                 raise CheckpointError(f"{file} ends before {name} does", RESTORE)
             n_read += count
@@ -250,18 +253,14 @@ def _check_complete(name: str, tensor: FileTensor) -> None:
     Raises:
         CheckpointError: they do not; the message names the first element that is missing or repeated.
     """
-    starts = np.concatenate([extent.run_starts for extent in tensor.extents] or [np.empty(0, np.int64)])
-    runs = np.concatenate(
-        [np.full(len(e.run_starts), e.run, np.int64) for e in tensor.extents] or [np.empty(0, np.int64)]
-    )
-    starts, runs = starts[runs > 0], runs[runs > 0]
-    order = np.argsort(starts, kind="stable")
-    ends = np.cumsum(runs[order])
-    expected = np.concatenate([[0], ends])
-    wrong = np.flatnonzero(starts[order] != expected[:-1])
-    if len(wrong) or expected[-1] != math.prod(tensor.shape):
-        at = int(expected[wrong[0]]) if len(wrong) else int(min(expected[-1], math.prod(tensor.shape)))
+    spans = [np.stack([e.run_starts, e.run_starts + e.run], axis=1) for e in tensor.extents if e.run]
+    ordered = np.concatenate([np.empty((0, 2), np.int64), *spans])
+    ordered = ordered[np.argsort(ordered[:, 0], kind="stable")]
+    ends, starts = np.append(0, ordered[:, 1]), np.append(ordered[:, 0], math.prod(tensor.shape))
+    wrong = np.flatnonzero(ends != starts)
+    if len(wrong):
         file = tensor.extents[0].file if tensor.extents else "the source"
+        at = min(ends[wrong[0]], starts[wrong[0]])
         raise CheckpointError(f"element {at} of {name} is missing from {file} and its neighbours", RESTORE)
 
 

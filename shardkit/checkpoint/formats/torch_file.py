@@ -15,41 +15,31 @@ import torch
 from ...errors import CheckpointError
 from ...files import open_regular
 from .safetensors import listed_files, weights_source
-from .tensor_source import RESTORE, Extent, FileTensor, Source
+from .tensor_source import RESTORE, Extent, FileTensor, Source, reading
 from .unpickle import TensorRef, load
 
+_SIGNATURE = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # PKWARE APPNOTE 4.3.7: signature, then the lengths of name and extra field
 
 
-class _Window(io.RawIOBase):
-    """Presents the bytes [start, start + length) of a file as a file."""
+class _Window(io.FileIO):
+    """Presents the bytes [start, start + length) of an open file as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
+        super().__init__(file.fileno(), closefd=False)
+        self._start, self._length = start, length
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError("seek before the beginning")
-        self._at = base + offset
-        return self._at
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
+        return super().seek(self._start + max(0, base + offset)) - self._start
 
     def tell(self) -> int:
-        return self._at
+        return super().tell() - self._start
 
     def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._length - self._at))
-        self._file.seek(self._start + self._at)
-        content = self._file.read(count)
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
+        return super().readinto(memoryview(buffer)[: max(0, self._length - self.tell())])
+
+    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # type: ignore[assignment]  # by `readinto`
 
 
 class Archive:
@@ -64,36 +54,22 @@ class Archive:
 
     def __init__(self, file: Path, start: int = 0, length: int | None = None) -> None:
         self.file, self._start = file, start
-        try:
-            with open_regular(file) as opened:
-                size = os.fstat(opened.fileno()).st_size
-                self._length = size - start if length is None else length
-                if start < 0 or self._length < 0 or start + self._length > size:
-                    raise CheckpointError(f"{file} has {size} bytes, {start + self._length} are needed", RESTORE)
-                window = _Window(opened, start, self._length)
-                self._refuse_other_formats(window)
-                self._records = self._index(zipfile.ZipFile(io.BufferedReader(window)), window)
-        except OSError as error:
-            raise CheckpointError(
-                f"{file} cannot be read: {error.strerror or error}", "check its path, owner and mode"
-            ) from error
-        except (CheckpointError, MemoryError):
-            raise
-        except Exception as error:  # zipfile raises whatever it trips over
-            raise CheckpointError(f"{file} is damaged: {error}", RESTORE) from error
-        self.content = load(self._pickle, str(file))
+        with reading(file), open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            self._length = size - start if length is None else length
+            if start + self._length > size:
+                raise ValueError(f"{size} bytes, {start + self._length} are needed")
+            window = io.BufferedReader(_Window(opened, start, self._length))
+            window.seek(0)
+            if window.read(4) != _SIGNATURE:
+                raise CheckpointError(
+                    f"{file} is not the zip archive that torch.save writes",
+                    "check the path; a file of torch before 1.6 has to be saved again with torch.save",
+                )
+            self._records = self._index(window)
+        self.content = load(self._pickle, file)
 
-    def _refuse_other_formats(self, window: _Window) -> None:
-        """Refuse a file that does not begin as a zip archive does."""
-        head = window.read(4)
-        window.seek(0)
-        if head != b"PK\x03\x04":
-            raise CheckpointError(
-                f"{self.file} is not the zip archive that torch.save writes",
-                "check the path; a file of torch before 1.6 has to be saved again with torch.save",
-            )
-
-    def _index(self, archive: zipfile.ZipFile, window: _Window) -> dict[str, tuple[int, int]]:
+    def _index(self, window: BinaryIO) -> dict[str, tuple[int, int]]:
         """Read the archive's directory and its pickle.
 
         Returns:
@@ -103,31 +79,26 @@ class Archive:
             ValueError: an entry is compressed, cut off, missing, or there twice.
             CheckpointError: the arrays are big-endian.
         """
+        archive = zipfile.ZipFile(window)
         entries = {entry.filename: entry for entry in archive.infolist()}
-        names = [name for name in entries if name.endswith("/data.pkl")]
-        if len(names) != 1 or len(entries) != len(archive.infolist()):
-            raise ValueError(
-                f"{len(names)} entries data.pkl, {len(entries)} names of {len(archive.infolist())} entries"
-            )
-        for entry in entries.values():
+        pickles = [name for name in entries if name.endswith("/data.pkl")]
+        if len(pickles) != 1 or len(entries) != len(archive.infolist()):
+            raise ValueError(f"{len(pickles)} entries data.pkl, or a name twice")
+        root, records = pickles[0].removesuffix("data.pkl"), {}
+        for name, entry in entries.items():
             if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-                raise ValueError(f"{entry.filename} is compressed")
-        root = names[0].removesuffix("data.pkl")
+                raise ValueError(f"{name} is compressed")
+            window.seek(entry.header_offset)
+            signature, name_length, extra_length = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
+            offset = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+            if signature != _SIGNATURE or offset + entry.file_size > self._length:
+                raise ValueError(f"{name} is cut off")
+            records[name.removeprefix(f"{root}data/")] = (self._start + offset, entry.file_size)
         if f"{root}byteorder" in entries and archive.read(f"{root}byteorder") != b"little":
             raise CheckpointError(
                 f"{self.file} was written by a big-endian machine", "save it again on a little-endian one"
             )
-        self._pickle = archive.read(names[0])
-        records: dict[str, tuple[int, int]] = {}
-        for entry in entries.values():
-            if not entry.filename.startswith(f"{root}data/"):
-                continue
-            window.seek(entry.header_offset)
-            signature, name_length, extra_length = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
-            offset = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-            if signature != b"PK\x03\x04" or offset + entry.file_size > self._length:
-                raise ValueError(f"{entry.filename} is cut off")
-            records[entry.filename.removeprefix(f"{root}data/")] = (self._start + offset, entry.file_size)
+        self._pickle = archive.read(pickles[0])
         return records
 
     def offset_of(self, ref: TensorRef, name: str) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -25,9 +25,6 @@ DTYPE_BYTES = {
     "complex128": 16, "complex64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 _FILE = re.compile(r"rank_\d{5,}\.bin")
-_LARGEST = 2**62
-_MOST_DIMENSIONS = 64
-"""torch's own limit. Without it, the product of a shape of very many sizes would take minutes."""
 
 
 class CorruptCheckpoint(CheckpointError):
@@ -215,18 +212,17 @@ def parse(content: bytes, file: str) -> Manifest:
 def _manifest(body: Mapping[str, Any]) -> Manifest:
     if body["byte_order"] != "little":
         raise ValueError(f"byte_order {body['byte_order']!r}")
-    block_bytes = _integer(body["block_bytes"], "block_bytes", low=64)
-    files = tuple(DataFile(_file_name(name), _integer(size, "file size")) for name, size in body["files"])
+    files = tuple(DataFile(_file_name(name), *whole_numbers([size])) for name, size in body["files"])
     field_names = {f.name for f in fields(RunState)}
     run = RunState(**{key: value for key, value in body["run"].items() if key in field_names})
-    for key in ("step", "tokens_total", "seed", "epoch", "next_sample"):
-        _integer(getattr(run, key), key)
-    if run.n_samples is not None:
-        _integer(run.n_samples, "n_samples")
-    if run.val_loss is not None:
-        _number(run.val_loss, "val_loss")
-    if not isinstance(run.extra, dict):
-        raise ValueError("extra is not an object")
+    samples = [] if run.n_samples is None else [run.n_samples]
+    whole_numbers([run.step, run.tokens_total, run.seed, run.epoch, run.next_sample, *samples])
+    block_bytes, world_size = whole_numbers([body["block_bytes"], body["world_size"]])
+    if block_bytes < 64 or world_size < 1 or not isinstance(run.extra, dict):
+        raise ValueError(f"blocks of {block_bytes} bytes, {world_size} ranks, or an extra that is not an object")
+    numbers = [*body["scalars"].values(), *([] if run.val_loss is None else [run.val_loss])]
+    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+        raise ValueError("a state or a loss that is not a finite number")
     tensors = {name: _tensor(name, entry, files, block_bytes) for name, entry in body["tensors"].items()}
     n_bytes, most = sum(tensor.numel * tensor.itemsize for tensor in tensors.values()), sum(file.size for file in files)
     if n_bytes > most:
@@ -234,12 +230,12 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     return Manifest(
         run=run,
         strategy=str(body["strategy"]),
-        world_size=_integer(body["world_size"], "world_size", low=1),
+        world_size=world_size,
         created=str(body["created"]),
         versions={str(k): str(v) for k, v in body["versions"].items()},
         files=files,
         tensors=tensors,
-        scalars={str(k): _number(v, k) for k, v in body["scalars"].items()},
+        scalars=body["scalars"],
         block_bytes=block_bytes,
     )
 
@@ -247,14 +243,8 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
 def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], block_bytes: int) -> TensorEntry:
     if entry["dtype"] not in DTYPE_BYTES:
         raise ValueError(f"{name}: dtype {entry['dtype']!r}")
-    shape = tuple(_integer(n, f"{name}: shape") for n in entry["shape"])
-    if len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"{name}: {len(shape)} dimensions")
-    chunks = tuple(
-        Chunk(_integer(start, name), _integer(length, name), _integer(file, name), _integer(offset, name), tuple(crcs))
-        for start, length, file, offset, crcs in entry["chunks"]
-    )
-    tensor = TensorEntry(name, entry["dtype"], shape, chunks)
+    chunks = tuple(Chunk(*whole_numbers(numbers), crcs=tuple(crcs)) for *numbers, crcs in entry["chunks"])
+    tensor = TensorEntry(name, entry["dtype"], whole_numbers(entry["shape"]), chunks)
     for chunk in chunks:
         size = chunk.length * tensor.itemsize
         if chunk.offset + size > files[chunk.file].size:
@@ -265,6 +255,20 @@ def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], bl
     if hole is not None:
         raise ValueError(f"{name}: its chunks do not hold element {hole} exactly once")
     return tensor
+
+
+def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
+    """Check that a file's shape, strides, offsets or counts are integers ≥ 0, and return them as a tuple.
+
+    Raises:
+        ValueError: one is not, or there are more than a tensor can have dimensions: their product would take minutes.
+    """
+    numbers = tuple(values)
+    if len(numbers) > 64:
+        raise ValueError(f"{len(numbers)} dimensions")
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+        raise ValueError("a size, an offset or a count that is not a whole number below 2**62")
+    return numbers  # type: ignore[return-value]
 
 
 def find_hole(numel: int, ranges: list[tuple[int, int]]) -> int | None:
@@ -285,16 +289,3 @@ def _file_name(name: Any) -> str:
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise ValueError(f"file name {name!r}")
     return name
-
-
-def _integer(value: Any, field_name: str, low: int = 0) -> int:
-    if type(value) is not int or not low <= value <= _LARGEST:
-        raise ValueError(f"{field_name} is {value!r}")
-    return value
-
-
-def _number(value: Any, field_name: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{field_name} is {value!r}")
-    number: float = value
-    return number

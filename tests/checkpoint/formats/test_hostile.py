@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from shardkit.checkpoint.formats.detect import open_source
-from shardkit.checkpoint.formats.unpickle import _FUNCTIONS, PickledObject, load
+from shardkit.checkpoint.formats.unpickle import _NAMES, PickledObject, load
 from shardkit.cli.__main__ import main
 from shardkit.errors import CheckpointError
 from shardkit.files.bounded import VARIABLE
@@ -129,18 +129,18 @@ def test_dcp_metadata_cannot_name_a_file_elsewhere(
     ],
 )
 def test_what_is_not_on_the_list_is_refused(content: bytes) -> None:
-    before = dict(vars(PickledObject)), dict(_FUNCTIONS)
+    before = dict(vars(PickledObject)), dict(_NAMES)
     with pytest.raises(CheckpointError, match=r"was not loaded|is damaged"):
-        load(content, "x")
-    assert (dict(vars(PickledObject)), dict(_FUNCTIONS)) == before
+        load(content, Path("x"))
+    assert (dict(vars(PickledObject)), dict(_NAMES)) == before
 
 
 def test_a_class_that_a_pickle_changes_is_its_own() -> None:
     """State for a class sets its attributes: of a class made for this pickle alone."""
     content = b"cargparse\nNamespace\n(N}S'get'\nS'x'\nstb."
     with suppress(CheckpointError):
-        load(content, "x")
-    assert callable(PickledObject.get) and callable(load(b"cargparse\nNamespace\n)\x81.", "x").get)
+        load(content, Path("x"))
+    assert callable(PickledObject.get) and callable(load(b"cargparse\nNamespace\n)\x81.", Path("x")).get)
 
 
 @pytest.mark.dist
@@ -233,7 +233,7 @@ def _peak_bytes() -> int:
 def refused_cheaply(source: Path, out: Path) -> str:
     """Convert refuses in two lines, within 200 MiB and a second of a quiet processor; returns the lines."""
     warm = pickle.dumps({"a": 1})
-    load(warm, "x")
+    load(warm, Path("x"))
     answer = out.with_name(f"{out.name}.answer")
     child = os.fork()
     if child == 0:
