@@ -157,8 +157,8 @@ def limits() -> Iterator[None]:
 def memory_limits() -> AbstractContextManager[None]:
     """Stop a template when the process has grown by more than the limit of a conversation in this block."""
     n_bytes, _ = LIMITS["chat template"].at()
-    words = "one conversation takes it more memory than it may have, {:.3g} GiB at most"
-    return memory_limit(n_bytes, lambda: _unusable(words.format(n_bytes / 2**30)))
+    words = f"one conversation takes it more memory than it may have, {n_bytes / 2**30:.3g} GiB at most"
+    return memory_limit(n_bytes, _unusable(words))
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import io
 import math
 import os
 import pickle
 import re
 import resource
-import selectors
 import signal
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import ConfigError, ShardkitError, gib, printable
+from ..errors import LONGEST, ConfigError, ShardkitError, gib, printable
 from .cgroups import n_cpus
 
 T = TypeVar("T")
@@ -65,7 +64,6 @@ _WALL = 4
 """A child may take this many times its CPU time on the clock: a busy machine slows it, a file that waits is ended."""
 _NO_MEMORY = re.compile(r"bad_alloc|memory allocation|out of memory|allocate.{0,20}memory", re.IGNORECASE)
 """What libraries in other languages say where Python raises MemoryError."""
-_PIECE, _LAST_WORDS = 2**20, 4096
 _FIX = "do not trust this file; if it is yours, write it again"
 
 
@@ -104,9 +102,7 @@ def in_child(kind: str, name: str, files: Iterable[Path], function: Callable[[],
     # A file of holes takes no space; in an archive it is as small as a link.
     sizes = [min(path.stat().st_size, 512 * path.stat().st_blocks) for path in files if path.is_file()]
     n_bytes, seconds = LIMITS[kind].at(sum(sizes))
-
-    def beyond_memory() -> ShardkitError:
-        return beyond(name, kind, f"{gib(n_bytes)} of memory", error)
+    beyond_memory = beyond(name, kind, f"{gib(n_bytes)} of memory", error)
 
     def attempt() -> bytes:
         try:
@@ -114,85 +110,67 @@ def in_child(kind: str, name: str, files: Iterable[Path], function: Callable[[],
                 return pickle.dumps((function(), None))
         except ShardkitError as problem:
             return pickle.dumps((None, problem))
-        except BaseException as unexpected:  # tokenizers' panics are no Exceptions
-            reason = printable(f"{type(unexpected).__name__}: {unexpected}")
-            if _NO_MEMORY.search(reason):
-                return pickle.dumps((None, beyond_memory()))
-            return pickle.dumps((None, error(f"{name} cannot be read: {reason}", _FIX)))
 
-    answer, signum, last_words = _forked(attempt, seconds)
-    if signum == 0 and answer:
+    answer, signum, last_words = _forked(attempt, n_bytes, seconds)
+    if answer and signum == 0:
         result, problem = pickle.loads(answer)
-        if problem is not None:
-            raise problem
-        return result  # type: ignore[no-any-return]
-    if signum == signal.SIGPROF:
-        raise slow_row(name, error)
-    if signum in (signal.SIGXCPU, signal.SIGALRM):
-        raise beyond(name, kind, f"{seconds:.3g} s", error)
-    if _NO_MEMORY.search(last_words):
-        raise beyond_memory()
-    end = f"was ended by signal {signum}" if signum else "had no memory left to say why"
-    raise error(f"{name} cannot be read: the process that parsed it {end}", _FIX)
+    elif signum == signal.SIGPROF:
+        problem = slow_row(name, error)
+    elif signum in (signal.SIGXCPU, signal.SIGALRM):
+        problem = beyond(name, kind, f"{seconds:.3g} s", error)
+    elif _NO_MEMORY.search(last_words):
+        problem = beyond_memory
+    else:
+        words = last_words.rpartition("\n")[2] or "no memory was left to say why"
+        reason = f"the process that parsed it was ended by signal {signum}" if signum else words
+        problem = error(f"{name} cannot be read: {reason}", _FIX)
+    if problem is not None:
+        raise problem
+    return result  # type: ignore[no-any-return]
 
 
-def _forked(attempt: Callable[[], bytes], seconds: float) -> tuple[bytes, int, str]:
+def _forked(attempt: Callable[[], bytes], n_bytes: int, seconds: float) -> tuple[bytes, int, str]:
     """The answer of a child, the signal that ended it, and the last of what it wrote to stderr.
 
-    It gets `seconds` of CPU time, and `_WALL` times as much on the clock.
+    It gets `seconds` of CPU time, `_WALL` times as much on the clock, and `n_bytes` for each file that it writes.
     """
     global _is_child
     reader, writer = os.pipe()
-    stderr_reader, stderr_writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which the child does not need
-        child = os.fork()
-    if child == 0:
+    with tempfile.TemporaryFile() as stderr:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of forks beside threads, which the child does not need
+            child = os.fork()
+        if child == 0:
+            try:
+                _is_child = True
+                gc.freeze()  # to collect the parent's objects here would copy their pages
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                faulthandler.disable()  # the parent says how this process ended
+                os.dup2(stderr.fileno(), 2)
+                _lower(resource.RLIMIT_CORE, 0)
+                _lower(resource.RLIMIT_FSIZE, n_bytes)
+                _lower(resource.RLIMIT_CPU, math.ceil(seconds))
+                signal.setitimer(signal.ITIMER_REAL, _WALL * seconds)
+                with os.fdopen(writer, "wb") as pipe:
+                    pipe.write(attempt())
+            except BaseException as unexpected:  # tokenizers' panics are no Exceptions
+                os.write(2, ("\n" + printable(f"{type(unexpected).__name__}: {unexpected}")).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
         try:
-            _is_child = True
-            gc.freeze()  # to collect the parent's objects here would copy their pages
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            faulthandler.disable()  # the parent says how this process ended
-            os.dup2(stderr_writer, 2)
-            _lower(resource.RLIMIT_CORE, 0)
-            _lower(resource.RLIMIT_CPU, math.ceil(seconds))
-            signal.setitimer(signal.ITIMER_REAL, _WALL * seconds)
-            with os.fdopen(writer, "wb") as pipe:
-                pipe.write(attempt())
+            with os.fdopen(reader, "rb") as pipe:
+                answer = pipe.read()
+        except BaseException:  # Ctrl-C
+            os.kill(child, signal.SIGKILL)
+            raise
         finally:
-            os._exit(0)
-    os.close(writer)
-    os.close(stderr_writer)
-    try:
-        with os.fdopen(reader, "rb", 0) as pipe, os.fdopen(stderr_reader, "rb", 0) as stderr:
-            answer, last_words = _read_both(pipe, stderr)
-    except BaseException:  # Ctrl-C
-        os.kill(child, signal.SIGKILL)
-        raise
-    finally:
-        status = os.waitpid(child, 0)[1]
-    return answer, os.WTERMSIG(status), last_words
-
-
-def _read_both(pipe: io.FileIO, stderr: io.FileIO) -> tuple[bytes, str]:
-    """All of a pipe, and the last of what comes on stderr until then. A child that nobody reads would wait."""
-    answer, last_words, patience = bytearray(), b"", None
-    with selectors.DefaultSelector() as selector:
-        for source in (pipe, stderr):
-            selector.register(source, selectors.EVENT_READ)
-        while ready := selector.select(patience):
-            for key, _ in ready:
-                piece = os.read(key.fd, _PIECE)
-                if not piece:
-                    selector.unregister(key.fileobj)
-                if key.fileobj is stderr:
-                    last_words = (last_words + piece)[-_LAST_WORDS:]
-                elif piece:
-                    answer += piece
-                else:
-                    patience = 0.0  # the child is at its end: what it has written is there
-    return bytes(answer), last_words.decode(errors="replace")
+            status = os.waitpid(child, 0)[1]
+        stderr.seek(max(0, os.fstat(stderr.fileno()).st_size - LONGEST))
+        return answer, os.WTERMSIG(status), stderr.read().decode(errors="replace")
 
 
 def beyond(name: str, kind: str, amount: str, error: type[ShardkitError]) -> ShardkitError:
@@ -235,8 +213,8 @@ def time_limit(seconds: float, error: ShardkitError) -> Iterator[None]:
 
 
 @contextmanager
-def memory_limit(n_bytes: int, error: Callable[[], ShardkitError], limit: int = resource.RLIMIT_DATA) -> Iterator[None]:
-    """Raise `error()` when the process's private memory grows by more than `n_bytes` in this block; on Linux alone.
+def memory_limit(n_bytes: int, error: ShardkitError, limit: int = resource.RLIMIT_DATA) -> Iterator[None]:
+    """Raise `error` when the process's private memory grows by more than `n_bytes` in this block; on Linux alone.
 
     The limit holds for all threads, so that others should need little meanwhile. A lower limit of the user's stays.
 
@@ -248,7 +226,7 @@ def memory_limit(n_bytes: int, error: Callable[[], ShardkitError], limit: int = 
     try:
         yield
     except MemoryError:
-        raise error() from None
+        raise error from None
     finally:
         resource.setrlimit(limit, (soft, hard))
 

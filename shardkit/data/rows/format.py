@@ -127,7 +127,7 @@ def reading(path: str) -> Iterator[None]:
     """
     try:
         n_bytes, _ = LIMITS["data file"].at(os.stat(path).st_size)
-        with memory_limit(n_bytes, lambda: beyond(path, "data file", f"{gib(n_bytes)} of memory", DataError)):
+        with memory_limit(n_bytes, beyond(path, "data file", f"{gib(n_bytes)} of memory", DataError)):
             yield  # pyarrow's ArrowMemoryError is a MemoryError
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise damaged(path, error) from error
