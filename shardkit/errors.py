@@ -108,6 +108,12 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
+def one_line(text: object, limit: int = 200) -> str:
+    """Text fit for one line of an error message: `printable`, without line ends, and cut at `limit` characters."""
+    flat = printable(" ".join(str(text).split()))
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+
+
 def printable_lines(text: str) -> str:
     """The text with each of its lines `printable`: it may hold what another program wrote."""
     return "\n".join(printable(line.expandtabs()) for line in text.split("\n"))

@@ -25,13 +25,11 @@ _LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python3[\d.]*)/|^<")
 
 def tail(path: Path) -> str:
     """The end of a rank's stderr, without torch's `[rank1]:` marks; empty if there is no file, or a link to another."""
-    if path.is_symlink():  # the run may be a stranger's, and reports are shared
-        return ""
     try:
-        with open_regular(path) as file:
+        with open_regular(path, os.O_NOFOLLOW) as file:  # the run may be a stranger's, and reports are shared
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return _PREFIX.sub("", file.read().decode(errors="replace"))
-    except OSError:  # it is on another machine, or was deleted
+    except OSError:  # it is a link, is on another machine, or was deleted
         return ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
 from .names import HERE
 from .schema import RunConfig, sections
 
@@ -322,13 +322,6 @@ def combined(errors: list[ConfigError]) -> ConfigError:
 
 def _in(source: str) -> str:
     return f" ({source})" if source else ""
-
-
-def one_line(text: str, limit: int = 200) -> str:
-    """Text fit for one line of an error message."""
-    flat = " ".join(text.split())
-    flat = "".join(char if char.isprintable() else repr(char)[1:-1] for char in flat)
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
 def shown(value: Any, limit: int = 60) -> str:

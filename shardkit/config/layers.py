@@ -6,14 +6,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
 from .errors import (
     EVAL_BATCHES,
     Path,
     combined,
     counted_micro_batches,
     from_validation,
-    one_line,
     section_fields,
     shown,
     unknown_key,

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError
-from .errors import json_schema, one_line, section_fields
+from ..errors import ConfigError, one_line
+from .errors import json_schema, section_fields
 from .layers import Layers, split_override
 from .schema import RunConfig
 from .yaml import Document, read_text, read_yaml

@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError
-from .errors import Path, one_line, shown
+from ..errors import ConfigError, one_line
+from ..files import read_regular
+from .errors import Path, shown
 
 MAX_DEPTH = 50
 MAX_VALUES = 100_000
@@ -56,11 +57,7 @@ def read_text(path: FilePath, name: str, kind: str, inside: str) -> str:
     try:
         if path.is_dir():
             raise ConfigError(f"{name} is a directory", inside)
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{name} is larger than {_MAX_BYTES >> 20} MiB", f"name a {kind} file")
-        if not path.is_file():  # a pipe would be waited for, and a device has no end
-            raise ConfigError(f"{name} cannot be read: not a regular file", f"name a {kind} file")
-        return path.read_text(encoding="utf-8-sig")
+        return read_regular(path, _MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise
     except UnicodeDecodeError as error:
@@ -69,7 +66,7 @@ def read_text(path: FilePath, name: str, kind: str, inside: str) -> str:
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{name} cannot be read: {reason}", "check the path and its permissions") from None
+        raise ConfigError(f"{name} cannot be read: {reason}", f"name a {kind} file that you can read") from None
 
 
 def read_yaml(text: str, source: str) -> Document:
@@ -196,12 +193,9 @@ def check_plain(value: Any, name: str, depth: int = 0) -> Any:
             raise ConfigError(f"{one_line(name)} is an integer of {value.bit_length()} bits", "use a smaller number")
         return value
     if isinstance(value, str):
-        if any(0xD800 <= ord(char) <= 0xDFFF for char in value):
-            raise ConfigError(
-                f"{one_line(name)} holds half of a surrogate pair", "write the character itself, as UTF-8"
-            )
-        if "\0" in value:
-            raise ConfigError(f"{one_line(name)}={shown(value)} holds a NUL character", "remove it")
+        if wrong := re.search("[\0\ud800-\udfff]", value):
+            kind = "a NUL character" if wrong[0] == "\0" else "half of a surrogate pair"
+            raise ConfigError(f"{one_line(name)}={shown(value)} holds {kind}", "write another character, as UTF-8")
         return str(value)
     raise ConfigError(
         f"{one_line(name)} is a {type(value).__name__}, which a config cannot hold",

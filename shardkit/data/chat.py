@@ -17,7 +17,7 @@ from datetime import date
 from string import ascii_letters
 from typing import Any, Literal
 
-from ..errors import DataError
+from ..errors import DataError, one_line
 from ..files.bounded import LIMITS, memory_limit, time_limit
 from .rows.columns import TOOLS, Columns, RowError, plain
 
@@ -99,9 +99,9 @@ class Template:
         except (DataError, MemoryError):  # raised by `limits`
             raise
         except (jinja2.TemplateSyntaxError, SecurityError, OverflowError, ImportError) as error:
-            raise _unusable(f"{type(error).__name__}: {_reason(error)}") from error
+            raise _unusable(f"{type(error).__name__}: {one_line(error, _REASON)}") from error
         except Exception as error:  # a template can raise any error of Python: {{ 1 / 0 }}
-            raise RowError(f"the chat template rejects it: {_reason(error)}") from error
+            raise RowError(f"the chat template rejects it: {one_line(error, _REASON)}") from error
         text, spans = texts[0], [(start, end) for start, end in (marked[0] if marked else []) if start < end]
         n_allowed = _ADDED + len(self.source) * (len(messages) + 1)
         if len(text) > n_allowed and len(text) > n_allowed + _GROWTH * len(json.dumps([messages, tools], default=str)):
@@ -131,10 +131,6 @@ def _unusable(reason: str) -> DataError:
         f"the chat template cannot be used: {reason}",
         "correct it, or set data.chat_template to a file with another one",
     )
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error)[:_REASON].split())
 
 
 @contextmanager

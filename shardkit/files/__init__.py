@@ -168,28 +168,31 @@ def group_of_new_files(folder: Path) -> int:
     return status.st_gid if status.st_mode & stat.S_ISGID else os.getegid()
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
     """Open a file for reading without ever waiting; opening a pipe would wait for its writer.
+
+    Args:
+        flags: further ones of `os.open`, such as O_NOFOLLOW.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a device or a folder.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: str | Path) -> bytes:
+def read_regular(path: str | Path, most: int = 1 << 30) -> bytes:
     """The content of a file that another program may have written.
 
     Raises:
-        OSError: it cannot be read, is a pipe, a device or a folder, or holds more than a GiB.
+        OSError: it cannot be read, is a pipe, a device or a folder, or holds more than `most` bytes.
     """
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > 1 << 30:
-            raise OSError(errno.EFBIG, f"larger than {1 << 30:,} bytes", str(path))
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
         return file.read()
 
 

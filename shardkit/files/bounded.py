@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from ..errors import LONGEST, ConfigError, ShardkitError, gib, printable
 from .cgroups import n_cpus
@@ -136,7 +136,11 @@ def _forked(attempt: Callable[[], bytes], n_bytes: int, seconds: float) -> tuple
     """
     global _is_child
     reader, writer = os.pipe()
-    with tempfile.TemporaryFile() as stderr:
+    try:
+        stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - see below
+    except OSError:  # no disk has room
+        stderr = open(os.devnull, "w+b")  # noqa: SIM115
+    with stderr:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", DeprecationWarning

@@ -53,10 +53,8 @@ def read_git(*arguments: str, cwd: Path | None = None) -> str | None:
     programs runs. Filters and diff drivers in the user's own settings do.
     """
     subcommand, *options = arguments
-    listed = (
-        _git(["config", "--includes", "--show-scope", "--name-only", "-z", "--get-regexp", r"^filter\."], cwd) or ""
-    )
-    words = listed.split("\0")
+    query = ["config", "--includes", "--show-scope", "--name-only", "-z", "--get-regexp", r"^filter\."]
+    words = (_git(query, cwd) or "").split("\0")
     filters = [name for scope, name in zip(words[::2], words[1::2], strict=False) if scope in ("local", "worktree")]
     if any("=" in name for name in filters):  # `-c` would switch another one off
         return None

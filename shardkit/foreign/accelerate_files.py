@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from ..config.errors import one_line
 from ..config.libraries import TESTED
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
 from .installed import Release
 from .tables import Settings
 
@@ -47,7 +46,7 @@ def accelerate_release() -> Accelerate:
         from accelerate.utils import FullyShardedDataParallelPlugin
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"Accelerate, which reads its own files, cannot be imported: {one_line(str(error))}",
+            f"Accelerate, which reads its own files, cannot be imported: {one_line(error)}",
             f"install accelerate {' to '.join(TESTED['accelerate'])}",
         ) from None
     names = frozenset(entry.name for entry in fields(ClusterConfig))
@@ -75,7 +74,7 @@ def read_content(content: dict[str, Any], name: str) -> dict[str, Any]:
         config = ClusterConfig(**{key: converted[key] for key in converted if key in release.names})
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{name}: Accelerate {release.version} refuses it: {one_line(str(error)).rstrip('.')}",
+            f"{name}: Accelerate {release.version} refuses it: {one_line(error).rstrip('.')}",
             "correct the file; `accelerate config` writes one",
         ) from None
     read = config.to_dict()
@@ -115,6 +114,6 @@ def _of_deepspeed(stage: int | None) -> dict[str, Any]:
         return dict(vars(DeepSpeedPlugin("none", zero_stage=stage, enable_msamp=False)))
     except ValueError as error:
         raise ConfigError(
-            f"a variable of Accelerate has a wrong value: {one_line(str(error))}",
+            f"a variable of Accelerate has a wrong value: {one_line(error)}",
             "unset it: `env | grep ACCELERATE_` shows them",
         ) from None

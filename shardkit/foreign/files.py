@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from ..config import yaml as yaml_files
-from ..config.errors import one_line, section_fields, shown
+from ..config.errors import section_fields, shown
 from ..config.yaml import read_yaml
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
 from .accelerate_files import read_content
 from .llamafactory import V1_MARKS
 from .tools import KEYS, NAMES, RECIPES, RENAMED, find, recipe

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.errors import one_line
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
 from .files import File, family, flatten, parse, read, read_object, read_text
 from .tables import DEEPSPEED, Problem
 from .tools import base

@@ -18,6 +18,7 @@ from ...errors import CheckpointError, ConfigError
 from ...files import parse_json, read_object, read_objects, read_regular
 from ...tasks.load import tokenizer_of
 from ..native.manifest import Manifest
+from .tensor_source import reading
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -123,10 +124,9 @@ def _copy_of(model: Path, name: str, folder: Path) -> None:
             export; or it cannot be read. The cache of the Hugging Face hub links to its own blobs, which are allowed.
     """
     file = model / name
-    target, inside = file.resolve(), [model.resolve()]
-    if inside[0].parent.name == "snapshots":
-        inside.append(inside[0].parent.parent / "blobs")
-    if not any(target.is_relative_to(allowed) for allowed in inside):
+    target, root = file.resolve(), model.resolve()
+    blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
+    if not target.is_relative_to(root) and not target.is_relative_to(blobs):
         raise CheckpointError(
             f"{file} is a link to {target}, outside of the model's folder", "replace the link by a file, or remove it"
         )
@@ -140,12 +140,9 @@ def _copy(file: Path, target: Path) -> None:
         CheckpointError: it cannot be read.
         OSError: the copy cannot be written.
     """
-    try:
-        target.write_bytes(read_regular(file))
-    except OSError as error:
-        if error.filename is not None and str(error.filename) != str(file):
-            raise  # the target: its disk is full
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check its owner and mode") from error
+    with reading(file):
+        content = read_regular(file)
+    target.write_bytes(content)
 
 
 def write_card(manifest: Manifest, config: RunConfig, run: Path, model: Any, folder: Path, dtype: torch.dtype) -> None:

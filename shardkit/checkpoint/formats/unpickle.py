@@ -128,11 +128,11 @@ _RECORDS = {
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
     "argparse": ("Namespace",),
-    "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"),
-    "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"),
+    **dict.fromkeys(
+        ("pathlib", "pathlib._local"), ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
+    ),
     "numpy": ("ndarray", "dtype"),
-    "numpy.core.multiarray": ("_reconstruct", "scalar"),
-    "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    **dict.fromkeys(("numpy.core.multiarray", "numpy._core.multiarray"), ("_reconstruct", "scalar")),
     "_codecs": ("encode",),
     "datetime": ("datetime", "date", "timedelta"),
 }  # fmt: skip

@@ -212,7 +212,9 @@ def parse(content: bytes, file: str) -> Manifest:
 def _manifest(body: Mapping[str, Any]) -> Manifest:
     if body["byte_order"] != "little":
         raise ValueError(f"byte_order {body['byte_order']!r}")
-    files = tuple(DataFile(_file_name(name), *whole_numbers([size])) for name, size in body["files"])
+    files = tuple(DataFile(name, *whole_numbers([size])) for name, size in body["files"])
+    if wrong := [file.name for file in files if not _FILE.fullmatch(file.name)]:
+        raise ValueError(f"file name {wrong[0]!r}")
     field_names = {f.name for f in fields(RunState)}
     run = RunState(**{key: value for key, value in body["run"].items() if key in field_names})
     samples = [] if run.n_samples is None else [run.n_samples]
@@ -286,9 +288,3 @@ def find_hole(numel: int, ranges: list[tuple[int, int]]) -> int | None:
             return min(start, expected)
         expected += length
     return None if expected == numel else min(expected, numel)
-
-
-def _file_name(name: Any) -> str:
-    if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise ValueError(f"file name {name!r}")
-    return name

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from ...errors import DataError, gib
+from ...errors import LONGEST, DataError, gib, one_line
 from ...files.bounded import LIMITS, beyond, memory_limit
 from ..listing import TextFile
 
@@ -135,5 +135,5 @@ def reading(path: str) -> Iterator[None]:
 
 def damaged(path: str, error: Exception) -> DataError:
     """The error for a file that its format's library cannot read."""
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = one_line(error, LONGEST) or type(error).__name__
     return DataError(f"{path} is damaged or cut short: {reason}", "copy or write the file again")
