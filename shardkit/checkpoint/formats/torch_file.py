@@ -18,7 +18,6 @@ from .safetensors import listed_files, weights_source
 from .tensor_source import RESTORE, Extent, FileTensor, Source, reading
 from .unpickle import TensorRef, load
 
-_SIGNATURE = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # PKWARE APPNOTE 4.3.7: signature, then the lengths of name and extra field
 
 
@@ -60,11 +59,10 @@ class Archive:
             if start + self._length > size:
                 raise ValueError(f"{size} bytes, {start + self._length} are needed")
             window = io.BufferedReader(_Window(opened, start, self._length))
-            window.seek(0)
-            if window.read(4) != _SIGNATURE:
+            if not zipfile.is_zipfile(window):
                 raise CheckpointError(
                     f"{file} is not the zip archive that torch.save writes",
-                    "check the path; a file of torch before 1.6 has to be saved again with torch.save",
+                    "check the path, or restore it from a copy; save a file of torch before 1.6 again with torch.save",
                 )
             self._records = self._index(window)
         self.content = load(self._pickle, file)
@@ -91,7 +89,7 @@ class Archive:
             window.seek(entry.header_offset)
             signature, name_length, extra_length = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
             offset = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-            if signature != _SIGNATURE or offset + entry.file_size > self._length:
+            if signature != b"PK\x03\x04" or offset + entry.file_size > self._length:
                 raise ValueError(f"{name} is cut off")
             records[name.removeprefix(f"{root}data/")] = (self._start + offset, entry.file_size)
         if f"{root}byteorder" in entries and archive.read(f"{root}byteorder") != b"little":

@@ -99,61 +99,50 @@ def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *options: Any) ->
     return TensorRef(storage, whole_numbers([start])[0], whole_numbers(shape), whole_numbers(stride), dtype)
 
 
+def _records(module: str, names: str) -> dict[str, type[PickledObject]]:
+    """Classes that stand for those of a module, by their full names."""
+    return {f"{module}.{name}": type(name, (PickledObject,), {"kind": f"{module}.{name}"}) for name in names.split()}
+
+
 _STORAGES = {
-    "UntypedStorage": None,
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
 }  # fmt: skip
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_parameter": lambda data, *unused: data,
-    "torch._utils._rebuild_parameter_with_state": lambda data, *unused: data,
-    "torch._tensor._rebuild_from_type_v2": lambda function, kind, args, state: function(*args),
-    "torch.serialization._get_layout": lambda name: name,
-    "collections.defaultdict": lambda *args: {},
-}
-_DCP = "torch.distributed.checkpoint"
-_RECORDS = {
-    "torch": ("Tensor", "device"),
-    "torch.nn.parameter": ("Parameter", "Buffer"),
-    f"{_DCP}.metadata": (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    ),
-    f"{_DCP}.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
-    "deepspeed.utils.tensor_fragment": ("fragment_address",),
-    "argparse": ("Namespace",),
-    **dict.fromkeys(
-        ("pathlib", "pathlib._local"), ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
-    ),
-    "numpy": ("ndarray", "dtype"),
-    **dict.fromkeys(("numpy.core.multiarray", "numpy._core.multiarray"), ("_reconstruct", "scalar")),
-    "_codecs": ("encode",),
-    "datetime": ("datetime", "date", "timedelta"),
-}  # fmt: skip
 _NAMES: dict[str, Any] = {
-    **{
-        f"{module}.{name}": _Storage(dtype)
-        for module in ("torch", "torch.storage")
-        for name, dtype in _STORAGES.items()
-    },
+    "torch._utils._rebuild_tensor": _Call(_tensor),
+    "torch._utils._rebuild_tensor_v2": _Call(_tensor),
+    "torch._utils._rebuild_tensor_v3": _Call(_tensor),
+    "torch._utils._rebuild_parameter": _Call(lambda data, *unused: data),
+    "torch._utils._rebuild_parameter_with_state": _Call(lambda data, *unused: data),
+    "torch._tensor._rebuild_from_type_v2": _Call(lambda function, kind, args, state: function(*args)),
+    "torch.serialization._get_layout": _Call(lambda name: name),
+    "torch.Size": tuple,
+    "torch.storage.UntypedStorage": _Storage(None),
+    **{f"torch.{name}": _Storage(dtype) for name, dtype in _STORAGES.items()},
     **{
         f"torch.{name}": kind for name, kind in vars(torch).items() if type(kind) is torch.dtype and not kind.is_complex
     },
     **{f"builtins.{kind.__name__}": kind for kind in (set, frozenset, dict, list, tuple, int, float, complex, slice)},
-    **{name: _Call(function) for name, function in _FUNCTIONS.items()},
-    **{
-        f"{module}.{name}": type(name, (PickledObject,), {"kind": f"{module}.{name}"})
-        for module, names in _RECORDS.items()
-        for name in names
-    },
     "collections.OrderedDict": OrderedDict,
-    "torch.Size": tuple,
+    "collections.defaultdict": _Call(lambda *args: {}),
+    **_records("torch", "Tensor device"),
+    **_records("torch.nn.parameter", "Parameter Buffer"),
+    **_records("torch.distributed.checkpoint.metadata", "Metadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"),
+    **_records("torch.distributed.checkpoint.metadata", "TensorStorageMetadata ChunkStorageMetadata TensorProperties"),
+    **_records("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    **_records("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix"),
+    **_records("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler"),
+    **_records("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    **_records("deepspeed.utils.tensor_fragment", "fragment_address"),
+    **_records("argparse", "Namespace"),
+    **_records("pathlib", "PosixPath PurePosixPath WindowsPath PureWindowsPath Path"),
+    **_records("pathlib._local", "PosixPath PurePosixPath WindowsPath PureWindowsPath Path"),
+    **_records("numpy", "ndarray dtype"),
+    **_records("numpy.core.multiarray", "_reconstruct scalar"),
+    **_records("numpy._core.multiarray", "_reconstruct scalar"),
+    **_records("_codecs", "encode"),
+    **_records("datetime", "datetime date timedelta"),
 }
 """All that a pickle can name. It can change none of it: state for a class, a tuple or a dtype raises an error."""
 

@@ -245,10 +245,7 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
 def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], block_bytes: int) -> TensorEntry:
     if entry["dtype"] not in DTYPE_BYTES:
         raise ValueError(f"{name}: dtype {entry['dtype']!r}")
-    chunks = tuple(
-        Chunk(*whole_numbers(numbers), tuple(crcs))  # type: ignore[call-arg, arg-type]  # too few or many: TypeError
-        for *numbers, crcs in entry["chunks"]
-    )
+    chunks = tuple(Chunk(*whole_numbers(numbers), tuple(crcs)) for *numbers, crcs in entry["chunks"])  # type: ignore[call-arg, arg-type]
     tensor = TensorEntry(name, entry["dtype"], whole_numbers(entry["shape"]), chunks)
     for chunk in chunks:
         size = chunk.length * tensor.itemsize
