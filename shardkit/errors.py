@@ -88,8 +88,7 @@ def report(error: ShardkitError) -> int:
 
         traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
     fix = f"\n  fix: {error.fix}" if error.fix else ""
-    lines = f"error: {error.cause}{fix}".split("\n")
-    print("\n".join(map(printable, lines)), file=sys.stderr, flush=True)
+    print(printable_lines(f"error: {error.cause}{fix}"), file=sys.stderr, flush=True)
     return error.exit_code
 
 

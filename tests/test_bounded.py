@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError, DataError
+from shardkit.files import bounded
 from shardkit.files.bounded import LIMITS, VARIABLE, in_child
 from tests.report.samples import add, write_run
 
@@ -39,6 +41,25 @@ def test_results_and_errors_are_those_of_the_function() -> None:
 
     assert parsed(lambda: os.write(2, bytes(1 << 20)) + len(bytes(1 << 22))) == (1 << 20) + (1 << 22)
     assert parsed(lambda: print("x" * (1 << 20), file=sys.__stderr__)) is None
+
+
+def test_a_disk_without_room_takes_only_the_words_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bounded.tempfile, "TemporaryFile", full)
+    assert parsed(lambda: print("x" * (1 << 20), file=sys.__stderr__)) is None
+    with pytest.raises(DataError, match="file cannot be read: "):
+        parsed(lambda: 1 / 0)
+
+
+def test_a_child_writes_no_file_beyond_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "0.01")
+    with pytest.raises(DataError, match=r"file cannot be read: OSError: .*File too large"):
+        parsed(lambda: (tmp_path / "large").write_bytes(bytes(1 << 24)))
+    assert (tmp_path / "large").stat().st_size < 1 << 23
+    with pytest.raises(DataError, match="file cannot be read: "):
+        parsed(lambda: [os.write(2, bytes(1 << 20)) for _ in range(16)])
 
 
 def test_memory_and_time_are_bounded_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,16 +186,14 @@ def check_plain(value: Any, name: str, depth: int = 0) -> Any:
         return {str(key): check_plain(item, f"{name}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [check_plain(item, name, depth + 1) for item in value]
-    if value is None or isinstance(value, (bool, float)):
-        return value
-    if isinstance(value, int):
-        if value.bit_length() > MAX_INT_BITS:
-            raise ConfigError(f"{one_line(name)} is an integer of {value.bit_length()} bits", "use a smaller number")
+    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+        raise ConfigError(f"{one_line(name)} is an integer of {value.bit_length()} bits", "use a smaller number")
+    if isinstance(value, str) and (wrong := re.search("[\0\ud800-\udfff]", value)):
+        kind = "a NUL character" if wrong[0] == "\0" else "half of a surrogate pair"
+        raise ConfigError(f"{one_line(name)}={shown(value)} holds {kind}", "write another character, as UTF-8")
+    if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
-        if wrong := re.search("[\0\ud800-\udfff]", value):
-            kind = "a NUL character" if wrong[0] == "\0" else "half of a surrogate pair"
-            raise ConfigError(f"{one_line(name)}={shown(value)} holds {kind}", "write another character, as UTF-8")
         return str(value)
     raise ConfigError(
         f"{one_line(name)} is a {type(value).__name__}, which a config cannot hold",

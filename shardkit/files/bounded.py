@@ -121,7 +121,7 @@ def in_child(kind: str, name: str, files: Iterable[Path], function: Callable[[],
     elif _NO_MEMORY.search(last_words):
         problem = beyond_memory
     else:
-        words = last_words.rpartition("\n")[2] or "no memory was left to say why"
+        words = printable(last_words.rpartition("\n")[2]) or "the process that parsed it could not say why"
         reason = f"the process that parsed it was ended by signal {signum}" if signum else words
         problem = error(f"{name} cannot be read: {reason}", _FIX)
     if problem is not None:
@@ -137,14 +137,12 @@ def _forked(attempt: Callable[[], bytes], n_bytes: int, seconds: float) -> tuple
     global _is_child
     reader, writer = os.pipe()
     try:
-        stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - see below
+        stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
     except OSError:  # no disk has room
         stderr = open(os.devnull, "w+b")  # noqa: SIM115
     with stderr:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of forks beside threads, which the child does not need
+        with warnings.catch_warnings():  # of forks beside threads, which the child does not need
+            warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
             try:
@@ -173,7 +171,7 @@ def _forked(attempt: Callable[[], bytes], n_bytes: int, seconds: float) -> tuple
             raise
         finally:
             status = os.waitpid(child, 0)[1]
-        stderr.seek(max(0, os.fstat(stderr.fileno()).st_size - LONGEST))
+        stderr.seek(max(0, os.fstat(stderr.fileno()).st_size - 4 * LONGEST))
         return answer, os.WTERMSIG(status), stderr.read().decode(errors="replace")
 
 
