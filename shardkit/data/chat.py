@@ -17,7 +17,7 @@ from datetime import date
 from string import ascii_letters
 from typing import Any, Literal
 
-from ..errors import DataError, one_line
+from ..errors import DataError, gib, one_line
 from ..files.bounded import LIMITS, memory_limit, time_limit
 from .rows.columns import TOOLS, Columns, RowError, plain
 
@@ -25,8 +25,6 @@ LossOn = Literal["all", "assistant", "completion"]
 Span = tuple[int, int]
 _ADDED, _GROWTH = 1 << 14, 64
 """A template may write this many characters of its own, and this many for each character of the conversation."""
-_REASON = 300
-"""Most characters that an error quotes of a message raised by a template."""
 READS_CLOCK = "strftime_now"
 """The function that templates call to read the clock."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -99,9 +97,9 @@ class Template:
         except (DataError, MemoryError):  # raised by `limits`
             raise
         except (jinja2.TemplateSyntaxError, SecurityError, OverflowError, ImportError) as error:
-            raise _unusable(f"{type(error).__name__}: {one_line(error, _REASON)}") from error
+            raise _unusable(f"{type(error).__name__}: {one_line(error)}") from error
         except Exception as error:  # a template can raise any error of Python: {{ 1 / 0 }}
-            raise RowError(f"the chat template rejects it: {one_line(error, _REASON)}") from error
+            raise RowError(f"the chat template rejects it: {one_line(error)}") from error
         text, spans = texts[0], [(start, end) for start, end in (marked[0] if marked else []) if start < end]
         n_allowed = _ADDED + len(self.source) * (len(messages) + 1)
         if len(text) > n_allowed and len(text) > n_allowed + _GROWTH * len(json.dumps([messages, tools], default=str)):
@@ -153,8 +151,7 @@ def limits() -> Iterator[None]:
 def memory_limits() -> AbstractContextManager[None]:
     """Stop a template when the process has grown by more than the limit of a conversation in this block."""
     n_bytes, _ = LIMITS["chat template"].at()
-    words = f"one conversation takes it more memory than it may have, {n_bytes / 2**30:.3g} GiB at most"
-    return memory_limit(n_bytes, _unusable(words))
+    return memory_limit(n_bytes, _unusable(f"one conversation takes it more memory than {gib(n_bytes)}"))
 
 
 @dataclass(frozen=True)

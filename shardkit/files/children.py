@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import DEVNULL
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _WITHOUT_CURRENT_DIRECTORY = "import sys; sys.path[:] = [path for path in sys.path if path]\n"
 RUN_MODULE = Path(__file__).resolve().with_name("run_module.py")
 """A program that runs a module safely where a command line should be short, and the file is there at the start."""
-_RUN_MODULE = f"""{_ROOT!r} in sys.path or sys.path.append({_ROOT!r})
+_RUN_MODULE = f"""sys.path.append({_ROOT!r})
 import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"""
 """Takes the module's name from the arguments, where `ps` shows it."""
 
@@ -66,9 +67,7 @@ def read_git(*arguments: str, cwd: Path | None = None) -> str | None:
 def _git(words: list[str], cwd: Path | None) -> str | None:
     env = {**os.environ, "GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
     try:
-        process = subprocess.run(
-            ["git", *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=30, check=True
-        )
+        output = subprocess.check_output(["git", *words], cwd=cwd, env=env, stderr=DEVNULL, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    return process.stdout.strip()
+    return output.strip()

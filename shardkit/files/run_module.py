@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    folder = str(Path(__file__).resolve().parent)
-    sys.path[:] = [path for path in sys.path if path and str(Path(path).resolve()) != folder]
-    root = str(Path(folder).parents[1])
-    if root not in sys.path:
-        sys.path.append(root)  # an interpreter that has no shardkit of its own
+    folder = Path(__file__).resolve().parent
+    sys.path[:] = [path for path in sys.path if path and Path(path).resolve() != folder]
+    sys.path.append(str(folder.parents[1]))  # for an interpreter that has no shardkit of its own
     import runpy
 
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

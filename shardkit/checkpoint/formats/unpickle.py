@@ -110,9 +110,7 @@ _STORAGES = {
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
 }  # fmt: skip
 _NAMES: dict[str, Any] = {
-    "torch._utils._rebuild_tensor": _Call(_tensor),
-    "torch._utils._rebuild_tensor_v2": _Call(_tensor),
-    "torch._utils._rebuild_tensor_v3": _Call(_tensor),
+    **{f"torch._utils._rebuild_tensor{version}": _Call(_tensor) for version in ("", "_v2", "_v3")},
     "torch._utils._rebuild_parameter": _Call(lambda data, *unused: data),
     "torch._utils._rebuild_parameter_with_state": _Call(lambda data, *unused: data),
     "torch._tensor._rebuild_from_type_v2": _Call(lambda function, kind, args, state: function(*args)),
