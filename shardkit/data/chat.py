@@ -17,7 +17,7 @@ from datetime import date
 from string import ascii_letters
 from typing import Any, Literal
 
-from ..errors import DataError, gib, one_line
+from ..errors import DataError, one_line
 from ..files.bounded import LIMITS, memory_limit, time_limit
 from .rows.columns import TOOLS, Columns, RowError, plain
 
@@ -151,7 +151,8 @@ def limits() -> Iterator[None]:
 def memory_limits() -> AbstractContextManager[None]:
     """Stop a template when the process has grown by more than the limit of a conversation in this block."""
     n_bytes, _ = LIMITS["chat template"].at()
-    return memory_limit(n_bytes, _unusable(f"one conversation takes it more memory than {gib(n_bytes)}"))
+    words = f"one conversation takes it more memory than it may have, {n_bytes / 2**30:.3g} GiB at most"
+    return memory_limit(n_bytes, _unusable(words))
 
 
 @dataclass(frozen=True)
