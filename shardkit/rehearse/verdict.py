@@ -25,6 +25,7 @@ ASSUMPTIONS = {
     "one": "a loss, a norm or another single number follows from ones",
     "positions": "positions that nobody computed (topk, argmax, sort) are 0, 1, 2, … round and round",
     "unequal": "two tensors that nobody computed are not equal",
+    "printed": "the numbers of a printed tensor that nobody computed are `...`",
 }
 """What an emulated GPU tells a program that reads what it did not compute; docs/rehearse.md has a reason for each."""
 SHOWN = 8

@@ -233,6 +233,8 @@ torch.nn.init.trunc_normal_(x)
 if not x.isfinite().all() or x.isnan().any():
     raise ValueError("an overflow")
 print((x.bfloat16() @ x.bfloat16()).shape)
+print("WRITTEN", x)
+print("WRITTEN", torch.arange(3, device="cuda"), [(x[:2, :2] > 0)])
 """
 
 
@@ -241,5 +243,11 @@ def test_what_it_assumed_is_told_with_its_line(cache: Path, tmp_path: Path) -> N
     done, verdict = rehearse(cache, tmp_path, "--gpu", "t4", command=command, program=DECIDES)
     assert done.returncode == 0, done.stderr
     told = {(row["kind"], row["source_line"].partition("train.py:")[2][:1]) for row in verdict["assumptions"]}
-    assert {("any", "4"), ("any", "5"), ("all", "5")} <= told, told
+    assert {("any", "4"), ("any", "5"), ("all", "5"), ("printed", "8"), ("printed", "9")} <= told, told
+    written = [line for line in done.stderr.splitlines() if line.startswith("WRITTEN")]
+    known = "tensor([0, 1, 2], device='cuda:0')"
+    assert written == [
+        "WRITTEN tensor(..., device='cuda:0')",
+        f"WRITTEN {known} [tensor(..., device='cuda:0')]",
+    ]
     assert "but t4 has no bf16: torch emulates it slowly" in verdict["reason"]

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from shardkit.rehearse.build import INJECT
+from tests.rehearse import injected
 
 
 def test_the_hidden_sitecustomize_runs(tmp_path: Path) -> None:
@@ -35,3 +39,20 @@ def test_an_exception_is_recorded_and_printed_as_before(tmp_path: Path) -> None:
     assert error is not None and error["rank"] == 1
     assert error["end"]["type"] == "ValueError"
     assert error["end"]["where"] == f"{program}:2: raise ValueError('bad batch')"
+
+
+def test_a_tensor_that_nobody_computed_is_printed_without_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: torch.Tensor, indent: int) -> str:
+        raise RuntimeError(f"emucuda: aten::masked_select {refusal} (EMUCUDA_COMPUTE=0)")
+
+    monkeypatch.setattr(torch._tensor_str, "_tensor_str", refuse)
+    assumed = injected("shardkit_assumed").Assumed()
+    assumed.let_print(torch)
+    refusal = "reads values that were not computed"
+    assert repr(torch.ones(2, dtype=torch.bfloat16)) == "tensor(..., dtype=torch.bfloat16)"
+    (row,) = assumed.as_json()
+    assert (row["assumption"], row["count"]) == ("printed", 1)
+    assert row["source_line"].startswith(__file__) and "repr(torch.ones" in row["source_line"]
+    refusal = "is not emulated"
+    with pytest.raises(RuntimeError, match="is not emulated"):
+        repr(torch.ones(2))

@@ -9,13 +9,16 @@ import os
 import sys
 from collections import Counter
 from types import FrameType
+from typing import Any
 
 ASSUMPTIONS = ("any", "all", "one", "positions", "unequal")
-"""In the order of `Assumption` in native/ops/assumptions.h; docs/rehearse.md has a row for each."""
+"""In the order of `Assumption` in native/ops/assumptions.h; docs/rehearse.md has a row for each, and for "printed"."""
 TYPES = {15: "bf16", 23: "fp8", 24: "fp8"}
 """Of c10::ScalarType, those that not every card has."""
 INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<frozen", os.path.dirname(__file__))
 """Parts of the paths of files that are not the program's."""
+_NOT_COMPUTED = "values that were not computed"
+"""What the emulated GPU's refusals to be read say (native/ops/control.cpp)."""
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
@@ -34,13 +37,31 @@ class Assumed:
         self._library.emucuda_on_assumption(self._callback)
         atexit.register(lambda: self._library and self._library.emucuda_on_assumption(None))
 
+    def let_print(self, torch: Any) -> None:
+        """Let torch write a tensor whose numbers nobody computed as `tensor(...)`, as it writes one without memory."""
+        write = torch._tensor_str._tensor_str
+
+        def tensor_str(tensor: Any, indent: int) -> str:
+            try:
+                return str(write(tensor, indent))
+            except RuntimeError as error:
+                if _NOT_COMPUTED not in str(error):
+                    raise
+                self._count("printed", sys._getframe(1))
+                return "..."
+
+        torch._tensor_str._tensor_str = tensor_str
+
     def _tell(self, number: int) -> None:
         try:
             frame: FrameType | None = sys._getframe(1)
         except ValueError:  # a thread of autograd's
             frame = None
+        self._count(ASSUMPTIONS[number], frame)
+
+    def _count(self, name: str, frame: FrameType | None) -> None:
         filename, line = program_line(frame)
-        self.counts[ASSUMPTIONS[number], filename, line] += 1
+        self.counts[name, filename, line] += 1
 
     def as_json(self) -> list[dict[str, str | int]]:
         """A row for each assumption and line, the most frequent first."""

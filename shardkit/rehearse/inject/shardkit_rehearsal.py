@@ -73,6 +73,7 @@ class Recording:
         torch.cuda.reset_peak_memory_stats = reset_peak_memory_stats
         torch.cuda.memory.reset_peak_memory_stats = reset_peak_memory_stats
         torch.save = self._saving(torch.save)
+        self.assumed.let_print(torch)
         if self._tells_lines():
             shardkit_tensors.record_history(torch)
         self._await_module()
