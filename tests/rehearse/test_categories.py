@@ -144,3 +144,19 @@ def test_state_is_found_by_what_holds_it(tmp_path: Path) -> None:
     assert holding.addresses == {
         10: "params", 20: "params", 30: "grads", 77: "buffers", 40: "master_params", 50: "optimizer",
     }  # fmt: skip
+
+
+def test_what_is_computed_from_a_collectives_result_is_no_communication() -> None:
+    """An operator on a tensor that waits for its collective passes through that tensor's own `__torch_dispatch__`."""
+    categories = injected("shardkit_categories")
+    filename = "/env/site-packages/torch/distributed/_functional_collectives.py"
+    waiting = {"filename": filename, "line": 1159, "name": "__torch_dispatch__"}
+    scattering = {"filename": filename, "line": 400, "name": "reduce_scatter_tensor"}
+    events = [
+        event(25, "alloc", 100, 16, waiting, PROGRAM), event(26, "alloc", 200, 32, waiting, MODULE, PROGRAM),
+        event(27, "alloc", 300, 64, scattering, PROGRAM), event(28, "alloc", 400, 8, waiting, scattering, PROGRAM),
+        event(41, "alloc", 500, 4, waiting, FSDP),
+    ]  # fmt: skip
+    history = categories.History(events, [categories.PhaseStart(*phase) for phase in PHASES], [])
+    communicated = ["communication"] * 3
+    assert [history.categories[index] for index in range(5)] == ["activations", "activations", *communicated]

@@ -233,9 +233,14 @@ def _reserved(event: Mapping[str, Any]) -> int:
 
 
 def _makers(frames: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Files of a stack from the innermost outward: those of torch and DeepSpeed, up to the first that computes."""
+    """Files of a stack from the innermost outward: those of torch and DeepSpeed, up to the first that computes.
+
+    An operator on a tensor that a collective still writes passes through the file of the collectives, and makes none.
+    """
     for frame in frames:
         filename = str(frame["filename"])
+        if frame["name"] == "__torch_dispatch__":
+            continue
         if filename.startswith(_PYTHON) and "-packages/" not in filename:
             continue
         if "/torch/nn/modules/" in filename or not any(part in filename for part in _LIBRARIES):
