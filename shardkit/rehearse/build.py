@@ -94,6 +94,7 @@ class Build:
         self.runtime = self.library("cudart")
         self.major = self.runtime.name.rpartition(".")[2]
         self.includes = include_folders(torch)
+        self.abi, self.architectures = compiled_for(torch.python)
         self.lib = package / "emucuda" / "lib"
 
     def library(self, name: str) -> Path:
@@ -122,7 +123,7 @@ class Build:
         names = [*NO_COMPUTE, *CORE, "nvml", "nccl", "nccl_communicator", "cupti", "cublas"]
         if computing:
             names = [*OPERATORS[len(SHARED) :], *names]
-        flags = {"runtime_kernels": [f"-DEMU_COMPILED_FOR={','.join(architectures(self.torch.python))}"]}
+        flags = {"runtime_kernels": [f"-DEMU_COMPILED_FOR={self.architectures}"]}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda name: self.compile(name, name, *flags.get(name, ())), names))
         self.compile("cublas", "cublasLt", "-DLT")
@@ -143,7 +144,7 @@ class Build:
         draft = target.with_suffix(".draft.o")
         run(
             self.compiler, "-std=c++20", optimise, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
-            "-D_GLIBCXX_USE_CXX11_ABI=1", *flags, *wheels, "-c", str(SOURCES / f"{source}.cpp"), "-o", str(draft),
+            f"-D_GLIBCXX_USE_CXX11_ABI={self.abi}", *flags, *wheels, "-c", str(SOURCES / f"{source}.cpp"), "-o", str(draft),
         )  # fmt: skip
         draft.replace(target)
 
@@ -157,6 +158,7 @@ class Build:
         self.link(cudart, core, stubs, version="cuda*; __cuda*; cu[A-Z]*; emucuda_*", uses=[])
         # The driver's functions lie in the runtime, which libcuda stands in front of.
         self.link("libcuda.so.1", [], "int emucuda_driver;", uses=[cudart])
+        (self.lib / "libcuda.so").symlink_to("libcuda.so.1")  # Triton before 3.3 links against it
         self.link("libnvidia-ml.so.1", [self.object("nvml")], "", uses=[cudart])
         cupti = self.library("cupti")
         cupti_object = [self.object("cupti")]
@@ -232,10 +234,11 @@ def include_folders(torch: Torch) -> list[Path]:
     return [*folders, torch.site / "torch/include", torch.site / "torch/include/torch/csrc/api/include"]
 
 
-def architectures(python: str) -> list[str]:
-    """What torch's kernels were compiled for, such as "90"."""
-    flags = run(python, "-c", "import torch; print(torch._C._cuda_getArchFlags())")
-    return re.findall(r"sm_(\d+)", flags)
+def compiled_for(python: str) -> tuple[str, str]:
+    """The ABI of C++'s strings that torch was compiled with, "0" or "1"; architectures of its kernels: "80,90"."""
+    asked = "import torch; print(int(torch._C._GLIBCXX_USE_CXX11_ABI), torch._C._cuda_getArchFlags())"
+    flags = run(python, "-c", asked)
+    return flags[0], ",".join(re.findall(r"sm_(\d+)", flags))
 
 
 def made_of(source: Path) -> set[Path]:
@@ -260,7 +263,7 @@ def run(*command: str) -> str:
     if process.returncode:
         lines = [line for line in process.stderr.splitlines() if "error" in line.lower()] or process.stderr.splitlines()
         cause = f"{Path(command[0]).name} failed with exit code {process.returncode}: {lines[0] if lines else ''}"
-        raise BuildError(cause, "the emulation builds with g++ 11 or later and torch 2.9 or later")
+        raise BuildError(cause, "the emulation builds with g++ 11 or later and torch 2.5 or later")
     return process.stdout
 
 

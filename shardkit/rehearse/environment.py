@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import LaunchError, printable
 
-OLDEST = (2, 9)
+OLDEST = (2, 5)
 """Of torch's releases, those that the emulation has been built for begin here."""
 OF_A_REHEARSAL = ("SHARDKIT_REHEARSAL", "SHARDKIT_COMPUTED")
 """Variables that ready the emulated GPUs in a process: with kernels that do nothing, or that compute."""

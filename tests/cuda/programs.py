@@ -37,12 +37,11 @@ OPTIMIZERS = {
 ENGINES = {
     "single": "",
     "ddp": "model = nn.parallel.DistributedDataParallel(model)",
-    "fsdp": "for block in model:\n    fully_shard(block)\nfully_shard(model)",
+    "fsdp": "from torch.distributed.fsdp import fully_shard\nfor block in model:\n    fully_shard(block)\nfully_shard(model)",
 }
 PROGRAM = """\
 import os, torch, torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 W, D, B = {width}, {depth}, {batch}
 if "RANK" in os.environ:
     dist.init_process_group("nccl")
@@ -89,8 +88,11 @@ def draw(seed: int) -> Program:
     return Program(text, ranks, f"{model}, {engine}, {precision}, {optimizer}, batch {batch} x {accumulate}")
 
 
-def sharpness(program: Program, cache: Path, folder: Path) -> str:
+def sharpness(program: Program, cache: Path, folder: Path, python: str = sys.executable) -> str:
     """How the program ends on cards around its rehearsed need.
+
+    Args:
+        python: the interpreter, whose torch is rehearsed.
 
     Returns:
         `sharp`; `sharp without its cache` if a card of 0.98 x the need holds it as the allocator gives cached memory
@@ -103,7 +105,7 @@ def sharpness(program: Program, cache: Path, folder: Path) -> str:
 
     def on_card(*memory: str) -> tuple[int, dict[str, Any]]:
         options = [*program.options, *(("--gpu-memory", *memory) if memory else ())]
-        done, verdict = rehearsed(cache, folder, *options, command=[sys.executable, "drawn.py"])
+        done, verdict = rehearsed(cache, folder, *options, command=[python, "drawn.py"])
         return done.returncode, verdict
 
     code, plenty = on_card()
@@ -129,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0:30", metavar="FIRST:END")
     parser.add_argument("--cache", type=Path, help="A cache that has the emulation.")
+    parser.add_argument("--python", default=sys.executable, help="An interpreter with another release of torch.")
     arguments = parser.parse_args()
     first, end = map(int, arguments.seeds.split(":"))
     outcomes: Counter[str] = Counter()
@@ -136,7 +139,7 @@ def main() -> None:
         cache = arguments.cache or linked_cache(Path(scratch) / "cache")
         for seed in range(first, end):
             program = draw(seed)
-            outcome = sharpness(program, cache, Path(scratch) / str(seed))
+            outcome = sharpness(program, cache, Path(scratch) / str(seed), arguments.python)
             outcomes[outcome.partition(":")[0]] += 1
             print(f"{seed}: {program.drawn}: {outcome}", flush=True)
     print(dict(outcomes))

@@ -88,7 +88,7 @@ def test_what_does_not_answer_is_refused(tmp_path: Path) -> None:
         ({"folder": None, "version": None}, "has no torch"),
         ({"cuda": None}, "is a CPU build"),
         ({"cuda": None, "hip": "6.4"}, "is a ROCm build"),
-        ({"version": "2.8.1+cu128"}, "is older than 2.9"),
+        ({"version": "2.4.1+cu124"}, "is older than 2.5"),
     ],
 )
 def test_a_torch_that_is_not_emulated_is_refused(answers: dict[str, str | None], cause: str) -> None:

@@ -4,4 +4,5 @@
 #define __CUDA_FP16_H__
 #define __CUDA_BF16_H__
 #define __CUDA_FP8_H__
+#define __CUDA_BF16_TYPES_EXIST__  // older releases of NCCL have ncclBfloat16 only then
 #include <nccl.h>

@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <cstring>
 #include <unordered_map>
@@ -16,9 +17,33 @@
 #include "record.h"
 #include "validity.h"
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9
+namespace emu {
+struct KernelTable;
+}
+// Before 2.9 torch gives nobody an operator's kernel. A typed handle may look into the table of an operator.
+template <>
+class c10::TypedOperatorHandle<emu::KernelTable> {
+ public:
+  static KernelFunction at(const OperatorHandle& op, DispatchKey key) {
+    return op.operatorDef_->op.lookup(DispatchKeySet(key));
+  }
+};
+#endif
+
 namespace {
 
 using namespace emu;
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 9
+using TorchKernel = c10::KernelFunction;
+TorchKernel cuda_kernel(const OperatorHandle& op) {
+  return c10::TypedOperatorHandle<KernelTable>::at(op, c10::DispatchKey::CUDA);
+}
+#else
+using TorchKernel = c10::SafeKernelFunction;
+TorchKernel cuda_kernel(const OperatorHandle& op) { return op.getComputedKernelForDispatchKey(c10::DispatchKey::CUDA); }
+#endif
 
 // They answer with positions along a dimension.
 const Names CHOOSES_POSITIONS = {
@@ -37,8 +62,7 @@ const Names KEEP_OTHER_BUFFERS = {"aten::log_sigmoid_forward", "aten::log_sigmoi
 const Names EMPTY = {"aten::empty.memory_format", "aten::empty_strided"};
 
 // torch's own kernel: the program's time, as on a GPU.
-void call_kernel(const c10::SafeKernelFunction& kernel, const OperatorHandle& op, c10::DispatchKeySet keys,
-                 Stack* stack) {
+void call_kernel(const TorchKernel& kernel, const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   Spend program(PROGRAM);
   try {
     kernel.callBoxed(op, keys, stack);
@@ -50,7 +74,7 @@ void call_kernel(const c10::SafeKernelFunction& kernel, const OperatorHandle& op
 }
 
 struct CudaKernel {
-  c10::SafeKernelFunction kernel;
+  TorchKernel kernel;
   std::string name;
   bool runs_on_host, answers_with_a_value;
 };
@@ -283,8 +307,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     bool value = false;
     for (const auto& returned : op->schema().returns())
       value |= returned.type()->kind() == c10::TypeKind::BoolType;
-    kernels().emplace(operator_name, CudaKernel{op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA), name,
-                                                runs_on_host(*op) && !KEEP_OTHER_BUFFERS.count(name), value});
+    bool on_host = runs_on_host(*op) && !KEEP_OTHER_BUFFERS.count(name);
+    kernels().emplace(operator_name, CudaKernel{cuda_kernel(*op), name, on_host, value});
     auto function = EMPTY.count(name)                 ? torch::CppFunction::makeFromBoxedFunction<&empty>()
                     : name == "aten::copy_"           ? torch::CppFunction::makeFromBoxedFunction<&copy>()
                     : name == "aten::_local_scalar_dense" ? torch::CppFunction::makeFromBoxedFunction<&read_scalar>()
