@@ -183,3 +183,10 @@ EMU_EXPORT CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr pointer, c
   stream_of(stream)->enqueue([=] { *static_cast<volatile cuuint32_t*>(address_of(pointer)) = value; });
   return CUDA_SUCCESS;
 }
+// cuda.h gives it another name. torch before 2.9 looks it up by this one.
+#ifdef cuStreamWriteValue32
+#undef cuStreamWriteValue32
+EMU_EXPORT CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr pointer, cuuint32_t value, unsigned flags) {
+  return cuStreamWriteValue32_v2(stream, pointer, value, flags);
+}
+#endif
