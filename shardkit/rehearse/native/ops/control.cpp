@@ -40,9 +40,18 @@ using TorchKernel = c10::KernelFunction;
 TorchKernel cuda_kernel(const OperatorHandle& op) {
   return c10::TypedOperatorHandle<KernelTable>::at(op, c10::DispatchKey::CUDA);
 }
+// Not boxed: the boxes of these releases hold no uint64 above int64's largest.
+at::Scalar scalar_of(const TorchKernel& kernel, const OperatorHandle& op, c10::DispatchKeySet keys, const Tensor& tensor) {
+  return kernel.call<at::Scalar, const Tensor&>(op, keys, tensor);
+}
 #else
 using TorchKernel = c10::SafeKernelFunction;
 TorchKernel cuda_kernel(const OperatorHandle& op) { return op.getComputedKernelForDispatchKey(c10::DispatchKey::CUDA); }
+at::Scalar scalar_of(const TorchKernel& kernel, const OperatorHandle& op, c10::DispatchKeySet keys, const Tensor& tensor) {
+  Stack stack{tensor};
+  kernel.callBoxed(op, keys, &stack);
+  return stack.back().toScalar();
+}
 #endif
 
 // They answer with positions along a dimension.
@@ -283,12 +292,14 @@ void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (to.is_cuda()) mark(to, moved <= emucuda_skip_above() ? Validity::computed : Validity::skipped);
 }
 
-void read_scalar(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+at::Scalar read_scalar(c10::DispatchKeySet keys, const Tensor& tensor) {
   Spend bookkeeping(BOOKKEEPING);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_local_scalar_dense", "");
   const CudaKernel& entry = kernels().at(op.operator_name());
-  refuse_to_read(stack->back().toTensor(), entry.name);
-  assume_one(stack->back().toTensor());
-  call_kernel(entry.kernel, op, keys, stack);
+  refuse_to_read(tensor, entry.name);
+  assume_one(tensor);
+  Spend program(PROGRAM);
+  return scalar_of(entry.kernel, op, keys, tensor);
 }
 
 }  // namespace
@@ -309,10 +320,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
       value |= returned.type()->kind() == c10::TypeKind::BoolType;
     bool on_host = runs_on_host(*op) && !KEEP_OTHER_BUFFERS.count(name);
     kernels().emplace(operator_name, CudaKernel{cuda_kernel(*op), name, on_host, value});
-    auto function = EMPTY.count(name)                 ? torch::CppFunction::makeFromBoxedFunction<&empty>()
-                    : name == "aten::copy_"           ? torch::CppFunction::makeFromBoxedFunction<&copy>()
-                    : name == "aten::_local_scalar_dense" ? torch::CppFunction::makeFromBoxedFunction<&read_scalar>()
-                                                      : torch::CppFunction::makeFromBoxedFunction<&counted>();
+    auto function = EMPTY.count(name)       ? torch::CppFunction::makeFromBoxedFunction<&empty>()
+                    : name == "aten::copy_" ? torch::CppFunction::makeFromBoxedFunction<&copy>()
+                    : name == "aten::_local_scalar_dense" ? torch::CppFunction(TORCH_FN(read_scalar))
+                                                          : torch::CppFunction::makeFromBoxedFunction<&counted>();
     library.impl(name.substr(6).c_str(), std::move(function));
   }
 }
