@@ -238,13 +238,13 @@ def published(result: Values) -> Values:
     lines = [
         [
             f"[{row['source']}]({row['url']})", row["case"], row["published_on"],
-            f"{row['published']:g} {row['unit']} {row['measure']}", f"{row['rehearsed']:.2f}",
+            f"{row['published']:g} {row['unit']} {row['measure']}", row["torch"], f"{row['rehearsed']:.2f}",
             f"{100 * difference:+.1f} %",
         ]
         for row, difference in zip(result["rows"], differences, strict=True)
     ]  # fmt: skip
     return {
-        "table": table(["source", "setting", "on", "published", "rehearsed", "difference"], lines),
+        "table": table(["source", "setting", "on", "published", "torch", "rehearsed", "difference"], lines),
         "n_rows": len(lines), "n_sources": len({row["source"] for row in result["rows"]}),
         "within": sum(abs(difference) <= 0.05 for difference in differences),
         "programs": "\n".join(listed(f"{name}: {text}" for name, text in result["programs"].items())),
