@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError, one_line
-from ..files import read_regular
 from .errors import Path, shown
 
 MAX_DEPTH = 50
@@ -57,7 +56,11 @@ def read_text(path: FilePath, name: str, kind: str, inside: str) -> str:
     try:
         if path.is_dir():
             raise ConfigError(f"{name} is a directory", inside)
-        return read_regular(path, _MAX_BYTES).decode("utf-8-sig")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{name} is larger than {_MAX_BYTES >> 20} MiB", f"name a {kind} file")
+        if not path.is_file():  # a pipe would be waited for, and a device has no end
+            raise ConfigError(f"{name} cannot be read: not a regular file", f"name a {kind} file")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise
     except UnicodeDecodeError as error:
@@ -66,7 +69,7 @@ def read_text(path: FilePath, name: str, kind: str, inside: str) -> str:
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{name} cannot be read: {reason}", f"name a {kind} file that you can read") from None
+        raise ConfigError(f"{name} cannot be read: {reason}", "check the path and its permissions") from None
 
 
 def read_yaml(text: str, source: str) -> Document:

@@ -184,15 +184,15 @@ def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: str | Path, most: int = 1 << 30) -> bytes:
+def read_regular(path: str | Path) -> bytes:
     """The content of a file that another program may have written.
 
     Raises:
-        OSError: it cannot be read, is a pipe, a device or a folder, or holds more than `most` bytes.
+        OSError: it cannot be read, is a pipe, a device or a folder, or holds more than a GiB.
     """
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+        if os.fstat(file.fileno()).st_size > 1 << 30:
+            raise OSError(errno.EFBIG, f"larger than {1 << 30:,} bytes", str(path))
         return file.read()
 
 

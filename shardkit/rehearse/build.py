@@ -144,7 +144,8 @@ class Build:
         draft = target.with_suffix(".draft.o")
         run(
             self.compiler, "-std=c++20", optimise, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
-            f"-D_GLIBCXX_USE_CXX11_ABI={self.abi}", *flags, *wheels, "-c", str(SOURCES / f"{source}.cpp"), "-o", str(draft),
+            f"-D_GLIBCXX_USE_CXX11_ABI={self.abi}", *flags, *wheels, "-c", str(SOURCES / f"{source}.cpp"),
+            "-o", str(draft),
         )  # fmt: skip
         draft.replace(target)
 

@@ -37,7 +37,8 @@ OPTIMIZERS = {
 ENGINES = {
     "single": "",
     "ddp": "model = nn.parallel.DistributedDataParallel(model)",
-    "fsdp": "from torch.distributed.fsdp import fully_shard\nfor block in model:\n    fully_shard(block)\nfully_shard(model)",
+    "fsdp": "from torch.distributed.fsdp import fully_shard\n"
+    "for block in model:\n    fully_shard(block)\nfully_shard(model)",
 }
 PROGRAM = """\
 import os, torch, torch.distributed as dist
