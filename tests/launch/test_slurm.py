@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,36 @@ def test_snapshots_are_kept_and_taken_back(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     submit.remove_snapshot(submit.reserve(tmp_path / "run"))
     assert {path.name for path in (tmp_path / "run/submit").iterdir()} == {"1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("root_mode", "file_mode", "shown"), [(0o755, 0o644, 0o644), (0o700, 0o644, 0o600), (0o755, 0o600, 0o600)]
+)
+def test_uncommitted_changes_are_as_closed_as_their_files(
+    root_mode: int,
+    file_mode: int,
+    shown: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    outside = tempfile.TemporaryDirectory()  # pytest's own folders are closed to others
+    request.addfinalizer(outside.cleanup)
+    Path(outside.name).chmod(0o755)
+    repo = Path(outside.name) / "repo"
+    repo.mkdir()
+    (repo / "train.py").write_text("1\n")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", *words], cwd=repo, check=True)
+    (repo / "train.py").write_text("token = 1\n")
+    (repo / "train.py").chmod(file_mode)
+    repo.chmod(root_mode)
+    monkeypatch.chdir(repo)
+    folder = submit.reserve(tmp_path / "run")
+    submit.write_snapshot(folder, "a: 1\n", "")
+    assert "token" in (folder / submit.PATCH).read_text()
+    assert oct((folder / submit.PATCH).stat().st_mode & 0o777) == oct(shown)
 
 
 FAKE_SBATCH = '#!/bin/bash\ncat "${@: -1}" > "$FAKE/job.$(ls "$FAKE" | wc -l)"\necho 7\n'
