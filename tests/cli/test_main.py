@@ -50,37 +50,6 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in out for command in ("init", "schema", "capability", "--debug"))
 
 
-@pytest.mark.parametrize(
-    ("words", "cause", "fix"),
-    [
-        (["plann"], "No such command 'plann'", "did you mean plan"),
-        (["trian"], "No such command 'trian'", "shardkit --help"),
-        (["--debgu", "plan"], "No such option: --debgu", "did you mean --debug?"),
-        (
-            ["tokenize"],
-            "Missing argument 'SRC'",
-            "write shardkit tokenize SRC DIR --tokenizer PATH; shardkit tokenize --help",
-        ),
-        (["plan", "--modle", "x"], "No such option: --modle", "did you mean --model?"),
-        (["plan", "x", "--gpus", "two"], "--gpus 'two' should be a whole number", "shardkit plan --help"),
-        (["plan", "x", "--auto", "--margin", "x"], "--margin 'x' should be a number", "shardkit plan --help"),
-        (["plan", "x", "--margin", "2"], "--margin '2' should be less than or equal to 0.9", "shardkit plan --help"),
-        (["report", ""], "shardkit report '': an empty value", "a variable of the shell"),
-        (["convert", "run", "--out", ""], "shardkit convert run --out '': an empty value", "a variable of the shell"),
-        (["plan", "--from="], "shardkit plan --from=: an empty value", "a variable of the shell"),
-        (["plan", "-", "--gpu"], "Option '--gpu' requires an argument", "shardkit plan --help"),
-        (["checkpoint", "foo"], "No such command 'foo'", "shardkit checkpoint --help"),
-    ],
-)
-def test_a_wrong_word_takes_two_lines(
-    words: list[str], cause: str, fix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert shardkit(*words) == 2
-    out, err = capsys.readouterr()
-    first, second = err.splitlines()
-    assert not out and first.startswith(f"error: {cause}") and second.startswith("  fix: ") and fix in second
-
-
 def test_a_group_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert shardkit("checkpoint") == 2
     assert "verify" in capsys.readouterr().err

@@ -35,29 +35,3 @@ def test_a_corpus_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert "1 of 2 rows left out" in process.stdout
     store, manifest = open_source(DataConfig(max_bad_rows=0.5), load_tokenizer(tmp_path / "tok"), str(tmp_path / "out"))
     assert len(Documents([store])) == manifest["n_documents"] == 1
-
-
-@pytest.mark.slow
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", [{"messages": conversation(0)}])
-    process = tokenize(tmp_path, "a.jsonl", "nowhere")
-    assert process.returncode == 2
-    assert process.stderr.startswith(f"error: the tokenizer {tmp_path}/nowhere does not exist\n  fix: ")
-
-
-@pytest.mark.slow
-def test_the_fix_names_the_commands_own_flag(tmp_path: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", [{"messages": conversation(0)}])
-    process = tokenize(tmp_path, "a.jsonl", "nowhere")
-    assert "pass --tokenizer with a tokenizer.json" in process.stderr and "data.tokenizer" not in process.stderr
-
-
-@pytest.mark.slow
-def test_the_advice_about_columns_is_quoted_for_a_shell(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tok")
-    write_lines(tmp_path / "a.jsonl", [{"dialog": conversation(0)}])
-    process = tokenize(tmp_path, "a.jsonl", "tok")
-    assert process.returncode == 2
-    assert "'data.columns={messages: NAME}'" in process.stderr
-    again = tokenize(tmp_path, "a.jsonl", "tok", "data.columns={messages: dialog}")
-    assert again.returncode == 0, again.stderr

@@ -209,23 +209,6 @@ def test_a_key_that_is_not_planned_takes_the_verdicts_place(
     assert "#SBATCH" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((), "no config is named"),
-        (("-", "--model", "x"), "belongs to --from"),
-        (("--from", "gone.json"), "gone.json cannot be read"),
-    ],
-)
-def test_a_plan_of_nothing_is_a_user_error(
-    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert shardkit("plan", *arguments) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert "\n  fix: " in error
-
-
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 PLAN = ["plan", "--from", "args.yaml", "--model", "model", "--gpus", 2, "run.device=cpu", "train.seq_len=64"]
 BAD: dict[str, tuple[dict[str, Any], list[Any], str]] = {

@@ -155,33 +155,6 @@ def test_a_pod_with_one_rank_knows_who_it_is_and_one_with_more_needs_a_launcher(
         detect({**POD, "PET_NODE_RANK": "2"})
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--to", "kubernetes", "--partition", "gpu"], "--partition applies to Slurm"),
-        (["--to", "lsf"], "--to 'lsf'"),
-        (["--volume", "data:/data"], "--volume applies to Kubernetes"),
-        (["--to", "kubernetes"], "needs an image"),
-        (["--to", "jobset"], "--to jobset is written --to kubernetes now"),
-        (["--to", "kubernetes", "--container", "a", "--mem", "lots"], "--mem 'lots' is not a size"),
-        (["--to", "kubernetes", "--container", "a", "--mem", "1.5G"], "--mem '1.5G' is not a size"),
-        (["--to", "kubernetes", "--container", "a", "--time", "soon"], "--time 'soon' is not a time limit"),
-        (["--signal-s", "-5"], "--signal-s -5"),
-        (["--time=-5"], "--time '-5' is negative"),
-        (["--max-requeues", "-1"], "--max-requeues -1 is negative"),
-        (["--grace-s", "-1"], "--grace-s -1 is out of range"),
-    ],
-)
-def test_options_of_the_other_cluster_are_refused(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["submit", *options, "--", "-m", "package.that.is.in.the.image"] if "--to" in options else
-             ["submit", *options, "--", "-m", "json.tool"])  # fmt: skip
-    cause, fix = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and said in cause and fix.startswith("  fix: ")
-
-
 def test_submit_prints_a_manifest_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.cli.__main__ import main
 from shardkit.launch.failures import job_starts
 from shardkit.launch.local import launcher
 from tests.commands import python_m
@@ -87,35 +86,6 @@ def test_a_user_error_is_its_two_lines_even_with_restarts_left(tmp_path: Path) -
     lines = [line for line in process.stderr.splitlines() if not line.startswith(("step ", "["))]
     assert lines == ["error: sample 7 is empty", "  fix: remove it"]
     assert not list((tmp_path / "run/logs").glob("*/*/attempt_1/*/error.json"))
-
-
-def test_a_config_error_starts_no_rank(tmp_path: Path) -> None:
-    process = run(command(*TWO, *settings(tmp_path / "run", train__max_stps=3)))
-    assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr.startswith("error: unknown key train.max_stps")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--nproc-per-node", "0"], "'0' is not a number of ranks"),
-        (["--nproc-per-node", "auto"], "one rank per GPU, but run.device=cpu"),
-        ([*TWO, "--nnodes", "2:1"], "'2:1' is not a number of nodes"),
-        ([*TWO, "--nnodes", "2"], "without --rdzv-endpoint"),
-        ([*TWO, "--nnodes", "2", "--rdzv-endpoint", "head"], "'head' is not HOST:PORT"),
-        ([*TWO, "--nnodes", "1:2", "--rdzv-endpoint", "head:1"], "a lost node would end the job"),
-    ],
-)
-def test_wrong_options_are_two_lines_and_start_nothing(
-    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    with pytest.raises(SystemExit) as ended:
-        main(command(*options, *settings(tmp_path / "run"))[3:])
-    cause, fix = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and cause.startswith("error: ") and said in cause and fix.startswith("  fix: ")
 
 
 @pytest.mark.slow

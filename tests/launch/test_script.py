@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from shardkit.cli.__main__ import main
 from shardkit.errors import LaunchError
 from shardkit.launch.batch import read_batch, step_argv
 from shardkit.launch.failures import failure, stderr
@@ -154,46 +153,6 @@ def test_trls_sft_script_runs_unchanged(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("'loss'") == 2
     assert (tmp_path / "out/model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "said", "fix"),
-    [
-        (["train.py"], "train.py is not a config", "shardkit launch -- train.py"),
-        (["--nnodes", "1", "train.py", "--lr", "3"], "train.py is not a config", "--nnodes 1 -- train.py --lr 3"),
-        (["--nnodes", "1", "train.py", "a=b"], "train.py is not a config", "launch --nnodes 1 -- train.py a=b"),
-        (["-m", "package.module"], "-m is not a config", "shardkit launch -- -m package.module"),
-        (["--", "nowhere.py"], "nowhere.py does not exist", "name a file"),
-        (["--", "-m", "json.nowhere"], "there is no module json.nowhere", "correct the name"),
-        (["--", "-m", "json"], "there is no module json.__main__", "correct the name"),
-        (["--", "-m"], "-m is not followed by a module's name", "shardkit launch"),
-        (["--", "-c", "pass"], "a script or -m MODULE must follow", "shardkit launch"),
-        (["--"], "nothing follows `--`", "shardkit launch"),
-        ([], "neither a config nor a script", "shardkit launch CONFIG"),
-        (["--", "python", "train.py"], "the ranks are started by shardkit", "shardkit launch"),
-        (["--", "accelerate", "launch", "train.py"], "the ranks are started by shardkit", "shardkit launch"),
-        (["--", "configs/ddp.yaml"], "`-- configs/ddp.yaml` is not a Python script", "without `--`"),
-        (["--", "train.sh"], "`-- train.sh` is not a Python script", "name the .py file"),
-        (["configs/ddp.yaml", "--", PLAIN], "both a config (configs/ddp.yaml) and a script", "remove one"),
-        (["--nprocs", "2", "--", PLAIN], "No such option: --nprocs", "did you mean --nnodes?"),
-        (["--nnodes"], "Option '--nnodes' requires an argument", "shardkit launch --help"),
-        (["--on-preempt", "usr9", "--", PLAIN], "--on-preempt 'usr9'", "term, usr1, usr2, file"),
-        (["--heartbeat-timeout", "9", "--", PLAIN], "--heartbeat-timeout says how long", "--heartbeat auto"),
-        (["--heartbeat", "auto", "--heartbeat-timeout", "0", "--", PLAIN], "--heartbeat-timeout 0", "from 1"),
-        (["--no-bind-cpus", "--", PLAIN], "--bind-cpus applies to a config", "remove it"),
-        (["--on-preempt", "term", "configs/ddp.yaml"], "--on-preempt applies to a script", "remove it"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_two_lines_and_starts_nothing(
-    words: list[str], said: str, fix: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(REPO)
-    with pytest.raises(SystemExit) as ended:
-        main(["launch", *words])
-    cause, advice = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and cause.startswith("error: ") and said in cause
-    assert advice.startswith("  fix: ") and fix in advice
-    assert not (REPO / "runs/plain").exists()
 
 
 def test_a_module_is_found_without_running_any_of_its_code(tmp_path: Path) -> None:

@@ -193,28 +193,6 @@ def test_without_slurm_the_error_says_so(command: list[str], tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "options", "said"),
-    [
-        (["train.max_stps=3"], {}, "unknown key"),
-        (["parallel.strategy=hsdp", "parallel.dp_replicate=3", "parallel.dp_shard=5"], {}, "dp_replicate"),
-        (["parallel.strategy=single"], {}, "single"),
-        (["train.global_batch_size=7", "train.micro_batch_size=1"], {}, "global_batch_size"),
-        (["run.device=cuda"], {"gpus_per_node": 0}, "no GPU"),
-        ([], {"gpus_per_node": 2}, "4 ranks on each node, but 2 GPU(s)"),
-        ([], {"nodes": 0}, "--nodes 0"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_it_queues(
-    overrides: list[str], options: dict[str, int], said: str, tmp_path: Path
-) -> None:
-    settings = {"nodes": 2, "ranks_per_node": 4, "gpus_per_node": 4, **options}
-    with pytest.raises((ConfigError, LaunchError)) as caught:
-        submit.prepare("-", [f"run.dir={tmp_path}/run", *overrides], **settings)  # type: ignore[arg-type]
-    assert said in caught.value.cause
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_directory_with_a_run_is_refused_unless_it_goes_on(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     sizes = {"nodes": 1, "ranks_per_node": 2, "gpus_per_node": 2}

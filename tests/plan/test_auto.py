@@ -357,22 +357,6 @@ def test_a_single_rank_on_the_cpu_from_end_to_end(tmp_path: Path, capsys: pytest
     assert "pass --gpu or --gpu-memory; for CPUs --memory-cap" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--verify", "2"], "belong to --auto"),
-        (["--margin", "0.2"], "belong to --auto"),
-        (["--budget", "10"], "belong to --auto"),
-        (["--auto", "--gpu", "h100", "--gpus", "4096", "--gpus-per-node", "4096", "--verify", "2"], "this machine has"),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["plan", "-", *options]) == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.dist
 def test_the_best_are_run_and_the_fastest_of_them_is_written(

@@ -151,23 +151,6 @@ def test_a_misfit_exits_4_and_names_changes_that_fit_with_their_saving() -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "cause", "fix"),
-    [
-        (["--gpu", "h1000"], "--gpu 'h1000'", "did you mean h100"),
-        (["--gpu-memory", "eighty"], "--gpu-memory 'eighty'", "80GB"),
-        (["--gpu-memory", "-3GB"], "--gpu-memory '-3GB'", "80GB"),
-        (["--gpus", "0"], "--gpus 0", "1 or more"),
-        (["--gpus", "12"], "--gpus 12", "8 or 16"),
-    ],
-)
-def test_impossible_numbers_are_refused_in_two_lines(options: list[str], cause: str, fix: str) -> None:
-    done = run("-", *options)
-    assert done.returncode == 2
-    first, second = done.stderr.strip().splitlines()
-    assert cause in first and fix in second
-
-
-@pytest.mark.parametrize(
     ("options", "cause"),
     [
         ({"gpus": -1}, "--gpus -1"),

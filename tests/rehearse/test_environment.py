@@ -10,6 +10,7 @@ import pytest
 
 from shardkit.errors import LaunchError
 from shardkit.rehearse import environment
+from tests.commands import python_m
 
 
 def script(path: Path, text: str) -> str:
@@ -102,3 +103,12 @@ def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(LaunchError, match="on Linux only"):
         environment.torch_of([sys.executable], os.environ)
+
+
+def test_a_cpu_build_of_torch_is_refused_by_the_command(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("")
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda = None\nhip = None\n")
+    done = python_m("shardkit.cli", "rehearse", "--", "python3", "x.py", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2 and "torch 2.13.0+cpu" in done.stderr and "is a CPU build" in done.stderr
+    assert "fix: pip install torch==2.13.0" in done.stderr

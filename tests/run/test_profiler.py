@@ -302,28 +302,13 @@ def test_bad_settings_are_refused_in_two_lines(case: str, tmp_path: Path, capfd:
     two_lines(capfd.readouterr().err, *said)
 
 
-def test_a_run_without_a_profile_is_refused_in_two_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardkit.cli.__main__ import main
-
-    for path, said in ((tmp_path, "holds no profile"), (tmp_path / "none", "is not a directory")):
-        with pytest.raises(SystemExit) as exit:
-            main(["profile", str(path)])
-        assert exit.value.code == 2
-        two_lines(capsys.readouterr().err, said)
-    (tmp_path / "profile").mkdir()
-    (tmp_path / "profile" / "rank0_summary.json").write_text("{")
-    with pytest.raises(SystemExit):
-        main(["profile", str(tmp_path)])
-    two_lines(capsys.readouterr().err, "rank0_summary.json cannot be read")
-
-
 def test_a_profile_of_a_stranger_is_two_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from shardkit.cli.__main__ import main
 
     file = tmp_path / "profile" / "rank0_summary.json"
     file.parent.mkdir()
     os.mkfifo(file)
-    for content in (None, "[1]", '{"schema": 1, "files": {}}', '{"schema": 1, "files": [], "peak": 5, "rank": 0}',
+    for content in (None, "{", "[1]", '{"schema": 1, "files": {}}', '{"schema": 1, "files": [], "peak": 5, "rank": 0}',
                     '{"schema": 1, "files": {}, "rank": 0, "peak": {"bytes": 1}}', "[" * 100_000):  # fmt: skip
         if content is not None:
             file.unlink()

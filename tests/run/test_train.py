@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.commands import environment, python_m, train_here
+from tests.commands import environment, python_m
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -129,73 +128,6 @@ def user_error(done: subprocess.CompletedProcess[str], *said: str) -> None:
     assert len(errors) == 1 and len(fixes) == 1, done.stderr
     for words in said:
         assert words in done.stderr, done.stderr
-
-
-BAD = {
-    "unknown key": (["train.max_step=3"], ["max_step", "did you mean", "max_steps"]),
-    "key of another section": (["train.lr=3"], ["optim.lr"]),
-    "wrong type": (["train.max_steps=many"], ["train.max_steps", "many"]),
-    "negative size": (["model.d_model=-8"], ["model.d_model", "-8"]),
-    "heads": (["model.d_model=30", "model.n_heads=4"], ["n_heads", "d_model"]),
-    "not an override": (["max_steps"], ["max_steps"]),
-    "missing data": (["data.path=/nowhere/at/all"], ["/nowhere/at/all"]),
-    "no such module": (["task.factory=no_such_module:Task"], ["no_such_module"]),
-    "no such class": (["task.factory=json:Task"], ["json", "Task"]),
-    "single offload": (["parallel.strategy=ddp", "parallel.offload_optimizer=cpu"], ["offload_optimizer", "ddp"]),
-    "nvme with fsdp": (
-        ["parallel.strategy=fsdp", "parallel.offload_param=nvme", "parallel.nvme_path=/tmp"],
-        ["nvme", "fsdp"],
-    ),
-    "fp16 zero on cpu": (["parallel.strategy=zero2", "precision.mode=fp16"], ["fp16"]),
-    "ds_config conflict": (
-        ["parallel.strategy=zero2", "parallel.ds_config.gradient_clipping=7"],
-        ["ds_config.gradient_clipping", "train.max_norm"],
-    ),
-    "no gpu": (["run.device=cuda"], ["run.device", "cuda"]),
-    "mesh": (
-        ["parallel.strategy=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=3"],
-        ["dp_replicate", "dp_shard"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", list(BAD))
-def test_bad_settings_are_refused_in_two_lines(
-    case: str, tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overrides, said = BAD[case]
-    if case == "no gpu" and _has_gpu():
-        pytest.skip("needs a machine without a GPU")
-    for name in set(os.environ) - set(environment()):
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the working directory is added for task.factory
-    code = train_here([*settings(tmp_path, text), *overrides])
-    out = capfd.readouterr()
-    user_error(subprocess.CompletedProcess([], code, out.out, out.err), *said)
-    assert not (tmp_path / "run").exists(), "nothing half-written"
-
-
-def test_data_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tiny.txt").write_text("too short")
-    user_error(run(settings(tmp_path, tmp_path / "tiny.txt")), "tiny.txt")
-    assert not (tmp_path / "run").exists()
-
-
-def test_empty_data_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "none").mkdir()
-    user_error(run(settings(tmp_path, tmp_path / "none")), "none")
-
-
-@pytest.mark.parametrize(
-    "content", [b"train: [1, 2", b"\xff\xfe\x00bad", b"- a\n- list\n", b"train:\n  max_steps: 1\n  max_steps: 2\n"]
-)
-def test_an_unreadable_config_is_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_bytes(content)
-    user_error(run(["--config", str(tmp_path / "bad.yaml")]), "bad.yaml")
-
-
-def test_a_missing_config_is_refused(tmp_path: Path) -> None:
-    user_error(run(["--config", str(tmp_path / "gone.yaml")]), "gone.yaml")
 
 
 def test_a_directory_that_holds_a_run_is_kept(tmp_path: Path, text: Path) -> None:
@@ -313,12 +245,6 @@ def test_ctrl_c_stops_quietly(tmp_path: Path, text: Path) -> None:
     rest = process.stderr.read()
     assert process.wait(timeout=60) == 130
     assert "Traceback" not in rest and "destroy_process_group" not in rest
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 SLOW_TASK = '''
