@@ -181,10 +181,7 @@ def _main(rank: int, job: _Job) -> None:
                 pickled = pickle.dumps(error)
             except Exception:
                 pickled = None
-            _write(
-                f"{folder}/{rank}.failed",
-                pickle.dumps((time.monotonic(), rank, traceback.format_exc(), pickled)),
-            )
+            _write(f"{folder}/{rank}.failed", pickle.dumps((time.monotonic(), rank, traceback.format_exc(), pickled)))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # no teardown that could wait for the other ranks

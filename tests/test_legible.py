@@ -21,68 +21,19 @@ REPO = Path(__file__).resolve().parent.parent
 
 PRONOUNS = frozenset(
     [
-        "found",
-        "one",
-        "ones",
-        "own",
-        "said",
-        "kept",
-        "held",
-        "whole",
-        "wanted",
-        "asked",
-        "given",
-        "told",
-        "theirs",
-        "ours",
-        "mine",
-        "place",
-        "what",
-        "where",
-        "why",
-        "more",
-        "left",
-        "first",
-        "last",
-        "other",
-        "others",
-        "it",
-        "its",
-        "that",
-        "those",
-        "this",
-        "these",
-        "such",
-        "rest",
-        "both",
-        "each",
-        "done",
-        "had",
-        "meant",
-        "known",
-        "there",
-        "here",
+        "found", "one", "ones", "own", "said", "kept", "held", "whole", "wanted", "asked", "given", "told", "theirs",
+        "ours", "mine", "place", "what", "where", "why", "more", "left", "first", "last", "other", "others", "it",
+        "its", "that", "those", "this", "these", "such", "rest", "both", "each", "done", "had", "meant", "known",
+        "there", "here",
     ]
-)
+)  # fmt: skip
 """Names that say nothing of the thing they stand for."""
 VAGUE = frozenset(
     [
-        "result",
-        "results",
-        "value",
-        "values",
-        "item",
-        "items",
-        "data",
-        "obj",
-        "res",
-        "ret",
-        "info",
-        "stuff",
-        "thing",
+        "result", "results", "value", "values", "item", "items", "data", "obj", "res", "ret", "info", "stuff", "thing",
         "things",
     ]
-)
+)  # fmt: skip
 """Names that are hardly better, and the next that come to mind."""
 
 MAX_PRONOUNS, MAX_VAGUE = 86, 580
@@ -208,29 +159,14 @@ def exists(dotted: str) -> bool:
 
 NO_PATHS = frozenset(
     [
-        "configs/NAME.yaml",
-        "shardkit/strategies/NAME.py",
-        "benchmarks/results/NAME.json",
-        "benchmarks/results/gpu_PART.json",
-        "examples/nlp_example.py",
-        "examples/pytorch/basics/transformer.py",
-        "launch/test_launcher.py",
-        "slurm/test_interruptions.py",
-        "slurm/test_submit.py",
-        "shardkit.own",
-        "shardkit.script",
-        "shardkit.lock",
-        "tests/test_half.py",
-        "configs/a.yaml",
-        "slurm/a.sbatch",
-        "shardkit.memory.__file__",
-        "shardkit.errors.NoSuchError",
-        "shardkit.nowhere",
-        "shardkit/oom_other.py",
-        "shardkit.__file__",
-        "shardkit.egg",
+        "configs/NAME.yaml", "shardkit/strategies/NAME.py", "benchmarks/results/NAME.json",
+        "benchmarks/results/gpu_PART.json", "examples/nlp_example.py", "examples/pytorch/basics/transformer.py",
+        "launch/test_launcher.py", "slurm/test_interruptions.py", "slurm/test_submit.py", "shardkit.own",
+        "shardkit.script", "shardkit.lock", "tests/test_half.py", "configs/a.yaml", "slurm/a.sbatch",
+        "shardkit.memory.__file__", "shardkit.errors.NoSuchError", "shardkit.nowhere", "shardkit/oom_other.py",
+        "shardkit.__file__", "shardkit.egg",
     ]
-)
+)  # fmt: skip
 """Text that looks like a path or a module: placeholders, files of other projects, names that tests make up."""
 
 

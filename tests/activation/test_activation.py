@@ -72,6 +72,12 @@ def gradients(
     return total, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def of_a_line(model: nn.Module) -> torch.Tensor:
+    """The loss of models that take five rows of eight."""
+    out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
+    return out
+
+
 def assert_same(got: Any, want: Any) -> None:
     assert got[0].item() == want[0].item()
     assert list(got[1]) == list(want[1])
@@ -153,12 +159,8 @@ class Counters(nn.Module):
 
 @pytest.mark.parametrize("policy", ["full", "every_k", "sqrt", "selective_op"])
 def test_buffers_that_forward_changes_are_changed_once(policy: str) -> None:
-    def loss(model: nn.Module) -> torch.Tensor:
-        out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
-        return out
-
     model, plain = technique(Counters(), **POLICIES[policy]), Counters()
-    assert_same(gradients(model, loss), gradients(plain, loss))
+    assert_same(gradients(model, of_a_line), gradients(plain, of_a_line))
     assert plain.layers[1].calls == 4
     for (name, buffer), (_, want) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
         assert torch.equal(buffer, want), name
@@ -283,12 +285,9 @@ BETWEEN: dict[str, Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]] = 
 
 @pytest.mark.parametrize("between", BETWEEN)
 def test_sqrt_whatever_happens_between_blocks(between: str) -> None:
-    def loss(model: nn.Module) -> torch.Tensor:
-        out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
-        return out
-
     assert_same(
-        gradients(technique(Chain(BETWEEN[between]), policy="sqrt"), loss), gradients(Chain(BETWEEN[between]), loss)
+        gradients(technique(Chain(BETWEEN[between]), policy="sqrt"), of_a_line),
+        gradients(Chain(BETWEEN[between]), of_a_line),
     )
 
 
@@ -322,12 +321,8 @@ class Recomputing(Chain):
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("policy", ["full", "every_k", "sqrt", "selective_op"])
 def test_a_model_that_recomputes_its_blocks_itself(policy: str, offload: str) -> None:
-    def loss(model: nn.Module) -> torch.Tensor:
-        out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
-        return out
-
     model = technique(Recomputing(BETWEEN["nothing"]), **POLICIES[policy], offload=offload, offload_min_bytes=0)
-    assert_same(gradients(model, loss), gradients(Recomputing(BETWEEN["nothing"]), loss))
+    assert_same(gradients(model, of_a_line), gradients(Recomputing(BETWEEN["nothing"]), of_a_line))
 
 
 def test_sqrt_with_hooks_that_change_values() -> None:
@@ -337,11 +332,7 @@ def test_sqrt_with_hooks_that_change_values() -> None:
         model.layers[3].register_forward_hook(lambda m, args, out: {"out": out["out"] * 0.5})
         return model
 
-    def loss(model: nn.Module) -> torch.Tensor:
-        out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
-        return out
-
-    assert_same(gradients(technique(hooked(), policy="sqrt"), loss), gradients(hooked(), loss))
+    assert_same(gradients(technique(hooked(), policy="sqrt"), of_a_line), gradients(hooked(), of_a_line))
 
 
 def test_sqrt_names_a_block_that_computes_something_else_the_second_time() -> None:

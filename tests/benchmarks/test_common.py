@@ -72,18 +72,8 @@ def test_a_result_names_the_machine_and_the_versions(tmp_path: Path, monkeypatch
     assert path.name == "speed.json"
     assert written["ratio"] == 1.01
     known = {
-        "cpu",
-        "cores",
-        "memory_gib",
-        "gpus",
-        "platform",
-        "python",
-        "torch",
-        "deepspeed",
-        "shardkit",
-        "commit",
-        "date",
-    }
+        "cpu", "cores", "memory_gib", "gpus", "platform", "python", "torch", "deepspeed", "shardkit", "commit", "date",
+    }  # fmt: skip
     assert set(written["environment"]) == known
     assert written["environment"]["cores"] >= 1
 

@@ -23,13 +23,8 @@ def test_a_set_that_was_not_run_stays_with_its_commit(tmp_path: Path, monkeypatc
         "spread": {f"{case.optimizer} {case.layers} bf16": {"loss": 1.0, "weights": 1.0}},
     }
     result = {
-        "case": asdict(case),
-        "losses": [1.0, 0.5],
-        "weights": 0.0,
-        "elements": 7,
-        "elsewhere": 0,
-        "scales": [512.0],
-    }
+        "case": asdict(case), "losses": [1.0, 0.5], "weights": 0.0, "elements": 7, "elsewhere": 0, "scales": [512.0],
+    }  # fmt: skip
     late = {"asked": 13, "commit": "an earlier one", "rows": {}}
     monkeypatch.setattr(cuda_parity, "WRITTEN", tmp_path / "written.json")
     (tmp_path / "written.json").write_text(json.dumps({"sets": {"late": late, "pairs": late}}))

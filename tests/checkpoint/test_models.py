@@ -36,13 +36,8 @@ def test_tied_frozen_and_buffers_move_between_strategies(tmp_path: Path) -> None
 def test_any_optimizer_is_saved_where_each_rank_holds_whole_states(tmp_path: Path) -> None:
     momentum = {"momentum": 0.9}
     optimizers = {
-        "Adam": {"amsgrad": True},
-        "SGD": momentum,
-        "RMSprop": momentum,
-        "Adagrad": {},
-        "NAdam": {},
-        "Adafactor": {},
-    }
+        "Adam": {"amsgrad": True}, "SGD": momentum, "RMSprop": momentum, "Adagrad": {}, "NAdam": {}, "Adafactor": {},
+    }  # fmt: skip
     target = "tests.checkpoint.models:save_with_each"
     run_ranks(2, target, optimizers=optimizers, strategy="ddp", root=str(tmp_path))
 

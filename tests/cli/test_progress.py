@@ -72,18 +72,9 @@ def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(n
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
     (tmp_path / "job.json").write_text(json.dumps(job))
     plan = [
-        "plan",
-        "--from",
-        "job.json",
-        "--model",
-        "model",
-        "--gpus",
-        "8",
-        "--gpu",
-        "h100",
-        "train.seq_len=2048",
+        "plan", "--from", "job.json", "--model", "model", "--gpus", "8", "--gpu", "h100", "train.seq_len=2048",
         "--no-advice",
-    ]
+    ]  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.run(
         [sys.executable, "-m", "shardkit.cli", *plan], cwd=tmp_path, env=environment(), capture_output=True, text=True,

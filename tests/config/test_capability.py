@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.config import capability
-from shardkit.config.capability import (
-    CAPABILITIES,
-    MARKERS,
-    check,
-    markdown_table,
-    mesh_shape,
-)
+from shardkit.config.capability import CAPABILITIES, MARKERS, check, markdown_table, mesh_shape
 from shardkit.config.load import load_config, resolve_batch
 from shardkit.config.schema import Offload, RunConfig
 from shardkit.config.strategy import STRATEGIES, Capability, StrategyName

@@ -120,10 +120,7 @@ def test_deep_overrides_merge_into_raw_keys(write: Write) -> None:
         ],
     )
     raw = loaded.config.parallel.ds_config
-    assert raw == {
-        "zero_optimization": {"overlap_comm": False, "stage3_max_live_parameters": 1000},
-        "aio": {"x": 1e-4},
-    }
+    assert raw == {"zero_optimization": {"overlap_comm": False, "stage3_max_live_parameters": 1000}, "aio": {"x": 1e-4}}
     assert isinstance(raw["aio"]["x"], float)
     assert loaded.config.task.args == {"n": 3}
     assert loaded.sources["parallel.ds_config.zero_optimization.overlap_comm"] == "command line"
@@ -585,16 +582,8 @@ def test_shipped_configs_name_their_schema_and_directory(path: Path) -> None:
 def test_every_strategy_and_mode_ships_a_config() -> None:
     names = {path.stem for path in CONFIGS}
     assert names >= {
-        "quickstart",
-        "ddp",
-        "fsdp",
-        "hsdp",
-        "zero1",
-        "zero2",
-        "zero3",
-        "zero3_offload",
-        "single_gpu_offload",
-    }
+        "quickstart", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3_offload", "single_gpu_offload",
+    }  # fmt: skip
 
 
 def test_loading_imports_no_torch() -> None:

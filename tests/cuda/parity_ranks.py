@@ -46,9 +46,7 @@ def train(job: Job, case: Case, steps: int = STEPS) -> tuple[list[float], list[f
             scales.append(1.0)
             continue
         result = job.step(
-            batches,
-            lambda model, batch, bad=bad: Overflow.apply(cases.loss_fn(model, batch), bad),
-            cases.n_targets,
+            batches, lambda model, batch, bad=bad: Overflow.apply(cases.loss_fn(model, batch), bad), cases.n_targets
         )
         losses.append(result.loss)
         scales.append(job.strategy.loss_scale())

@@ -25,12 +25,8 @@ MADE: dict[str, dict[str, Any]] = {
     "single@adafactor": {"optim.name": "adafactor"},
 }
 TOGETHER: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "fsdp": {},
-    "zero2": {},
-    "zero2@bf16": {"precision.mode": "bf16"},
-    "zero3": {},
-}
+    "ddp": {}, "fsdp": {}, "zero2": {}, "zero2@bf16": {"precision.mode": "bf16"}, "zero3": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("world", "cases"), [(1, SKIPPED | MADE), (2, TOGETHER)], ids=["one rank", "two ranks"])

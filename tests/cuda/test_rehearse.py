@@ -246,8 +246,5 @@ def test_what_it_assumed_is_told_with_its_line(cache: Path, tmp_path: Path) -> N
     assert {("any", "4"), ("any", "5"), ("all", "5"), ("printed", "8"), ("printed", "9")} <= told, told
     written = [line for line in done.stderr.splitlines() if line.startswith("WRITTEN")]
     known = "tensor([0, 1, 2], device='cuda:0')"
-    assert written == [
-        "WRITTEN tensor(..., device='cuda:0')",
-        f"WRITTEN {known} [tensor(..., device='cuda:0')]",
-    ]
+    assert written == ["WRITTEN tensor(..., device='cuda:0')", f"WRITTEN {known} [tensor(..., device='cuda:0')]"]
     assert "but t4 has no bf16: torch emulates it slowly" in verdict["reason"]

@@ -22,13 +22,9 @@ from tests.docs.test_integrations import folder as folder  # a fixture
 PAGE = (REPO / "docs" / "finetune.md").read_text(encoding="utf-8")
 BASH = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 SHORT = {
-    "max_steps": 3,
-    "seq_len": 64,
-    "global_batch_size": 2,
-    "eval_every": 2,
-    "sample_prompts": ["ask 1"],
+    "max_steps": 3, "seq_len": 64, "global_batch_size": 2, "eval_every": 2, "sample_prompts": ["ask 1"],
     "sample_tokens": 8,
-}
+}  # fmt: skip
 
 
 def prepare(folder: Path) -> None:

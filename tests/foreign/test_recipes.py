@@ -238,8 +238,7 @@ def test_no_change_shards_a_base_in_4_bits_as_its_tool_would_not(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [(AXOLOTL, "adapter: qlora, load_in_4bit: true"), (LLAMA_FACTORY, "quantization_bit: 4")],
+    ("text", "words"), [(AXOLOTL, "adapter: qlora, load_in_4bit: true"), (LLAMA_FACTORY, "quantization_bit: 4")]
 )
 def test_a_base_in_4_bits_is_advised_in_the_recipes_words(text: str, words: str, tmp_path: Path) -> None:
     changed = change_files(recipe(tmp_path, text), [], ["model.quantize.bits=4"])

@@ -370,8 +370,7 @@ def test_an_adapter_that_cannot_be_planned_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("adapter", "cause"),
-    [('{"r": 8, ', "ends early"), ({"learning_rate": 1}, "it has no peft_type"), ("", "is empty")],
+    ("adapter", "cause"), [('{"r": 8, ', "ends early"), ({"learning_rate": 1}, "it has no peft_type"), ("", "is empty")]
 )
 def test_a_bad_adapter_file_is_refused(adapter: Any, cause: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:

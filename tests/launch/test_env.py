@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,33 +15,20 @@ MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
 
 def torchrun(rank: int = 5, world: int = 8, per_node: int = 4, **more: str) -> dict[str, str]:
     return {
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank % per_node),
-        "LOCAL_WORLD_SIZE": str(per_node),
-        "GROUP_RANK": str(rank // per_node),
-        "GROUP_WORLD_SIZE": str(world // per_node),
-        **MASTER,
-        **more,
-    }
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "RANK": str(rank), "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "GROUP_RANK": str(rank // per_node),
+        "GROUP_WORLD_SIZE": str(world // per_node), **MASTER, **more,
+    }  # fmt: skip
 
 
 def srun(rank: int = 3, tasks: int = 4, nodes: int = 2, **more: str) -> dict[str, str]:
     per_node = tasks // nodes
     return {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": str(tasks),
-        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(tasks), "SLURM_STEP_NUM_TASKS": str(tasks),
         "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else str(per_node),
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank % per_node),
-        "SLURM_NODEID": str(rank // per_node),
-        **more,
-    }
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else str(per_node), "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % per_node), "SLURM_NODEID": str(rank // per_node), **more,
+    }  # fmt: skip
 
 
 # What sbatch gives its script: it looks like rank 0 of 8, but is no rank.
@@ -86,46 +74,44 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
+ALONE = RankEnv(0, 1, 0, 1, 0, 1, "single")
+ON_TWO_NODES = RankEnv(5, 8, 1, 4, 1, 2, "torchelastic", "node1", 29400)
+"""Rank 5 of 8 on two nodes."""
+ON_ONE_NODE = RankEnv(1, 2, 1, 2, 0, 1, "torchelastic", "node1", 29400)
+"""Rank 1 of 2 on one node."""
+UNDER_SRUN = RankEnv(3, 4, 1, 2, 1, 2, "slurm")
+"""Rank 3 of 4 on two nodes."""
 FOUND: dict[str, tuple[dict[str, str], RankEnv]] = {
-    "nothing": ({}, RankEnv(0, 1, 0, 1, 0, 1, "single")),
-    "one process, LOCAL_RANK=0": ({"LOCAL_RANK": "0"}, RankEnv(0, 1, 0, 1, 0, 1, "single")),
-    "torchrun on two nodes": (torchrun(), RankEnv(5, 8, 1, 4, 1, 2, "torchelastic", "node1", 29400)),
-    "torchrun after two restarts": (
-        torchrun(TORCHELASTIC_RESTART_COUNT="2"),
-        RankEnv(5, 8, 1, 4, 1, 2, "torchelastic", "node1", 29400, 2),
-    ),
+    "nothing": ({}, ALONE),
+    "one process, LOCAL_RANK=0": ({"LOCAL_RANK": "0"}, ALONE),
+    "torchrun on two nodes": (torchrun(), ON_TWO_NODES),
+    "torchrun after two restarts": (torchrun(TORCHELASTIC_RESTART_COUNT="2"), replace(ON_TWO_NODES, restart_count=2)),
     "torchrun after a restart in a job requeued twice": (
         torchrun(TORCHELASTIC_RESTART_COUNT="1", SLURM_RESTART_COUNT="2"),
-        RankEnv(5, 8, 1, 4, 1, 2, "torchelastic", "node1", 29400, 3),
+        replace(ON_TWO_NODES, restart_count=3),
     ),
     "torchrun, a node with fewer ranks": (
         {**torchrun(rank=4), "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
         RankEnv(4, 5, 0, 1, 1, 2, "torchelastic", "node1", 29400),
     ),
-    "one torchrun per node under srun": (
-        {**torchrun(), **srun(rank=1, tasks=2)},
-        RankEnv(5, 8, 1, 4, 1, 2, "torchelastic", "node1", 29400),
-    ),
+    "one torchrun per node under srun": ({**torchrun(), **srun(rank=1, tasks=2)}, ON_TWO_NODES),
     "c10d numbers nodes otherwise than Slurm": (
         {**torchrun(rank=1), **srun(rank=1, tasks=2)},
         RankEnv(1, 8, 1, 4, 0, 2, "torchelastic", "node1", 29400),
     ),
-    "torchrun in the batch script": (
-        {**torchrun(rank=1, world=2, per_node=2), **BATCH},
-        RankEnv(1, 2, 1, 2, 0, 1, "torchelastic", "node1", 29400),
-    ),
+    "torchrun in the batch script": ({**torchrun(rank=1, world=2, per_node=2), **BATCH}, ON_ONE_NODE),
     "torchrun in srun --pty bash": (
         {**torchrun(rank=1, world=2, per_node=2), **srun(rank=0, tasks=1, nodes=1)},
-        RankEnv(1, 2, 1, 2, 0, 1, "torchelastic", "node1", 29400),
+        ON_ONE_NODE,
     ),
     "torchrun in salloc's shell": (
         {**torchrun(rank=1, world=2, per_node=2), **BATCH, "SLURM_STEP_ID": "4294967290"},
-        RankEnv(1, 2, 1, 2, 0, 1, "torchelastic", "node1", 29400),
+        ON_ONE_NODE,
     ),
-    "deepspeed launcher": (deepspeed(), RankEnv(5, 8, 1, 4, 1, 2, "env", "node1", 29400)),
+    "deepspeed launcher": (deepspeed(), replace(ON_TWO_NODES, source="env")),
     "deepspeed launcher in every srun task": (
         {**deepspeed(), **srun(rank=1, tasks=2)},
-        RankEnv(5, 8, 1, 4, 1, 2, "env", "node1", 29400),
+        replace(ON_TWO_NODES, source="env"),
     ),
     "by hand, one process": (by_hand(0, 1), RankEnv(0, 1, 0, 1, 0, 1, "env")),
     "by hand, one machine": (by_hand(1, 2, LOCAL_RANK="1"), RankEnv(1, 2, 1, 2, 0, 1, "env")),
@@ -133,10 +119,7 @@ FOUND: dict[str, tuple[dict[str, str], RankEnv]] = {
         by_hand(1, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT="29400"),
         RankEnv(1, 2, 1, 2, 0, 1, "env", "127.0.0.1", 29400),
     ),
-    "by hand, LOCAL_RANK derived": (
-        by_hand(5, 8, LOCAL_WORLD_SIZE="4", **MASTER),
-        RankEnv(5, 8, 1, 4, 1, 2, "env", "node1", 29400),
-    ),
+    "by hand, LOCAL_RANK derived": (by_hand(5, 8, LOCAL_WORLD_SIZE="4", **MASTER), replace(ON_TWO_NODES, source="env")),
     "by hand, round-robin over nodes": (
         by_hand(5, 8, LOCAL_RANK="2", LOCAL_WORLD_SIZE="4", **MASTER),
         RankEnv(5, 8, 2, 4, 1, 2, "env", "node1", 29400),
@@ -145,34 +128,31 @@ FOUND: dict[str, tuple[dict[str, str], RankEnv]] = {
         {**srun(), **by_hand(3, 4, LOCAL_RANK="1", **MASTER)},
         RankEnv(3, 4, 1, 2, 1, 2, "env", "node1", 29400),
     ),
-    "plain srun": (srun(), RankEnv(3, 4, 1, 2, 1, 2, "slurm")),
-    "plain srun with a master": ({**srun(), **MASTER}, RankEnv(3, 4, 1, 2, 1, 2, "slurm", "node1", 29400)),
-    "plain srun, requeued": (srun(SLURM_RESTART_COUNT="2"), RankEnv(3, 4, 1, 2, 1, 2, "slurm", None, None, 2)),
+    "plain srun": (srun(), UNDER_SRUN),
+    "plain srun with a master": ({**srun(), **MASTER}, replace(UNDER_SRUN, master_addr="node1", master_port=29400)),
+    "plain srun, requeued": (srun(SLURM_RESTART_COUNT="2"), replace(UNDER_SRUN, restart_count=2)),
     "plain srun, uneven nodes": (
         srun(SLURM_STEP_TASKS_PER_NODE="3,1", SLURM_LOCALID="0"),
         RankEnv(3, 4, 0, 1, 1, 2, "slurm"),
     ),
     "plain srun, no counts per node": (
         without(srun(), "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
-        RankEnv(3, 4, 1, 2, 1, 2, "slurm"),
+        UNDER_SRUN,
     ),
-    "srun of one task": (srun(rank=0, tasks=1, nodes=1), RankEnv(0, 1, 0, 1, 0, 1, "single")),
-    "the batch script itself": (BATCH, RankEnv(0, 1, 0, 1, 0, 1, "single")),
-    "the batch script, requeued": (
-        {**BATCH, "SLURM_RESTART_COUNT": "1"},
-        RankEnv(0, 1, 0, 1, 0, 1, "single", None, None, 1),
-    ),
-    "salloc's shell": ({**BATCH, "SLURM_STEP_ID": "4294967290"}, RankEnv(0, 1, 0, 1, 0, 1, "single")),
-    "one process, the site sets MASTER_PORT": ({"MASTER_PORT": "29400"}, RankEnv(0, 1, 0, 1, 0, 1, "single")),
-    "mpirun": (mpirun(), RankEnv(3, 4, 1, 2, 1, 2, "mpi")),
+    "srun of one task": (srun(rank=0, tasks=1, nodes=1), ALONE),
+    "the batch script itself": (BATCH, ALONE),
+    "the batch script, requeued": ({**BATCH, "SLURM_RESTART_COUNT": "1"}, replace(ALONE, restart_count=1)),
+    "salloc's shell": ({**BATCH, "SLURM_STEP_ID": "4294967290"}, ALONE),
+    "one process, the site sets MASTER_PORT": ({"MASTER_PORT": "29400"}, ALONE),
+    "mpirun": (mpirun(), replace(UNDER_SRUN, source="mpi")),
     "mpirun, round-robin over nodes": (
         mpirun(rank=1, size=4, OMPI_COMM_WORLD_LOCAL_RANK="0"),
         RankEnv(1, 4, 0, 2, 1, 2, "mpi"),
     ),
-    "mpirun -n 1": (mpirun(rank=0, size=1, per_node=1), RankEnv(0, 1, 0, 1, 0, 1, "single")),
-    "mpirun whose daemons are srun tasks": ({**srun(rank=1, tasks=2), **mpirun()}, RankEnv(3, 4, 1, 2, 1, 2, "mpi")),
-    "srun with PMI": ({**srun(), **pmi()}, RankEnv(3, 4, 1, 2, 1, 2, "slurm")),
-    "PMI": (pmi(), RankEnv(3, 4, 1, 2, 1, 2, "mpi")),
+    "mpirun -n 1": (mpirun(rank=0, size=1, per_node=1), ALONE),
+    "mpirun whose daemons are srun tasks": ({**srun(rank=1, tasks=2), **mpirun()}, replace(UNDER_SRUN, source="mpi")),
+    "srun with PMI": ({**srun(), **pmi()}, UNDER_SRUN),
+    "PMI": (pmi(), replace(UNDER_SRUN, source="mpi")),
 }
 
 

@@ -82,9 +82,7 @@ def test_kubernetes_expands_nothing_in_the_users_words() -> None:
 def _expanded(text: str, variables: dict[str, str]) -> str:
     """The text as a kubelet gives it to a container (k8s.io/kubernetes/third_party/forked/golang/expansion)."""
     return re.sub(
-        r"\$\$|\$\(([^)]*)\)",
-        lambda found: "$" if found[1] is None else variables.get(found[1], found[0]),
-        text,
+        r"\$\$|\$\(([^)]*)\)", lambda found: "$" if found[1] is None else variables.get(found[1], found[0]), text
     )
 
 

@@ -88,12 +88,7 @@ def test_a_hung_rank_is_named_with_its_place_and_the_job_restarts(tmp_path: Path
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "number"),
-    [
-        ("term", signal.SIGUSR2),
-        ("usr1", signal.SIGTERM),
-        ("file", signal.SIGTERM),
-        ("usr2", signal.SIGUSR2),
-    ],
+    [("term", signal.SIGUSR2), ("usr1", signal.SIGTERM), ("file", signal.SIGTERM), ("usr2", signal.SIGUSR2)],
 )
 def test_a_preempted_script_is_told_as_it_expects_and_saves(how: str, number: signal.Signals, tmp_path: Path) -> None:
     words = ["--on-preempt", how, "--max-restarts", "1", "--run-dir", str(tmp_path), "--"]

@@ -10,13 +10,9 @@ from shardkit.launch.ranks import affinity
 from shardkit.launch.ranks.affinity import available_cores, cgroup_cpu_quota, default_omp_threads
 
 SRUN = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_NUM_NODES": "1",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "0",
-}
+    "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from shardkit.memory.rows import (
-    KINDS,
-    DeviceMemory,
-    HostMemory,
-    Identity,
-    PhaseMemory,
-    RankRow,
-    StateBytes,
-    StateKind,
-)
+from shardkit.memory.rows import KINDS, DeviceMemory, HostMemory, Identity, PhaseMemory, RankRow, StateBytes, StateKind
 
 MIB = 2**20
 PLAIN = [kind for kind in KINDS if kind != "quantized"]

@@ -86,11 +86,7 @@ def test_a_task_that_srun_gave_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_groups_on_gpus_have_the_backends_that_the_strategy_needs(
-    monkeypatch: pytest.MonkeyPatch,
-    parallel: dict[str, Any],
-    world_size: int,
-    backend: str,
-    bound: torch.device | None,
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], world_size: int, backend: str, bound: torch.device | None
 ) -> None:
     """One rank is not connected to itself ahead of time; FSDP2's norm of gradients on the CPU needs gloo there."""
     joined: list[tuple[str, torch.device | None]] = []

@@ -10,35 +10,23 @@ from benchmarks.plan_accuracy import cases, compare
 
 CASES = {
     "one process": [
-        "transformer single@1 fp32 none adamw",
-        "llama single@1 fp32 full adamw",
-        "llama single@1 fp32 packed adamw",
-        "cnn single@1 fp32 full adamw",
-        "swinir single@1 bf16 full adamw",
-        "lora single@1 bf16 full adamw",
+        "transformer single@1 fp32 none adamw", "llama single@1 fp32 full adamw", "llama single@1 fp32 packed adamw",
+        "cnn single@1 fp32 full adamw", "swinir single@1 bf16 full adamw", "lora single@1 bf16 full adamw",
     ],
     "several": [
-        "transformer ddp@2 bf16 full adamw",
-        "transformer fsdp@2 bf16 full adamw",
-        "transformer zero1@2 bf16 none adamw",
-        "transformer zero2@2+offload bf16 none adamw",
-        "transformer zero3@2+offload_all bf16 none adamw",
-        "llama zero3@2 fp32 full adamw",
+        "transformer ddp@2 bf16 full adamw", "transformer fsdp@2 bf16 full adamw",
+        "transformer zero1@2 bf16 none adamw", "transformer zero2@2+offload bf16 none adamw",
+        "transformer zero3@2+offload_all bf16 none adamw", "llama zero3@2 fp32 full adamw",
     ],
     "adapters": [
-        "lora fsdp@2 bf16 full adamw",
-        "lora hsdp@4 bf16 full adamw",
-        "lora zero2@2 bf16 full adamw",
+        "lora fsdp@2 bf16 full adamw", "lora hsdp@4 bf16 full adamw", "lora zero2@2 bf16 full adamw",
         "lora zero3@2 bf16 full adamw",
     ],
     "4 bits": [
-        "qlora fsdp@2 bf16 full adamw",
-        "qlora zero2@2 bf16 full adamw",
-        "qlora zero3@2 bf16 full adamw",
-        "qlora-double zero1@2 bf16 full adamw",
-        "qlora-double zero3@2+offload_all bf16 full adamw",
+        "qlora fsdp@2 bf16 full adamw", "qlora zero2@2 bf16 full adamw", "qlora zero3@2 bf16 full adamw",
+        "qlora-double zero1@2 bf16 full adamw", "qlora-double zero3@2+offload_all bf16 full adamw",
     ],
-}
+}  # fmt: skip
 """Further ones, lora under ddp and zero1 among them, are in the recorded table alone."""
 _SMALLER = {"256": "128", "704": "384", "8192": "4096"}
 """Widths and vocabulary, by those of the recorded table: bf16 is slow on a CPU without instructions for it."""

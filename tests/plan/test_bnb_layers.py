@@ -13,10 +13,7 @@ from torch import nn
 from shardkit.config.load import load_config
 from shardkit.errors import NotPlannedError
 from shardkit.foreign.translate import read_job
-from shardkit.models.bnb_layers import (
-    follow_peft_over_bitsandbytes,
-    packed_by_transformers,
-)
+from shardkit.models.bnb_layers import follow_peft_over_bitsandbytes, packed_by_transformers
 from shardkit.plan.client import plan
 from shardkit.plan.target import choose_target
 from shardkit.tasks.load import load_task

@@ -93,17 +93,9 @@ def test_a_page_has_every_part_of_a_run(hostile: Path) -> None:
     page = Reader(run_page(read_run(hostile), hostile / "report.html"))
     sections = ["summary", "training", "memory", "categories", "phases", "ranks", "traced", "plan", "oom", "profile"]
     drawn = [
-        "training",
-        "memory",
-        "state",
-        "categories",
-        "traced-categories",
-        "traced-phases",
-        "phases",
-        "ranks",
-        "timeline",
-        "plan",
-    ]
+        "training", "memory", "state", "categories", "traced-categories", "traced-phases", "phases", "ranks",
+        "timeline", "plan",
+    ]  # fmt: skip
     assert page.ids >= {*sections, *(f"figure-{name}" for name in drawn)}
     assert [link for link in page.links if not link.startswith("#")] == ["profile/rank0_a%26b%3Ci%3E_memory.html"]
     exact = set(page.values)

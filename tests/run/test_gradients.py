@@ -12,26 +12,16 @@ from tests.run.gradients import BAD_STEP, STEPS
 pytestmark = [pytest.mark.dist, pytest.mark.deepspeed]
 
 ALONE: dict[str, dict[str, Any]] = {
-    "single": {},
-    "single@foreach": {"optim.implementation": "foreach"},
-    "single@sgd": {"optim.name": "sgd", "optim.momentum": 0.9},
-    "single@muon": {"optim.name": "muon"},
-    "single@adafactor": {"optim.name": "adafactor"},
-    "single@unclipped": {"train.max_norm": None},
-    "single@bf16": {"precision.mode": "bf16"},
-    "single@ema": {"train.ema_decay": 0.9},
-}
+    "single": {}, "single@foreach": {"optim.implementation": "foreach"},
+    "single@sgd": {"optim.name": "sgd", "optim.momentum": 0.9}, "single@muon": {"optim.name": "muon"},
+    "single@adafactor": {"optim.name": "adafactor"}, "single@unclipped": {"train.max_norm": None},
+    "single@bf16": {"precision.mode": "bf16"}, "single@ema": {"train.ema_decay": 0.9},
+}  # fmt: skip
 UPDATES_TOO_EARLY = {"single@in_backward": {"optim.in_backward": True, "train.max_norm": None}}
 TOGETHER: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "fsdp": {},
-    "fsdp@sgd": {"optim.name": "sgd"},
-    "zero2": {},
-    "zero2@bf16": {"precision.mode": "bf16"},
-    "zero2+optimizer@bf16": {"precision.mode": "bf16"},
-    "zero3": {},
-    "zero3@bf16": {"precision.mode": "bf16"},
-}
+    "ddp": {}, "fsdp": {}, "fsdp@sgd": {"optim.name": "sgd"}, "zero2": {}, "zero2@bf16": {"precision.mode": "bf16"},
+    "zero2+optimizer@bf16": {"precision.mode": "bf16"}, "zero3": {}, "zero3@bf16": {"precision.mode": "bf16"},
+}  # fmt: skip
 WORLDS = [(1, ALONE | UPDATES_TOO_EARLY), (2, TOGETHER)]
 OVERFLOWS = [
     (1, ALONE | UPDATES_TOO_EARLY),

@@ -94,8 +94,7 @@ LATER = pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
-    ("world", "local_size"),
-    [(2, None), pytest.param(4, None, marks=LATER), pytest.param(4, 2, marks=LATER)],
+    ("world", "local_size"), [(2, None), pytest.param(4, None, marks=LATER), pytest.param(4, 2, marks=LATER)]
 )
 def test_a_load_sends_few_messages(folders: tuple[str, dict[str, int]], world: int, local_size: int | None) -> None:
     """Not one for each rank and parameter; and no other bit than the folder's."""

@@ -36,11 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero1": {"parallel.strategy": "zero1"},
     "zero2": {"parallel.strategy": "zero2"},
     "zero3": {"parallel.strategy": "zero3", "parallel.ds_config": PARTITION_ALL},
-    "fsdp+offload": {
-        "parallel.strategy": "fsdp",
-        "parallel.offload_param": "cpu",
-        "parallel.offload_optimizer": "cpu",
-    },
+    "fsdp+offload": {"parallel.strategy": "fsdp", "parallel.offload_param": "cpu", "parallel.offload_optimizer": "cpu"},
     "zero2+offload": {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"},
     "zero3+offload": {
         "parallel.strategy": "zero3",
