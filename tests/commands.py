@@ -43,6 +43,7 @@ def python_m(
     cwd: Path = REPO,
     env: dict[str, str] | None = None,
     timeout: float = 180,
+    code: int | None = None,
 ) -> Done:
     """`python -m module args`, or `ranks` of it with the variables that torchrun sets, in one group.
 
@@ -51,6 +52,7 @@ def python_m(
     Args:
         env: variables beside those of `environment`.
         timeout: seconds for everything.
+        code: the exit code that it must end with; `None` = any.
 
     Returns:
         As `subprocess.run` does; of several ranks the first exit code that is not 0, and what all of them wrote.
@@ -84,6 +86,7 @@ def python_m(
         raise subprocess.TimeoutExpired(command, timeout, out, err)
     done = Done(command, next((code for code in codes if code), 0), out, err)
     done.codes = codes
+    assert code is None or done.returncode == code, f"exit code {done.returncode}, not {code}:\n{err}"
     return done
 
 

@@ -149,8 +149,7 @@ def test_nccls_own_watchdog_ends_the_peers_of_a_rank_that_hangs(tmp_path: Path) 
         task__factory="tests.launch.tasks:Unwatched",
     )  # fmt: skip
     quick = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500", "FAULTS": str(tmp_path)}
-    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, **quick)
-    assert done.returncode == 134, done.stderr
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, code=134, **quick)
     assert "error: rank 0 failed: " in done.stderr, done.stderr
     (log,) = (tmp_path / "run" / "logs").glob("*/*/attempt_0/0/stderr.log")
     timed_out = "Watchdog caught collective operation timeout|Operation timed out after"  # the second since torch 2.15
@@ -205,22 +204,19 @@ def test_page_locked_memory_refused_to_a_save_is_explained_and_the_last_checkpoi
 )  # fmt: skip
 def test_too_few_visible_devices_are_said(visible: str, words: str, tmp_path: Path) -> None:
     argv = jobs.settings(tmp_path / "run", run__device="cuda", memory__plan="false")
-    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, CUDA_VISIBLE_DEVICES=visible)
-    assert done.returncode == 2, done.stderr
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, CUDA_VISIBLE_DEVICES=visible, code=2)
     assert words in done.stderr and "  fix: " in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_visible_devices_in_another_order_work(tmp_path: Path) -> None:
     argv = jobs.settings(tmp_path / "run", run__device="cuda", memory__plan="false", train__max_steps=2)
-    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, CUDA_VISIBLE_DEVICES="3,1")
-    assert done.returncode == 0, done.stderr
+    run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, CUDA_VISIBLE_DEVICES="3,1", code=0)
 
 
 def test_more_ranks_than_devices_are_refused(tmp_path: Path) -> None:
     argv = jobs.settings(tmp_path / "run", run__device="cuda", memory__plan="false")
-    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, EMUCUDA_DEVICES="1")
-    assert done.returncode == 2, done.stderr
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, EMUCUDA_DEVICES="1", code=2)
     assert "2 ranks on this machine, but torch sees 1 GPU(s)" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -229,8 +225,7 @@ def test_a_profile_can_be_read_back(tmp_path: Path) -> None:
         tmp_path / "run", run__device="cuda", memory__plan="false", profile__start=3, profile__steps=2,
         train__max_steps=5,
     )  # fmt: skip
-    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S)
-    assert done.returncode == 0, done.stderr
+    run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, code=0)
     (path,) = (tmp_path / "run").rglob("*_trace.json.gz")
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]

@@ -38,8 +38,13 @@ def command(*args: str, config: Path | None = None) -> list[str]:
     return [sys.executable, "-m", "shardkit.cli", "launch", str(config or REPO / "configs/ddp.yaml"), *args]
 
 
-def run(argv: list[str], cwd: Path = REPO, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+def run(
+    argv: list[str], cwd: Path = REPO, timeout: float = 120, code: int | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command; with `code` it must end with that exit code."""
+    done = subprocess.run(argv, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+    assert code is None or done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stderr}"
+    return done
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -106,8 +106,7 @@ def test_nodes_that_cannot_meet_are_told_why_in_time(host: str, said: str, tmp_p
 
 @pytest.mark.slow
 def test_a_signals_likely_cause_is_told(tmp_path: Path) -> None:
-    process = run(command(*TWO, *settings(tmp_path / "run", "kill")))
-    assert process.returncode == 137, process.stderr
+    process = run(command(*TWO, *settings(tmp_path / "run", "kill")), code=137)
     assert "error: rank 1 failed: killed by SIGKILL" in process.stderr
     cause = next(line for line in process.stderr.splitlines() if "likely cause" in line)
     assert "memory" in cause
@@ -117,8 +116,7 @@ def test_a_signals_likely_cause_is_told(tmp_path: Path) -> None:
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint(
     tmp_path: Path, plain: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
-    process = run(command(*TWO, "--max-restarts", "1", *settings(tmp_path / "run", "kill", **FIXED)))
-    assert process.returncode == 0, process.stderr
+    process = run(command(*TWO, "--max-restarts", "1", *settings(tmp_path / "run", "kill", **FIXED)), code=0)
     assert "resuming from" in process.stdout and ", step 2" in process.stdout, process.stderr
     assert losses(tmp_path / "run") == losses(plain[0])
     reasons = [reason for _, reason in job_starts.restarts(tmp_path / "run")]
@@ -222,7 +220,6 @@ def test_preempted_ranks_save_and_make_exit_code_75(tmp_path: Path) -> None:
 def test_what_cannot_be_built_or_filled_is_two_lines(
     how: str, extra: dict[str, int], said: str, fix: str, tmp_path: Path
 ) -> None:
-    process = python_m("shardkit.train", *settings(tmp_path / "run", how, **extra))
-    assert process.returncode == 2, process.stderr
+    process = python_m("shardkit.train", *settings(tmp_path / "run", how, **extra), code=2)
     cause, advice = process.stderr.splitlines()
     assert re.match(f"error: {said}", cause) and advice.startswith(f"  fix: {fix}"), process.stderr

@@ -38,8 +38,7 @@ def steps(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_script_runs_unchanged_with_a_log_per_rank(tmp_path: Path) -> None:
-    process = run(launched("--", PLAIN, str(tmp_path / "mine"), "--steps", "3"), cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
+    process = run(launched("--", PLAIN, str(tmp_path / "mine"), "--steps", "3"), cwd=tmp_path, code=0)
     assert [line for line in process.stdout.splitlines() if line.startswith("step")] == ["step 1", "step 2", "step 3"]
     assert len(list(tmp_path.glob("runs/plain/logs/*/*/attempt_0/[01]/stdout.log"))) == 2
     assert steps(tmp_path / "mine") == [1, 2, 3]
@@ -76,8 +75,7 @@ def test_the_rank_that_failed_first_is_told_and_its_exit_code_passed_on(
 @pytest.mark.dist
 def test_a_hung_rank_is_named_with_its_place_and_the_job_restarts(tmp_path: Path) -> None:
     watch = ["--heartbeat", "auto", "--heartbeat-timeout", "5", "--max-restarts", "1", "--run-dir", str(tmp_path)]
-    process = run(launched(*watch, "--", PLAIN, str(tmp_path / "mine"), "--how", "hang", "--steps", "4"))
-    assert process.returncode == 0, process.stderr
+    run(launched(*watch, "--", PLAIN, str(tmp_path / "mine"), "--how", "hang", "--steps", "4"), code=0)
     assert steps(tmp_path / "mine") == [1, 2, 1, 2, 3, 4]
     (event,) = map(json.loads, (tmp_path / "logs/restarts.jsonl").read_text().splitlines())
     assert event["reason"].startswith("rank 1: no heartbeat for ")
@@ -112,8 +110,7 @@ def test_a_preempted_script_is_told_as_it_expects_and_saves(how: str, number: si
 def test_accelerates_own_test_script_runs_unchanged(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate")
     words = ["--run-dir", str(tmp_path), "--", "-m", "accelerate.test_utils.scripts.test_script"]
-    process = run(launched(*words), timeout=600, ACCELERATE_USE_CPU="true")
-    assert process.returncode == 0, process.stderr
+    process = run(launched(*words), timeout=600, ACCELERATE_USE_CPU="true", code=0)
     assert "Num processes: 2" in process.stdout
     assert process.stdout.count("Training yielded the same results on one CPU or distributed setup") >= 2
 
@@ -143,9 +140,9 @@ def test_trls_sft_script_runs_unchanged(tmp_path: Path) -> None:
     args += ["--report_to", "none", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
     process = run(
         launched("--run-dir", str(tmp_path / "run"), "--", "-m", "trl.scripts.sft", *args),
-        timeout=600, HF_HUB_OFFLINE="1", XDG_CACHE_HOME=str(tmp_path / "cache"), HF_HOME=str(tmp_path / "cache"),
+        timeout=600, code=0,
+        HF_HUB_OFFLINE="1", XDG_CACHE_HOME=str(tmp_path / "cache"), HF_HOME=str(tmp_path / "cache"),
     )  # fmt: skip
-    assert process.returncode == 0, process.stderr
     assert process.stdout.count("'loss'") == 2
     assert (tmp_path / "out/model.safetensors").exists()
 

@@ -115,20 +115,19 @@ def test_the_passes_are_named_and_many_of_them_doubted() -> None:
 
 def test_epochs_end_a_run_and_more_of_them_continue_it(tmp_path: Path) -> None:
     args = [*settings(tmp_path / "run", train__micro_batch_size=16, train__epochs=1), "train.max_steps=50"]
-    done = python_m("shardkit.train", *args)
-    assert done.returncode == 0, done.stderr
+    done = python_m("shardkit.train", *args, code=0)
     assert "a pass: 64 samples, 4 steps; 4 steps are 1 pass\n" in done.stdout and "step 4/4 " in done.stdout
     assert "warning" not in done.stderr
     assert status(read_run(tmp_path / "run")) == (True, "finished 4 of 4 steps")
     args = settings(tmp_path / "run", train__micro_batch_size=16, train__epochs=2.5)
     args = [item for item in args if not item.startswith("train.max_steps=")]
-    again = python_m("shardkit.train", *args, "run.resume=true")
-    assert again.returncode == 0, again.stderr
+    python_m("shardkit.train", *args, "run.resume=true", code=0)
     assert sorted(losses(tmp_path / "run")) == list(range(1, 11))
     assert status(read_run(tmp_path / "run")) == (True, "finished 10 of 10 steps")
 
 
 def test_many_passes_are_doubted_at_start(tmp_path: Path) -> None:
-    done = python_m("shardkit.train", *settings(tmp_path / "run", train__micro_batch_size=64, train__max_steps=21))
-    assert done.returncode == 0, done.stderr
+    done = python_m(
+        "shardkit.train", *settings(tmp_path / "run", train__micro_batch_size=64, train__max_steps=21), code=0
+    )
     assert "warning: train.max_steps=21 takes each sample 21 times" in done.stderr

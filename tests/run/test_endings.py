@@ -38,22 +38,19 @@ COMMAND = r"to continue: (.*)\n"
 
 def test_a_terminated_run_says_why_where_it_saved_and_the_command_that_continues(tmp_path: Path) -> None:
     asked = settings(tmp_path / "run", "terminate", train__max_steps=40, task__args__rank=0, run__overwrite="true")
-    done = python_m("shardkit.train", *asked)
-    assert done.returncode == 75, done.stderr
+    done = python_m("shardkit.train", *asked, code=75)
     step, path = re.search(STOPPED, done.stdout).groups()  # type: ignore[union-attr]
     assert Path(path).is_dir() and int(step) == max(losses(tmp_path / "run"))
     words = shlex.split(re.search(COMMAND, done.stdout)[1])  # type: ignore[index]
     assert words[:3] == ["python", "-m", "shardkit.train"] and words[-1] == "run.resume=true"
-    again = python_m("shardkit.train", *words[3:], "task.args.how=nothing")
-    assert again.returncode == 0, again.stderr
+    python_m("shardkit.train", *words[3:], "task.args.how=nothing", code=0)
     assert sorted(losses(tmp_path / "run")) == list(range(1, 41))
 
 
 @pytest.mark.slow
 def test_the_launcher_names_its_own_command(tmp_path: Path) -> None:
     asked = settings(tmp_path / "run", "terminate", train__max_steps=40, task__args__rank=0)
-    done = python_m("shardkit.cli", "launch", "-", "--nproc-per-node", "1", *asked)
-    assert done.returncode == 75, done.stderr
+    done = python_m("shardkit.cli", "launch", "-", "--nproc-per-node", "1", *asked, code=75)
     assert re.search(STOPPED, done.stdout), done.stdout
     assert "\nto continue: shardkit launch - --nproc-per-node 1 " in done.stdout
     assert done.stdout.count("to continue: ") == 1 and "saved and stopped" not in done.stdout, "the stop is said once"

@@ -43,8 +43,7 @@ def test_a_run_shows_its_plan_beside_what_was_measured(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     more = {"parallel.strategy": strategy, "memory.plan": "true", "memory.trace_step": 3, "model.d_model": 33}
-    done = run(settings(tmp_path, text, **more, **{"model.n_heads": 1}), ranks)
-    assert done.returncode == 0, done.stderr
+    done = run(settings(tmp_path, text, **more, **{"model.n_heads": 1}), ranks, code=0)
     assert "plan: " in done.stdout and " predicted" in done.stdout
     assert "not planned" not in done.stdout + done.stderr
     names = [f"rank {rank}@" for rank in range(max(1, ranks))]

@@ -209,8 +209,7 @@ def test_an_evaluation_longer_than_the_limit_goes_on(tmp_path: Path) -> None:
         tmp_path / "run", task__factory="tests.run.test_watchdog:Slow", run__init_timeout_s=2, run__step_timeout_s=2,
         train__eval_samples=12, train__max_steps=1,
     )  # fmt: skip
-    done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv)
-    assert done.returncode == 0, done.stderr
+    python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, code=0)
     assert "val_loss" in (tmp_path / "run/metrics.jsonl").read_text()
 
 
@@ -229,8 +228,7 @@ class Slow(Troubled):
 @pytest.mark.dist
 def test_a_hanging_rank_is_named_and_the_job_restarts(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", "hang", run__step_timeout_s=4, checkpoint__every_steps=1)
-    done = run(command("--nproc-per-node", "2", "--max-restarts", "1", *argv), timeout=100)
-    assert done.returncode == 0, done.stderr
+    done = run(command("--nproc-per-node", "2", "--max-restarts", "1", *argv), timeout=100, code=0)
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
     ((step, reason),) = job_starts.restarts(tmp_path / "run")
     assert step == 2 and "no progress for 4 s at step 3" in reason and "did not arrive: rank 1" in reason
@@ -243,8 +241,7 @@ def test_a_hanging_rank_is_named_and_the_job_restarts(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_a_rank_that_does_not_even_answer_is_named(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", "stop", train__max_steps=50, run__step_timeout_s=4)
-    done = run(command("--nproc-per-node", "2", *argv), timeout=100)
-    assert done.returncode == 1, done.stderr
+    done = run(command("--nproc-per-node", "2", *argv), timeout=100, code=1)
     assert "rank(s) 1 on " in done.stderr and " did not even answer" in done.stderr, done.stderr
     assert (tmp_path / "run/logs/hang/rank_0.txt").exists()
 
@@ -256,16 +253,14 @@ def test_a_rank_without_any_weight_joins_in_every_reduction(tmp_path: Path) -> N
         tmp_path / "run", task__factory="tests.launch.tasks:OneWeight", parallel__strategy="zero1",
         precision__mode="fp32", run__step_timeout_s=9,
     )  # fmt: skip
-    done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, ranks=2)
-    assert done.returncode == 0, done.stderr
+    python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, ranks=2, code=0)
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.dist
 def test_ranks_that_see_different_data_are_told_so(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", task__factory="tests.launch.tasks:Uneven", train__eval_samples=4)
-    done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, ranks=2)
-    assert done.returncode == 2, done.stderr
+    done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, ranks=2, code=2)
     assert "error: ranks see different validation data: 64, none samples on ranks 0 to 1" in done.stderr
 
 
