@@ -13,7 +13,7 @@ from torch import nn
 from shardkit.errors import ConfigError
 from shardkit.parallel.compat import graph_breaks
 from shardkit.run.job import start
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 FEATURES: dict[str, dict[str, Any]] = {
     "tied_weights": {},
@@ -65,18 +65,8 @@ class Model(nn.Module):
 
 
 def settings(strategy: str, feature: str) -> dict[str, Any]:
-    out = {
-        "parallel.strategy": strategy,
-        "run.device": "cpu",
-        "optim.lr": 1e-2,
-        "optim.weight_decay": 0.0,  # ZeRO also decays parameters without a gradient
-        **FEATURES[feature],
-    }
-    if strategy == "zero3":
-        out["parallel.ds_config"] = PARTITION_ALL
-    if strategy == "hsdp":
-        out["parallel.dp_replicate"] = 2
-    return out
+    no_decay = {"optim.weight_decay": 0.0}  # ZeRO also decays parameters without a gradient
+    return {**on_cpus(strategy), "optim.lr": 1e-2, **no_decay, **FEATURES[feature]}
 
 
 def losses(strategies: list[str], feature: str) -> dict[str, list[float]]:

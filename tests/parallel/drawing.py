@@ -16,7 +16,7 @@ from torch import nn
 from shardkit.parallel.weights import Weights
 from shardkit.run.job import start
 from shardkit.strategies.ddp import Wrapped
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 
 class Layers(nn.Module):
@@ -66,21 +66,12 @@ def counted() -> Iterator[list[Weights]]:
         yield made
 
 
-def settings(strategy: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"parallel.strategy": strategy, "run.device": "cpu"}
-    if strategy == "zero3":
-        found["parallel.ds_config"] = PARTITION_ALL
-    if strategy == "hsdp":
-        found["parallel.dp_replicate"] = 2
-    return found
-
-
 def held(strategies: list[str]) -> dict[str, dict[str, Any]]:
     """ "<strategy> <drawn or built>" → this rank's part of each parameter, and how many values it drew."""
     out: dict[str, dict[str, Any]] = {}
     for strategy in strategies:
         for case, init in (("drawn", init_parameter), ("built", None)):
-            with counted() as made, start(None, settings(strategy)) as job:
+            with counted() as made, start(None, on_cpus(strategy)) as job:
                 job.wrap(Layers, init_parameter=init)
                 parts = {
                     s.name.removeprefix("model."): (s.start, s.local.flatten().float().clone().numpy())
@@ -120,7 +111,7 @@ def wide(strategy: str) -> dict[str, dict[str, float]]:
     for case, init in (("drawn", _normal), ("built", None)):
         for rows in (8, 80_000):  # the first one imports what is needed
             model: Callable[[], nn.Module] = lambda rows=rows: Wide(rows)  # noqa: E731
-            with counted() as made, start(None, settings(strategy)) as job:
+            with counted() as made, start(None, on_cpus(strategy)) as job:
                 gc.collect()
                 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
                 before, peaks = _status("VmRSS"), []

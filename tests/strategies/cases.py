@@ -25,6 +25,17 @@ PARTITION_ALL = {
     }
 }
 
+
+def on_cpus(strategy: str) -> dict[str, Any]:
+    """Settings of a strategy on two ranks or more, without a GPU, which shards all that it can."""
+    out: dict[str, Any] = {"parallel.strategy": strategy, "run.device": "cpu"}
+    if strategy == "zero3":
+        out["parallel.ds_config"] = PARTITION_ALL
+    if strategy == "hsdp":
+        out["parallel.dp_replicate"] = 2
+    return out
+
+
 OPTIMIZERS = {
     "adamw_clipped": {"optim.name": "adamw", "optim.lr": 3e-3, "train.max_norm": 0.5},
     "sgd_unclipped": {"optim.name": "sgd", "optim.lr": 0.2, "optim.weight_decay": 0.0, "train.max_norm": None},
@@ -64,12 +75,9 @@ def overrides(case: str, world: int, optimizer: str, **extra: Any) -> dict[str, 
     strategy, *offloaded = case.split("+")
     out: dict[str, Any] = {f"parallel.offload_{what}": "cpu" for what in offloaded}
     out |= {
-        "parallel.strategy": strategy,
-        "run.device": "cpu",
-        "train.grad_accum_steps": ACCUM,
-        "train.micro_batch_size": GLOBAL_BATCH // ACCUM // world,
-        **OPTIMIZERS[optimizer],
-    }
+        "parallel.strategy": strategy, "run.device": "cpu", "train.grad_accum_steps": ACCUM,
+        "train.micro_batch_size": GLOBAL_BATCH // ACCUM // world, **OPTIMIZERS[optimizer],
+    }  # fmt: skip
     if strategy == "zero3":
         out["parallel.ds_config"] = PARTITION_ALL
     if strategy == "hsdp":
@@ -164,12 +172,9 @@ def count_storages(state: Any) -> dict[str, int]:
 
 
 FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tied": {},
-    "frozen": {},
-    "checkpointed": {"activation.policy": "full"},
+    "plain": {}, "tied": {}, "frozen": {}, "checkpointed": {"activation.policy": "full"},
     "bf16": {"precision.mode": "bf16"},
-}
+}  # fmt: skip
 
 
 def feature_losses(names: list[str], features: list[str]) -> dict[str, dict[str, list[float]]]:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import ConfigError
 from shardkit.run.job import start
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 WIDTH, VOCAB, LENGTH, ROWS = 16, 40, 8, 4
 
@@ -47,35 +47,46 @@ class ExpertLayer(nn.Module):
         return out
 
 
-class Experts(nn.Module):
+class NextToken(nn.Module):
+    """An embedding and a head; what is between them is `hidden`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.hidden(self.embed(tokens), tokens))
+        return logits
+
+
+class Experts(NextToken):
     """Next-token prediction by layers with a list of experts each."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.layers = nn.ModuleList([ExpertLayer() for _ in range(layers)])
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x, tokens[:, 0])
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return x
 
 
-class TopExperts(nn.Module):
+class TopExperts(NextToken):
     """The same, but the experts are the model's only list, and named otherwise: `find_blocks` takes them for blocks."""
 
     list_name = "parts"
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.mixture = ExpertLayer(name=self.list_name)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.mixture(self.embed(tokens), tokens[:, 0]))
-        return logits
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.mixture(x, tokens[:, 0])
+        return mixed
 
 
 class NamedExperts(TopExperts):
@@ -100,41 +111,35 @@ class BranchedBlock(nn.Module):
         return x + hidden
 
 
-class Branched(nn.Module):
+class Branched(NextToken):
     """Blocks with a part that a rank may not need, and a norm that all of them share."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList([BranchedBlock() for _ in range(3)])
         for block in self.blocks:
             block.norm = self.blocks[0].norm
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x, tokens[:, 0])
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return x
 
 
-class Plain(nn.Module):
+class Plain(NextToken):
     """Every rank calls every block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList([Expert() for _ in range(4)])
 
     def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
         return list(self.blocks)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         for block in self.chosen(tokens):
             x = x + block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return x
 
 
 class Leaver(Plain):
@@ -166,10 +171,7 @@ def next_token(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def settings(strategy: str, **extra: Any) -> dict[str, Any]:
-    found = {"parallel.strategy": strategy, "run.device": "cpu", "optim.lr": 1e-2, "optim.weight_decay": 0.1} | extra
-    if strategy == "zero3":
-        found["parallel.ds_config"] = PARTITION_ALL
-    return found
+    return {**on_cpus(strategy), "optim.lr": 1e-2, "optim.weight_decay": 0.1} | extra
 
 
 def train(
@@ -323,22 +325,19 @@ def idle(step: int, rows: int) -> torch.Tensor:
     return found
 
 
-class RareExperts(nn.Module):
+class RareExperts(NextToken):
     """Experts in a list of the model's own beside its blocks: no block holds them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList([ScaledBlock() for _ in range(2)])
         self.experts = nn.ModuleDict({str(index): nn.Linear(WIDTH, WIDTH) for index in range(4)})
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
         expert = self.experts[str(int(tokens[0, 0]) % 4)]  # a whole micro-batch goes to one of them
-        logits: torch.Tensor = self.head(x + expert(x))
-        return logits
+        return x + expert(x)
 
 
 def idle_experts(strategies: list[str]) -> dict[str, Any]:
@@ -361,23 +360,23 @@ def late(step: int, rows: int) -> torch.Tensor:
     return found
 
 
-class Scaled(nn.Module):
+class Scaled(NextToken):
     """A 0-d parameter in the model, another in a block, a frozen third."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList([ScaledBlock() for _ in range(2)])
         self.logit_scale = nn.Parameter(torch.tensor(0.5))
         self.offset = nn.Parameter(torch.tensor(0.25), requires_grad=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        assert self.logit_scale.shape == () and self.blocks[0].gate.shape == (), "the model's own code sees a number"
-        x = self.embed(tokens)
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(x) * self.logit_scale.exp() + self.offset
-        return logits
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.logit_scale.shape == () and self.blocks[0].gate.shape == (), "the model's own code sees a number"
+        return super().forward(tokens) * self.logit_scale.exp() + self.offset
 
 
 class ScaledBlock(nn.Module):
@@ -449,13 +448,9 @@ def idle_resumed(root: str, strategies: list[str]) -> dict[str, Any]:
 class Mixed(Plain):
     """Multiplies by an fp32 tensor that its forward makes itself, as window attention with a computed mask does."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + block(x)
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         mean = torch.full((LENGTH, LENGTH), 1 / LENGTH, device=tokens.device).tril()
-        logits: torch.Tensor = self.head(mean @ x)
-        return logits
+        return mean @ super().hidden(x, tokens)
 
 
 def mixed(strategies: list[str]) -> dict[str, Any]:
@@ -746,12 +741,9 @@ class Complex(Plain):
         super().__init__()
         self.filter = nn.Parameter(torch.randn(LENGTH // 2 + 1, WIDTH, dtype=torch.complex64))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = torch.fft.irfft(torch.fft.rfft(self.embed(tokens), dim=1) * self.filter, dim=1)
-        for block in self.blocks:
-            x = x + block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        filtered = torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, dim=1)
+        return super().hidden(filtered, tokens)
 
 
 class Uninitialised(Plain):
@@ -781,13 +773,9 @@ class Transposed(Plain):
         nn.init.normal_(self.wide, std=0.02)
         self.layer = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.layer(self.embed(tokens)) + self.wide[:LENGTH]
-        x = x + self.conv(x[:, None].expand(-1, 2, -1, -1)).mean(1)
-        for block in self.blocks:
-            x = x + block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x) + self.wide[:LENGTH]
+        return super().hidden(x + self.conv(x[:, None].expand(-1, 2, -1, -1)).mean(1), tokens)
 
 
 class Hooked(Plain):
@@ -813,13 +801,11 @@ class Recursive(Plain):
         super().__init__()
         self.blocks = nn.ModuleList([SelfCalling() for _ in range(3)])
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
         (slope,) = torch.autograd.grad(self.blocks[2](x).square().sum(), x, create_graph=True)
-        logits: torch.Tensor = self.head(x - 0.01 * slope)
-        return logits
+        return x - 0.01 * slope
 
 
 class SelfCalling(Expert):

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardkit.parallel.batchnorm import CPUSyncBatchNorm
 from shardkit.run.job import Job, start
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 STEPS, ROWS, LENGTH, VOCAB, WIDTH = 4, 8, 6, 19, 10
 
@@ -59,26 +59,14 @@ def init_parameter(fqn: str, full: torch.Tensor, generator: torch.Generator) -> 
         full.fill_(1.0 if fqn.endswith("norm.weight") else 0.0)
 
 
-def settings(strategy: str) -> dict[str, Any]:
-    out: dict[str, Any] = {
-        "parallel.strategy": strategy,
-        "run.device": "cpu",
-        "optim.lr": 1e-2,
-        "train.max_norm": 0.5,
-        "model.sync_batchnorm": True,
-    }
-    if strategy == "zero3":
-        out["parallel.ds_config"] = PARTITION_ALL
-    if strategy == "hsdp":
-        out["parallel.dp_replicate"] = 2
-    return out
+TRAINING = {"optim.lr": 1e-2, "train.max_norm": 0.5, "model.sync_batchnorm": True}
 
 
 def outcomes(strategies: list[str], device: str = "cpu") -> dict[str, dict[str, Any]]:
     """Strategy -> losses, gradient norms, buffers at the end, and how far each parameter is from what it was."""
     out = {}
     for strategy in strategies:
-        with start(None, settings(strategy) | {"run.device": device}) as job:
+        with start(None, {**on_cpus(strategy), **TRAINING, "run.device": device}) as job:
             job.wrap(Odd, init_parameter=init_parameter, block_classes=(Block,))
             out[strategy] = _train(job)
         gc.collect()
