@@ -12,6 +12,7 @@ import pytest
 from benchmarks import mutants
 from benchmarks.common import REPO
 from benchmarks.mutants import CHOSEN, Mutant, NoResult, change, put, reasons, run_module, run_tests, summary
+from tests.texts import write_files
 
 MODULE, TEST = "toy/half.py", "tests/test_half.py"
 HALF = "def half(n):\n    if n < 0:\n        return 0\n    return n // 2\n"
@@ -21,10 +22,7 @@ WHOLE, ENDLESS, SAME = "return n // 1", "while True: pass", "if n <= -1:"
 def toy(
     root: Path, test: str = "from toy.half import half\ndef test_half() -> None:\n    assert half(7) == 3\n"
 ) -> Path:
-    for name, text in ((MODULE, HALF), (TEST, test)):
-        (root / name).parent.mkdir()
-        (root / name).write_text(text)
-    return root
+    return write_files(root, {MODULE: HALF, TEST: test})
 
 
 def mutant(number: int, was: str, becomes: str) -> Mutant:

@@ -17,14 +17,6 @@ from tests.strategies.cases import PARTITION_ALL
 STEPS = 8
 
 
-def corpus(folder: Path) -> Path:
-    """A small text corpus."""
-    folder.mkdir()
-    for i in range(20):
-        (folder / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 20)
-    return folder
-
-
 def settings(case: str, world: int, root: str, run: str, **extra: Any) -> dict[str, Any]:
     strategy, *offloaded = case.split("+")
     out: dict[str, Any] = {f"parallel.offload_{part}": "cpu" for part in offloaded}

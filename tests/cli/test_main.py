@@ -12,6 +12,7 @@ from benchmarks import startup
 from shardkit import __version__
 from shardkit.cli import __main__
 from shardkit.errors import ConfigError
+from tests.texts import write_files
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -27,10 +28,8 @@ def shardkit(*args: object) -> int:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stand-in for the installed package's folder with one config and one template."""
-    package = tmp_path / "package"
-    for name, text in {"configs/a.yaml": "train: {}\n", "slurm/a.sbatch": "#!/bin/bash\n", "slurm/.hidden": ""}.items():
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(text)
+    files = {"configs/a.yaml": "train: {}\n", "slurm/a.sbatch": "#!/bin/bash\n", "slurm/.hidden": ""}
+    package = write_files(tmp_path / "package", files)
     monkeypatch.setattr(__main__, "PACKAGE", package)
     return package
 
@@ -160,13 +159,10 @@ def modules_at_exit(code: str) -> set[str]:
 @pytest.mark.parametrize(
     "words",
     [
-        "shardkit.cli schema",
-        "shardkit.cli --help",
-        "shardkit.train --help",
-        "shardkit.train --print-config",
+        "shardkit.cli schema", "shardkit.cli --help", "shardkit.train --help", "shardkit.train --print-config",
         "shardkit.config.capability",
     ],
-)
+)  # fmt: skip
 def test_a_reader_that_has_left_is_no_traceback(words: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -23,6 +23,7 @@ from shardkit.launch.spec import JobSpec
 from shardkit.telemetry import catalog
 from tests.config import test_capability, test_load
 from tests.ranks import run_ranks
+from tests.texts import write_program
 
 REPO = Path(__file__).resolve().parents[2]
 TEXT = (REPO / "CONTRIBUTING.md").read_text()
@@ -246,9 +247,7 @@ def test_a_clusters_script_starts_ranks_that_know_their_number(tmp_path: Path) -
     render = names_of("Add a cluster", shlex=shlex)["render_pbs"]
     program, mpirun = tmp_path / "it's train.py", tmp_path / "bin" / "mpirun"
     program.write_text(RANK)
-    mpirun.parent.mkdir()
-    mpirun.write_text(MPIRUN)
-    mpirun.chmod(0o755)
+    write_program(mpirun, MPIRUN)
     text = render(JobSpec(None, "run", 2, python=sys.executable, cwd=str(REPO), script=Script((str(program),))))
     assert "#PBS -l select=1:mpiprocs=2:ngpus=0\n" in text
     environ = {"PATH": f"{mpirun.parent}:/usr/bin:/bin", "PYTHONPATH": str(REPO)}

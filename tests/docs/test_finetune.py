@@ -18,6 +18,7 @@ import yaml
 from tests.data.chats import conversation, write_lines, write_tokenizer
 from tests.docs.test_integrations import REPO, environment
 from tests.docs.test_integrations import folder as folder  # a fixture
+from tests.texts import write_program
 
 PAGE = (REPO / "docs" / "finetune.md").read_text(encoding="utf-8")
 BASH = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -92,9 +93,7 @@ def test_the_guide_ends_with_folders_that_transformers_loads(folder: Path) -> No
 @pytest.mark.timeout(600)
 def test_a_model_is_pretrained_on_a_tokenised_corpus(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "shardkit").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shardkit.cli "$@"\n')
-    (tmp_path / "bin" / "shardkit").chmod(0o755)
+    write_program(tmp_path / "bin" / "shardkit", f'#!/bin/sh\nexec "{sys.executable}" -m shardkit.cli "$@"\n')
     prepare(tmp_path)
     (tmp_path / "texts").mkdir()
     for module in ("decoder", "encoder", "scanner"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.foreign.translate import read_job
+from tests.texts import write_program
 
 REPO = Path(__file__).resolve().parents[2]
 WHOLE = (REPO / "docs" / "integrations.md").read_text(encoding="utf-8")
@@ -25,10 +26,7 @@ FILES = EXAMPLES[0][0].rpartition("shardkit plan")[0]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the examples run one after the other, with a `shardkit` of this checkout."""
     folder = tmp_path_factory.mktemp("integrations")
-    (folder / "bin").mkdir()
-    command = folder / "bin" / "shardkit"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shardkit.cli "$@"\n')
-    command.chmod(0o755)
+    write_program(folder / "bin" / "shardkit", f'#!/bin/sh\nexec "{sys.executable}" -m shardkit.cli "$@"\n')
     return folder
 
 

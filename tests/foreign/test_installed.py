@@ -17,6 +17,7 @@ from shardkit.foreign.combine import unknown_key
 from shardkit.foreign.installed import installed_release
 from shardkit.foreign.show import mapping
 from shardkit.foreign.translate import read_job
+from tests.texts import write_files
 
 TRL_RECIPE = "model_name_or_path: some/model\nuse_peft: true\nlora_r: 8\nmax_length: 64\n"
 
@@ -29,13 +30,9 @@ def forgotten() -> Iterator[None]:
 
 
 def install(folder: Path, package: str, version: str, files: dict[str, str]) -> None:
-    for name, text in {"__init__.py": "raise RuntimeError('imported')\n", **files}.items():
-        path = folder / package / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    metadata = folder / f"{package}-{version}.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    write_files(folder / package, {"__init__.py": "raise RuntimeError('imported')\n", **files})
+    metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+    write_files(folder / f"{package}-{version}.dist-info", {"METADATA": metadata})
 
 
 @pytest.fixture

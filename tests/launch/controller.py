@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shardkit.launch.failures import job_starts
 from tests.launch.jobs import REPO, environment, settings
+from tests.texts import write_files, write_program
 
 STYLES = ("torchrun", "srun", "script")
 SCONTROL = r"""#!/bin/bash
@@ -99,14 +100,11 @@ class Job:
     def __init__(self, folder: Path, style: str, save_s: float = 0.3, srun: str = SRUN, n_nodes: int = 1) -> None:
         self.folder, self.run_dir = folder, folder / "run"
         programs = folder / "bin"
-        programs.mkdir(parents=True)
         stopped = json.dumps({"message": {"message": "", "extraInfo": {}}, "shardkit": STOPPED})
         values = {"folder": folder, "style": style, "save_ticks": round(save_s / 0.05), "stopped": stopped}
         for name, text in (("scontrol", SCONTROL), ("scancel", SCANCEL), ("srun", srun), ("../end", END)):
-            (programs / name).write_text(text.format(**values))
-            (programs / name).chmod(0o755)
-        for name, text in (("state", "RUNNING"), ("reason", "None"), ("restarts", "0"), ("out", ""), ("calls", "")):
-            (folder / name).write_text(text + "\n" * bool(text))
+            write_program(programs / name, text.format(**values))
+        write_files(folder, {"state": "RUNNING\n", "reason": "None\n", "restarts": "0\n", "out": "", "calls": ""})
         (self.run_dir / "logs").mkdir(parents=True)
         saves = [{"step": 1, "total_s": 400.0}]  # so that a look at a job's end time has something to compare
         (self.run_dir / "logs/checkpoints.jsonl").write_text("".join(json.dumps(save) + "\n" for save in saves))

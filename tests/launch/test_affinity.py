@@ -14,6 +14,7 @@ from shardkit.launch.ranks.env import RankEnv
 from shardkit.launch.ranks.gpus import flight_recorder, pci_addresses
 from shardkit.launch.spec import JobSpec
 from tests.launch.jobs import REPO, environment
+from tests.texts import write_files
 
 TWO_SOCKETS = {cpu: (cpu % 16 // 8, cpu % 16 // 8, cpu % 8) for cpu in range(32)}
 """32 CPUs: two sockets of 8 cores, CPU 16 + n is the other thread of CPU n's core."""
@@ -77,13 +78,10 @@ def test_ranks_are_left_alone_where_the_user_binds_or_cpus_are_few(
 def fake_machine(root: Path) -> Path:
     """Two nodes of two cores; a GPU on each, the first one on node 1, and one whose node the firmware keeps quiet."""
     for node, cpulist in (("node0", "0-1\n"), ("node1", "2-3\n")):
-        (root / "sys/devices/system/node" / node).mkdir(parents=True)
-        (root / "sys/devices/system/node" / node / "cpulist").write_text(cpulist)
+        write_files(root / "sys/devices/system/node" / node, {"cpulist": cpulist})
     for address, node_of in (("0000:07:00.0", "1"), ("0000:8a:00.0", "0"), ("0000:c0:00.0", "-1")):
-        (root / "proc/driver/nvidia/gpus" / address).mkdir(parents=True)
-        (root / "proc/driver/nvidia/gpus" / address / "information").write_text(f"GPU UUID: \t GPU-{address[5:7]}\n")
-        (root / "sys/bus/pci/devices" / address).mkdir(parents=True)
-        (root / "sys/bus/pci/devices" / address / "numa_node").write_text(node_of + "\n")
+        write_files(root / "proc/driver/nvidia/gpus" / address, {"information": f"GPU UUID: \t GPU-{address[5:7]}\n"})
+        write_files(root / "sys/bus/pci/devices" / address, {"numa_node": node_of + "\n"})
     return root
 
 

@@ -19,6 +19,7 @@ from shardkit.launch.ranks.gpus import grow_segments, ranks_per_node, visible_gp
 from tests.commands import python_m
 from tests.launch.jobs import environment
 from tests.launch.test_affinity import fake_machine
+from tests.texts import write_files, write_program
 
 
 def test_it_says_what_is_there_and_contradicting_variables_are_a_failure(
@@ -101,10 +102,9 @@ def test_constants_of_the_nearest_world_are_found(tmp_path: Path, monkeypatch: p
 
 
 def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho 'ImportError: libcudart.so.12: cannot open shared object file' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    (check,) = examine.torch_checks(str(broken))
+    said = "ImportError: libcudart.so.12: cannot open shared object file"
+    broken = write_program(tmp_path / "python", f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    (check,) = examine.torch_checks(broken)
     assert check.status == "fail" and "libcudart.so.12" in check.found and check.fix
 
 
@@ -123,11 +123,7 @@ def test_a_full_or_read_only_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "found"), [("1073741824", [2**30]), ("max", [])])
 def test_the_cgroups_memory_limit(limit: str, found: list[int], tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
-    group = tmp_path / "sys/fs/cgroup/job"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text(limit + "\n")
+    write_files(tmp_path, {"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/memory.max": limit + "\n"})
     assert [n_bytes for n_bytes, _ in memory_limits(tmp_path)] == found
 
 
@@ -157,16 +153,8 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
         assert visible_gpus({name: "records", "EMUCUDA_DEVICES": "8"}, tmp_path) == 8
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
-    for listed, count in {
-        "1,0": 2,
-        "0,-1,1": 1,
-        "7": 0,
-        "7,0": 0,
-        "0,7,1": 1,
-        "GPU-a,1": 2,
-        "0,,1": 1,
-        " 1 ": 1,
-    }.items():
+    counts = {"1,0": 2, "0,-1,1": 1, "7": 0, "7,0": 0, "0,7,1": 1, "GPU-a,1": 2, "0,,1": 1, " 1 ": 1}
+    for listed, count in counts.items():
         assert visible_gpus({"CUDA_VISIBLE_DEVICES": listed}, tmp_path) == count, "up to the first that is no device"
     for found, kept in (({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native")):
         environ: dict[str, str] = dict(found)

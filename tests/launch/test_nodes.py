@@ -12,6 +12,7 @@ import pytest
 from shardkit.errors import LaunchError
 from shardkit.launch.slurm import nodes
 from tests.launch.jobs import REPO, environment
+from tests.texts import write_program
 
 
 def ask(tmp_path: Path, host: str = "n2", python: str = sys.executable, word: str = "right") -> list[nodes.NodeReport]:
@@ -52,10 +53,8 @@ def test_two_jobs_check_one_directory_at_once(tmp_path: Path) -> None:
 def test_an_interpreter_that_is_missing_or_lacks_packages_is_named(tmp_path: Path) -> None:
     problem = nodes.judge(ask(tmp_path, python="/nowhere/python"), "/nowhere/python")
     assert problem is not None and problem.cause == "node n2 has no interpreter /nowhere/python"
-    bare = tmp_path / "bare"
-    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
-    bare.chmod(0o755)
-    problem = nodes.judge(ask(tmp_path, python=str(bare)), str(bare))
+    bare = write_program(tmp_path / "bare", f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    problem = nodes.judge(ask(tmp_path, python=bare), bare)
     assert problem is not None and problem.cause == f"node n2: {bare}: no module shardkit"
 
 

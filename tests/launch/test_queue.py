@@ -10,6 +10,7 @@ import pytest
 
 from shardkit.errors import LaunchError
 from shardkit.launch.slurm import queue
+from tests.texts import write_program
 
 SCONTROL = """#!/bin/bash
 echo "JobId=9 ArrayJobId=7 ArrayTaskId=10 JobState=RUNNING"
@@ -31,10 +32,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run directory of array 7, whose first task has written a line and a half."""
     logs, programs = tmp_path / "run/logs", tmp_path / "bin"
     logs.mkdir(parents=True)
-    programs.mkdir()
     for name, text in (("scontrol", SCONTROL), ("squeue", SQUEUE)):
-        (programs / name).write_text(text.format(run=tmp_path / "run", logs=logs, looked=tmp_path / "looked"))
-        (programs / name).chmod(0o755)
+        write_program(programs / name, text.format(run=tmp_path / "run", logs=logs, looked=tmp_path / "looked"))
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     (logs / "slurm-7_2.out").write_text("step 1\nhalf")
     (logs / "slurm-8_2.out").write_text("another array's\n")

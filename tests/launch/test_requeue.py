@@ -20,6 +20,7 @@ from shardkit.launch.failures.failure import Failure
 from shardkit.launch.local import restart
 from shardkit.launch.slurm import lost, preemption_warning, requeue
 from tests.launch.jobs import REPO, environment
+from tests.texts import write_program
 
 JOB = (
     "JobId=7 JobState={state} Reason={reason} Restarts={restarts} EndTime={end} PreemptTime={preempt} "
@@ -41,13 +42,12 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
         state: str = "RUNNING", reason: str = "None",
     ) -> Path:  # fmt: skip
         calls, program = tmp_path / "calls", tmp_path / "bin" / "scontrol"
-        program.parent.mkdir()
         shown = JOB.format(end=end, preempt=preempt, excluded=excluded, restarts=restarts, state=state, reason=reason)
-        program.write_text(
+        write_program(
+            program,
             f'#!/bin/bash\nif [ "$1" = show ]; then echo "{shown}"; [ "$4" ] || echo "   StdErr={tmp_path}/out"\n'
-            f'else echo "$*" >> {calls}; fi\n[ "$1" != {fails} ] || {{ echo "not so: $1" >&2; exit 1; }}\n'
+            f'else echo "$*" >> {calls}; fi\n[ "$1" != {fails} ] || {{ echo "not so: $1" >&2; exit 1; }}\n',
         )
-        program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
         return calls
 
@@ -231,10 +231,8 @@ def test_how_a_start_ended_by_slurms_own_record(
 ) -> None:
     """Accounting, with a line per start; without it what slurmstepd wrote to the job's output since that start."""
     scontrol()
-    sacct = tmp_path / "bin/sacct"
     rows = f"2026-11-22T04:00:00|{state}\n2026-11-22T03:00:00|TIMEOUT" if state else ""
-    sacct.write_text(f"#!/bin/bash\necho '{rows}'\n")
-    sacct.chmod(0o755)
+    write_program(tmp_path / "bin/sacct", f"#!/bin/bash\necho '{rows}'\n")
     said = f"slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-22T04:09:52 {output} ***\n" if output else ""
     (tmp_path / "out").write_text("*** JOB 7 ON n1 CANCELLED AT 2026-11-22T03:59:00 DUE TO PREEMPTION ***\n" + said)
     assert requeue.end_by_slurm("7", 1, "2026-11-22T04:00:00") == why

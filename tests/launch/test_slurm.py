@@ -20,6 +20,7 @@ from shardkit.launch.slurm import commands, submit
 from shardkit.launch.slurm.script import render_sbatch
 from shardkit.launch.spec import JobSpec, SlurmOptions
 from tests.launch.jobs import REPO, environment
+from tests.texts import write_files, write_program
 
 GOLDEN = Path(__file__).with_name("golden")
 BASE = JobSpec(
@@ -55,15 +56,13 @@ def test_script_is_the_recorded_one(name: str) -> None:
 
 
 def test_bash_hands_hostile_words_on_unchanged(tmp_path: Path) -> None:
-    python = tmp_path / "my $(touch hacked) python"
-    python.write_text('#!/bin/bash\n[ "$#" = 2 ] || printf "%s\\0" "$@"\n')
-    python.chmod(0o755)
-    script = render_sbatch(replace(CASES["hostile"], python=str(python)))
+    python = write_program(tmp_path / "my $(touch hacked) python", '#!/bin/bash\n[ "$#" = 2 ] || printf "%s\\0" "$@"\n')
+    script = render_sbatch(replace(CASES["hostile"], python=python))
     process = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     words = process.stdout.split("\0")[:-1]
     assert words[0] == "-c"
     assert words[2:] == ["shardkit.launch.batch", "torchrun", f"/data/{HOSTILE}/c.yaml", f"data.path={HOSTILE}"]
-    assert os.listdir(tmp_path) == [python.name]
+    assert os.listdir(tmp_path) == [os.path.basename(python)]
 
 
 @pytest.mark.parametrize("change", [{"name": "a\nb"}, {"run_dir": "/a\\b"}, {"run_dir": "/a\n#SBATCH --wrap=id"}])
@@ -154,10 +153,8 @@ def test_a_warning_at_any_moment_of_the_scripts_start_is_kept(moment: str, tmp_p
 
     At each place where the script can keep the signal: as long as its `exec` takes, bash can only ignore it.
     """
-    python = tmp_path / "python"
-    python.write_text(PYTHON.format(python=sys.executable))
-    python.chmod(0o755)
-    argv, env = ["bash", "-c", f'. "{REPO}/slurm/train.sbatch"'], environment(SHARDKIT_PYTHON=str(python))
+    python = write_program(tmp_path / "python", PYTHON.format(python=sys.executable))
+    argv, env = ["bash", "-c", f'. "{REPO}/slurm/train.sbatch"'], environment(SHARDKIT_PYTHON=python)
     with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         for place in ("looking", "starting", "listening"):
@@ -213,8 +210,7 @@ def test_a_person_may_not_submit_the_continuation_of_no_run_nor_train_in_a_folde
     with pytest.raises(ConfigError, match=r"array_0 does not exist"):
         prepare("run.resume=true", options=SlurmOptions(array="0-1"))
     prepare("run.resume=auto")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/model.safetensors").write_text("mine")
+    write_files(tmp_path, {"run/model.safetensors": "mine"})
     for more in ("run.overwrite=true", "run.resume=auto"):
         with pytest.raises(ConfigError, match="is a model folder"):
             prepare(more)
@@ -267,10 +263,8 @@ FAKE_SBATCH = '#!/bin/bash\ncat "${@: -1}" > "$FAKE/job.$(ls "$FAKE" | wc -l)"\n
 
 
 def test_a_later_submission_leaves_an_earlier_job_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
     (tmp_path / "jobs").mkdir()
-    (tmp_path / "bin/sbatch").write_text(FAKE_SBATCH)
-    (tmp_path / "bin/sbatch").chmod(0o755)
+    write_program(tmp_path / "bin/sbatch", FAKE_SBATCH)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE", f"{tmp_path}/jobs")
     sizes: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "gpus_per_node": 1}
@@ -306,9 +300,8 @@ def test_a_job_that_is_queued_again_runs_what_it_ran_first(tmp_path: Path) -> No
 
 
 def test_slurms_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "sbatch"
-    fake.write_text("#!/bin/bash\necho 'sbatch: error: Invalid account or account/partition combination' >&2\nexit 1\n")
-    fake.chmod(0o755)
+    said = "sbatch: error: Invalid account or account/partition combination"
+    write_program(tmp_path / "sbatch", f"#!/bin/bash\necho '{said}' >&2\nexit 1\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(LaunchError, match="sbatch refused: Invalid account or account/partition") as caught:
         commands.call("sbatch", "x")
@@ -329,10 +322,8 @@ NO_CLUSTER = {
 
 def silent_cluster(folder: Path, kind: str) -> str:
     """A PATH with Slurm's commands in front, which find no cluster."""
-    folder.mkdir()
     for name in ("sbatch", "squeue", "scontrol", "scancel"):
-        (folder / name).write_text(f"#!/bin/bash\n{NO_CLUSTER[kind].replace('X', name)}exit 1\n")
-        (folder / name).chmod(0o755)
+        write_program(folder / name, f"#!/bin/bash\n{NO_CLUSTER[kind].replace('X', name)}exit 1\n")
     return f"{folder}:{os.environ['PATH']}"
 
 

@@ -8,6 +8,7 @@ import pytest
 from shardkit.errors import LaunchError
 from shardkit.launch.ranks import affinity
 from shardkit.launch.ranks.affinity import available_cores, cgroup_cpu_quota, default_omp_threads
+from tests.texts import write_files
 
 SRUN = {
     "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "1",
@@ -47,12 +48,8 @@ def test_refuses_what_is_no_number_of_threads(value: str) -> None:
 
 
 def cgroup(root: Path, membership: str, limits: dict[str, str]) -> Path:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text(membership)
-    for name, text in limits.items():
-        path = root / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(root, {"proc/self/cgroup": membership})
+    write_files(root / "sys/fs/cgroup", limits)
     return root
 
 

@@ -12,6 +12,7 @@ import torch
 
 from shardkit.files.cgroups import memory_limits
 from shardkit.memory.probe import DeviceProbe, HostProbe
+from tests.texts import write_files
 
 MIB = 2**20
 
@@ -96,33 +97,25 @@ def test_gpu_counters_are_the_allocators() -> None:
     assert counters.alloc_retries == torch.cuda.memory_stats()["num_alloc_retries"]
 
 
-def write(root: Path, path: str, text: str) -> None:
-    file = root / path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-
-
 def test_cgroup_v2_limit_is_the_tightest_ancestors(tmp_path: Path) -> None:
-    write(tmp_path, "proc/self/cgroup", "0::/slurm/job1/step0\n")
-    write(tmp_path, "proc/self/mounts", "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n")
-    write(tmp_path, "sys/fs/cgroup/slurm/job1/step0/memory.max", "max\n")
-    write(tmp_path, "sys/fs/cgroup/slurm/job1/memory.max", "8589934592\n")
-    write(tmp_path, "sys/fs/cgroup/slurm/memory.max", "17179869184\n")
+    mounts = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n"
+    write_files(tmp_path / "proc/self", {"cgroup": "0::/slurm/job1/step0\n", "mounts": mounts})
+    limits = {"job1/step0/memory.max": "max\n", "job1/memory.max": "8589934592\n", "memory.max": "17179869184\n"}
+    write_files(tmp_path / "sys/fs/cgroup/slurm", limits)
     assert min(memory_limits(tmp_path)) == (8 * 2**30, tmp_path / "sys/fs/cgroup/slurm/job1")
 
 
 def test_cgroup_v1_limit_beside_other_controllers(tmp_path: Path) -> None:
-    write(tmp_path, "proc/self/cgroup", "9:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/\n")
+    memberships = "9:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/\n"
     mounts = "cgroup /cg/cpu cgroup rw,cpu 0 0\ncgroup /cg/memory cgroup rw,memory 0 0\n"
-    write(tmp_path, "proc/self/mounts", mounts)
-    write(tmp_path, "cg/memory/memory.limit_in_bytes", "4294967296\n")  # in a container only the mount's root is there
+    write_files(tmp_path / "proc/self", {"cgroup": memberships, "mounts": mounts})
+    write_files(tmp_path / "cg/memory", {"memory.limit_in_bytes": "4294967296\n"})  # as in a container: only the root
     assert memory_limits(tmp_path) == [(4 * 2**30, tmp_path / "cg/memory")]
 
 
 @pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n"])
 def test_no_cgroup_limit(tmp_path: Path, text: str) -> None:
     kind, file = ("cgroup2", "memory.max") if text == "max\n" else ("cgroup", "memory.limit_in_bytes")
-    write(tmp_path, "proc/self/cgroup", "0::/\n4:memory:/\n")
-    write(tmp_path, "proc/self/mounts", f"x /cg {kind} rw,memory 0 0\n")
-    write(tmp_path, f"cg/{file}", text)
+    write_files(tmp_path / "proc/self", {"cgroup": "0::/\n4:memory:/\n", "mounts": f"x /cg {kind} rw,memory 0 0\n"})
+    write_files(tmp_path / "cg", {file: text})
     assert memory_limits(tmp_path) == memory_limits(tmp_path / "not-linux") == []

@@ -12,6 +12,7 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.plan import history
 from tests.commands import python_m
+from tests.texts import write_program
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = ["model.preset=debug", "train.micro_batch_size=64", "parallel.strategy=ddp", "--gpus-per-node", "2"]
@@ -36,11 +37,8 @@ def test_a_misfit_is_refused_with_the_plan_unless_forced(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_what_fits_is_submitted_and_what_was_planned_is_kept(tmp_path: Path) -> None:
     fake = tmp_path / "bin"
-    fake.mkdir()
-    (fake / "sbatch").write_text("#!/bin/sh\necho 77\n")
-    (fake / "scontrol").write_text("#!/bin/sh\nexit 0\n")
-    for tool in fake.iterdir():
-        tool.chmod(0o755)
+    write_program(fake / "sbatch", "#!/bin/sh\necho 77\n")
+    write_program(fake / "scontrol", "#!/bin/sh\nexit 0\n")
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "shardkit.cli", "submit", "-", f"run.dir={run_dir}", "--gpu", "l4", *SMALL]
     done = subprocess.run(

@@ -11,12 +11,7 @@ import pytest
 from shardkit.errors import LaunchError
 from shardkit.rehearse import environment
 from tests.commands import python_m
-
-
-def script(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o755)
-    return str(path)
+from tests.texts import write_program
 
 
 @pytest.fixture
@@ -34,9 +29,9 @@ def test_a_command_is_a_python_or_a_script_that_names_one(tmp_path: Path, python
         ["python3", "train.py"],
         [python, "-m", "torch.distributed.run", "-E"],
         [python, "-W", "error", "-c", "0"],
-        [script(tmp_path / "torchrun", f"#!{python}\n"), "train.py"],
-        [script(tmp_path / "accelerate", "#!/usr/bin/env -S python3 -u\n")],
-        [script(tmp_path / "long", f"#!/bin/sh\n'''exec' '{python}' \"$0\" \"$@\"\n' '''\n")],
+        [write_program(tmp_path / "torchrun", f"#!{python}\n"), "train.py"],
+        [write_program(tmp_path / "accelerate", "#!/usr/bin/env -S python3 -u\n")],
+        [write_program(tmp_path / "long", f"#!/bin/sh\n'''exec' '{python}' \"$0\" \"$@\"\n' '''\n")],
     ]
     for command in commands:
         (found,) = environment.interpreter(command, environ)
@@ -44,19 +39,16 @@ def test_a_command_is_a_python_or_a_script_that_names_one(tmp_path: Path, python
 
 
 @pytest.mark.parametrize("options", [["-I"], ["-uE"], ["-W", "ignore", "-E"], ["-Wignore", "-S"], ["-X", "dev", "-I"]])
-def test_a_python_that_ignores_its_environment_is_refused(python: str, options: list[str]) -> None:
-    with pytest.raises(LaunchError, match="ignore its environment") as refusal:
-        environment.interpreter([python, *options, "train.py"], os.environ)
-    assert "out for the rehearsal" in refusal.value.fix
-
-
-def test_a_script_whose_first_line_isolates_python_is_refused(tmp_path: Path, python: str) -> None:
-    with pytest.raises(LaunchError, match="ignore its environment"):
-        environment.interpreter([script(tmp_path / "tool", f"#!{python} -I\n")], os.environ)
+def test_a_python_that_ignores_its_environment_is_refused(python: str, options: list[str], tmp_path: Path) -> None:
+    tool = write_program(tmp_path / "tool", f"#!{python} {' '.join(options)}\n")
+    for command in ([python, *options, "train.py"], [tool]):
+        with pytest.raises(LaunchError, match="ignore its environment") as refusal:
+            environment.interpreter(command, os.environ)
+        assert "out for the rehearsal" in refusal.value.fix
 
 
 def test_a_command_that_is_no_python_program_is_refused(tmp_path: Path) -> None:
-    for command in (["/bin/ls"], [script(tmp_path / "run.sh", "#!/bin/bash\npython train.py\n")]):
+    for command in (["/bin/ls"], [write_program(tmp_path / "run.sh", "#!/bin/bash\npython train.py\n")]):
         with pytest.raises(LaunchError, match="not a Python program") as refusal:
             environment.interpreter(command, os.environ)
         assert "name the Python program itself" in refusal.value.fix
@@ -80,7 +72,7 @@ def test_an_interpreter_tells_of_its_torch_without_importing_it(tmp_path: Path) 
 
 def test_what_does_not_answer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="does not answer as Python does"):
-        environment.ask([script(tmp_path / "python3", "#!/bin/sh\nexit 1\n")], os.environ)
+        environment.ask([write_program(tmp_path / "python3", "#!/bin/sh\nexit 1\n")], os.environ)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardkit.memory.rows import PHASES, PhaseMemory, RankRow, StateBytes, gather_json
 from tests.memory.samples import MIB, cpu_row, gpu_row
+from tests.texts import write_files
 
 EVIL = "<script>alert(1)</script>"
 EVENTS = 40
@@ -137,6 +138,4 @@ def post_mortem(module: str = "model.layers.3.mlp") -> dict[str, Any]:
 
 
 def add(path: Path, files: dict[str, dict[str, Any]]) -> None:
-    for name, content in files.items():
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_text(json.dumps(content))
+    write_files(path, {name: json.dumps(content) for name, content in files.items()})

@@ -24,6 +24,8 @@ from shardkit.launch.failures import job_starts
 from shardkit.run import directory, owner
 from tests.commands import python_m
 from tests.launch.jobs import REPO, environment, losses, settings
+from tests.slurm.cluster import until
+from tests.texts import write_files
 
 HERE = owner.this_process({})
 ELSEWHERE = replace(HERE, host="far", space="another boot", token="far")
@@ -76,8 +78,7 @@ def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_taken_over(tmp_pat
     finally:
         first.kill()
         first.communicate()
-    again = python_m("shardkit.train", *settings(tmp_path / "run", train__max_steps=12), "run.resume=true")
-    assert again.returncode == 0, again.stderr
+    again = python_m("shardkit.train", *settings(tmp_path / "run", train__max_steps=12), "run.resume=true", code=0)
     assert "resuming from" in again.stdout
 
 
@@ -88,22 +89,14 @@ def test_a_later_start_of_the_job_ends_the_earlier_one_on_all_ranks(tmp_path: Pa
     args = settings(run_dir, "wait", train__max_steps=100_000, checkpoint__every_steps=2, logging__every=1)
     with ThreadPoolExecutor(1) as threads:
         orphan = threads.submit(python_m, "shardkit.train", *args, ranks=2, env={"SLURM_JOB_ID": "7"})
-        until(lambda: orphan.done() or (run_dir / "checkpoints/latest").exists())
+        until(lambda: orphan.done() or (run_dir / "checkpoints/latest").exists(), 90, lambda: "no checkpoint yet")
         more = ["task.args.how=nothing", "train.max_steps=900", "checkpoint.every_steps=300"]
         restart = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
-        again = python_m("shardkit.train", *args, *more, env=restart)
-        assert again.returncode == 0, again.stderr
+        python_m("shardkit.train", *args, *more, env=restart, code=0)
         ended = orphan.result()
     assert ended.codes == [6, 6], ended.stderr
     assert sorted(losses(run_dir)) == list(range(1, 901)), "no step twice"
     assert "Slurm job 7 (restart 1), process" in ended.stderr
-
-
-def until(condition: Any, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_of_many_that_start_at_once_one_becomes_the_owner(tmp_path: Path) -> None:
@@ -212,13 +205,10 @@ def test_a_start_again_by_the_same_torchrun_is_no_second_writer() -> None:
 
 def old_run(folder: Path, mark: bool = True) -> None:
     """What a run leaves, and what somebody put beside it."""
-    for name in ("config.yaml", "env.json", "metrics.jsonl", "memory.jsonl"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("{}\n")
-    for name in ("checkpoints/step_00000005/manifest.json", "logs/hang/rank_0.txt", "tensorboard/events.out.tfevents.1",
-                 "logs/slurm-7.out", "wandb/run_id", "wandb/run-1/x"):  # fmt: skip
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("of the run")
+    write_files(folder, dict.fromkeys(("config.yaml", "env.json", "metrics.jsonl", "memory.jsonl"), "{}\n"))
+    names = ("checkpoints/step_00000005/manifest.json", "logs/hang/rank_0.txt", "tensorboard/events.out.tfevents.1",
+             "logs/slurm-7.out", "wandb/run_id", "wandb/run-1/x")  # fmt: skip
+    write_files(folder, dict.fromkeys(names, "of the run"))
     if mark:
         (folder / owner.FOLDER).mkdir()
 
@@ -230,9 +220,7 @@ def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(
     tmp_path: Path, prepared: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old_run(tmp_path / "run")
-    for name in MINE:
-        (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "run" / name).write_text("mine")
+    write_files(tmp_path / "run", dict.fromkeys(MINE, "mine"))
     path = prepared("run.overwrite=true")
     assert [(path / name).read_text() for name in MINE] == ["mine"] * len(MINE)
     left = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
@@ -243,8 +231,7 @@ def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(
 def test_overwriting_follows_no_link(tmp_path: Path, prepared: Any) -> None:
     precious = tmp_path / "precious"
     (precious / "hang").mkdir(parents=True)
-    (precious / "slurm-1.out").write_text("mine")
-    (precious / "metrics.jsonl").write_text("mine")
+    write_files(precious, {"slurm-1.out": "mine", "metrics.jsonl": "mine"})
     old_run(tmp_path / "run")
     for name in ("logs", "wandb"):
         (tmp_path / "run" / name).rename(tmp_path / f"{name}.old")
@@ -286,8 +273,7 @@ def test_a_folder_that_no_run_made_is_left_alone(tmp_path: Path, prepared: Any) 
 
 
 def test_a_project_with_a_config_of_its_own_is_no_run(tmp_path: Path, prepared: Any) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").write_text("mine: 1\n")
+    write_files(tmp_path, {"run/config.yaml": "mine: 1\n"})
     for overrides in ([], ["run.overwrite=true"], ["run.resume=true"]):
         with pytest.raises(ConfigError, match=r"config\.yaml"):
             prepared(*overrides)
@@ -309,9 +295,7 @@ FOLDERS = {
 def test_a_folder_of_other_things_is_no_run_directory(
     names: tuple[str, ...], more: list[str], tmp_path: Path, prepared: Any
 ) -> None:
-    for name in names:
-        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "run" / name).write_text("mine")
+    write_files(tmp_path / "run", dict.fromkeys(names, "mine"))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match=r"is a model folder|holds no run and is not empty") as caught:
         prepared(*more)
@@ -331,24 +315,19 @@ def test_a_directory_without_permission_is_refused_at_the_first_look(
 
 def test_what_shells_and_launchers_put_there_does_not_stand_in_the_way(tmp_path: Path, prepared: Any) -> None:
     names = ("train.log", "logs/slurm-7.out", "submit/1/config.yaml", "plan.json", ".gitkeep", "slurm-8.err")
-    for name in names:
-        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "run" / name).write_text("mine")
+    write_files(tmp_path / "run", dict.fromkeys(names, "mine"))
     path = prepared()
     assert all((path / name).exists() for name in names)
     listed = directory.listed(path)
     assert "train.log" not in listed and "slurm-8.err" not in listed and "submit" not in listed
     assert "config.yaml" in listed and "plan.json" in listed
-    (path / "checkpoints" / "step_00000001").mkdir(parents=True)
-    (path / "checkpoints" / "step_00000001" / "manifest.json").write_text("{}")
+    write_files(path, {"checkpoints/step_00000001/manifest.json": "{}"})
     assert "checkpoints/ (1 file, 0.0 MiB)" in directory.listed(path)
 
 
 def test_a_start_that_failed_before_its_first_step_is_no_run(tmp_path: Path, prepared: Any) -> None:
     path = prepared()
-    (path / "metrics.jsonl").write_text("")
-    (path / "tensorboard").mkdir()
-    (path / "tensorboard/events.out.tfevents.1").write_text("of the failed start")
+    write_files(path, {"metrics.jsonl": "", "tensorboard/events.out.tfevents.1": "of the failed start"})
     prepared("train.seed=7")
     assert "seed: 7" in (path / "config.yaml").read_text() and not (path / "tensorboard").exists()
     prepared("run.overwrite=true")
@@ -359,8 +338,7 @@ def test_weights_that_are_missing_once_do_not_block_the_directory(tmp_path: Path
     (tmp_path / "cut.safetensors").write_bytes(b"")
     failed = python_m("shardkit.train", *args, f"model.init_from={tmp_path}/cut.safetensors")
     assert failed.returncode == 2 and "building the model" in failed.stdout, failed.stderr
-    again = python_m("shardkit.train", *args)
-    assert again.returncode == 0, again.stderr
+    python_m("shardkit.train", *args, code=0)
 
 
 def test_a_run_that_is_not_there_is_not_continued_unless_a_job_may_start_it(
@@ -378,8 +356,7 @@ def test_a_run_that_is_not_there_is_not_continued_unless_a_job_may_start_it(
 
 def test_auto_starts_a_run_and_continues_it(tmp_path: Path) -> None:
     args = settings(tmp_path / "run", train__max_steps=2)
-    done = python_m("shardkit.train", *args, "run.resume=auto")
-    assert done.returncode == 0, done.stderr
+    python_m("shardkit.train", *args, "run.resume=auto", code=0)
     again = python_m("shardkit.train", *args, "run.resume=auto", "train.max_steps=3")
     assert again.returncode == 0 and sorted(losses(tmp_path / "run")) == [1, 2, 3], again.stderr
 
@@ -487,8 +464,7 @@ def test_a_command_that_is_started_again_without_a_name_deletes_no_checkpoint(tm
     assert done.returncode == 2, done.stderr
     assert "holds an unfinished run of this same config with checkpoints up to step 2" in done.stderr
     assert "SHARDKIT_JOB_ID" in done.stderr and (run_dir / "checkpoints/step_00000002/manifest.json").exists()
-    another = python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing")
-    assert another.returncode == 0, another.stderr
+    another = python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing", code=0)
     assert f"run.overwrite deletes the run in {run_dir}, with checkpoints up to step 2" in another.stderr
     assert "resuming" not in another.stdout and sorted(losses(run_dir)) == [1, 2, 3, 4, 5]
     again = python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing")
@@ -499,8 +475,7 @@ def test_another_job_overwrites_what_the_first_one_wrote(tmp_path: Path) -> None
     args = [*settings(tmp_path / "run", train__max_steps=2, checkpoint__every_steps=1), "run.overwrite=true"]
     for name, environ in (("a", {}), ("b", {}), ("Slurm", {"SLURM_JOB_ID": "7"})):
         environ = environ or {"SHARDKIT_JOB_ID": name}
-        done = python_m("shardkit.train", *args, env=environ)
-        assert done.returncode == 0, done.stderr
+        done = python_m("shardkit.train", *args, env=environ, code=0)
         assert "resuming" not in done.stdout
     interactive = python_m("shardkit.train", *args, env={"SLURM_JOB_ID": "7"})
     assert interactive.returncode == 0, "a finished run; Slurm did not start this again"
@@ -549,18 +524,14 @@ def test_overwriting_leaves_a_rival_that_is_starting_and_names_it(
     job_starts.note_start(run_dir, "9", 0, "n2")
     job_starts.note_start(run_dir, "8", 0, "n1")
     for name in ("slurm-6.0", "slurm-9.0", "20260101-000000-node0-1", "20260101-000000-node0-2"):
-        (logs / name).mkdir()
-        (logs / name / "torchrun.log").write_text("")
-    for name in ("slurm-6.out", "slurm-9.out"):
-        (logs / name).write_text("")
+        write_files(logs, {f"{name}/torchrun.log": ""})
+    write_files(logs, {"slurm-6.out": "", "slurm-9.out": ""})
     rivals = [job_starts.InUse(logs / name) for name in ("slurm-9.0", "20260101-000000-node0-2")]
     for rival in rivals:
         rival.beat()
     job_starts.InUse(logs / "slurm-6.0").beat()
     os.utime(logs / "slurm-6.0/in_use", (1, 1))
-    (run_dir / ".rendezvous").mkdir()
-    (run_dir / ".rendezvous/9.0.0").write_text("n2 1234 word")
-    (run_dir / ".rendezvous/6.0.0").write_text("n1 1234 word")
+    write_files(run_dir / ".rendezvous", {"9.0.0": "n2 1234 word", "6.0.0": "n1 1234 word"})
     os.utime(run_dir / ".rendezvous/6.0.0", (1, 1))
     prepared("run.overwrite=true")
     left = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()}

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.commands import environment, python_m
+from tests.texts import write_numbers
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -23,11 +24,7 @@ REPO = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A small corpus in a directory of its own."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(40):
-        (folder / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 30)
-    return folder
+    return write_numbers(tmp_path / "text", 40)
 
 
 def settings(tmp_path: Path, text: Path, **extra: Any) -> list[str]:
@@ -39,10 +36,8 @@ def settings(tmp_path: Path, text: Path, **extra: Any) -> list[str]:
     return [f"{k}={v}" for k, v in {**values, **{k.replace("__", "."): v for k, v in extra.items()}}.items()]
 
 
-def run(
-    args: list[str], ranks: int = 0, env: dict[str, str] | None = None, timeout: float = 180
-) -> subprocess.CompletedProcess[str]:
-    return python_m("shardkit.train", *args, ranks=ranks, env=env, timeout=timeout)
+def run(args: list[str], ranks: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
+    return python_m("shardkit.train", *args, ranks=ranks, **more)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -52,8 +47,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_run_writes_what_the_reference_promises(ranks: int, tmp_path: Path, text: Path) -> None:
-    done = run(settings(tmp_path, text), ranks)
-    assert done.returncode == 0, done.stderr
+    done = run(settings(tmp_path, text), ranks, code=0)
     assert "destroy_process_group" not in done.stderr
     folder = tmp_path / "run"
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["d_model"] == 32
@@ -83,19 +77,15 @@ SLOW = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("strategy", [SLOW("ddp"), "fsdp", SLOW("zero1"), SLOW("zero2"), SLOW("zero3")])
 def test_a_users_own_task_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
-    done = run(
+    run(
         [
-            "--config",
-            "examples/my_task.yaml",
-            f"parallel.strategy={strategy}",
-            f"run.dir={tmp_path}/run",
-            "run.device=cpu",
-            "train.max_steps=12",
+            "--config", "examples/my_task.yaml", f"parallel.strategy={strategy}", f"run.dir={tmp_path}/run",
+            "run.device=cpu", "train.max_steps=12",
         ],
         ranks=2,
         env={"PYTHONPATH": f"{REPO}/examples"},
-    )
-    assert done.returncode == 0, done.stderr
+        code=0,
+    )  # fmt: skip
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 12 and steps[-1]["loss"] < steps[0]["loss"]
 
@@ -104,8 +94,7 @@ def test_a_users_own_task_trains_under_every_strategy(strategy: str, tmp_path: P
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("strategy", ["single", SLOW("ddp"), SLOW("fsdp"), "zero2", SLOW("zero3")])
 def test_the_own_loop_example_learns_under_every_strategy(strategy: str) -> None:
-    done = python_m("examples/own_loop.py", strategy, ranks=0 if strategy == "single" else 2)
-    assert done.returncode == 0, done.stderr
+    done = python_m("examples/own_loop.py", strategy, ranks=0 if strategy == "single" else 2, code=0)
     loss = float(re.search(r"loss ([\d.]+)", done.stdout).group(1))  # type: ignore[union-attr]
     assert loss < 1.2, "starts near ln 4 = 1.386"
 
@@ -142,8 +131,7 @@ def test_overwrite_deletes_the_old_run_only(tmp_path: Path, text: Path) -> None:
     (folder / ".shardkit").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 99}\n')
     (folder / "notes.txt").write_text("mine")
-    done = run(settings(tmp_path, text, run__overwrite="true", train__max_steps=1))
-    assert done.returncode == 0, done.stderr
+    run(settings(tmp_path, text, run__overwrite="true", train__max_steps=1), code=0)
     assert [s["step"] for s in lines(folder / "metrics.jsonl")] == [1]
     assert (folder / "notes.txt").read_text() == "mine"
 
@@ -276,8 +264,7 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
         "train.max_steps=4",
         "train.micro_batch_size=4",
     ]
-    done = run(args, ranks=2, env={"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 0, done.stderr
+    done = run(args, ranks=2, env={"PYTHONPATH": str(tmp_path)}, code=0)
     # Between the limit and 2: of two ranks, and with what the machine adds to both.
     assert re.search(r"slow: rank 1@\S+ is busy for 1\.[2-9]\d × the median", done.stdout), done.stdout
 
@@ -308,8 +295,7 @@ def test_a_short_last_batch_gives_the_same_losses_on_any_number_of_ranks(tmp_pat
         args = ["task.factory=ragged_task:Task", f"run.dir={tmp_path}/run{ranks}", "run.device=cpu",
                 "train.max_steps=5",
                 "train.micro_batch_size=2", "train.global_batch_size=12", "optim.lr=0.05"]  # fmt: skip
-        done = run(args, ranks=ranks, env={"PYTHONPATH": str(tmp_path)})
-        assert done.returncode == 0, done.stderr
+        run(args, ranks=ranks, env={"PYTHONPATH": str(tmp_path)}, code=0)
         steps = lines(tmp_path / f"run{ranks}" / "metrics.jsonl")
         curves.append(([s["loss"] for s in steps], [s["tokens"] for s in steps]))
     losses, tokens = curves[0]
@@ -343,19 +329,14 @@ def test_every_ready_made_config_trains(name: str, tmp_path: Path, text: Path) -
     names = {p.stem for p in (REPO / "configs").glob("*.yaml")}
     assert names == set(CONFIG_RANKS) | of_tasks | of_guide | of_adapters
     small = [
-        "model.preset=debug",
-        "train.seq_len=64",
-        "train.micro_batch_size=2",
-        "train.max_steps=3",
-        "run.device=cpu",
-    ]
+        "model.preset=debug", "train.seq_len=64", "train.micro_batch_size=2", "train.max_steps=3", "run.device=cpu",
+    ]  # fmt: skip
     small += [
         f"run.dir={tmp_path}/run",
         f"data.path={text}",
         f"data.cache_dir={tmp_path}/cache",
         "train.eval_samples=16",
     ]
-    done = run(["--config", f"configs/{name}.yaml", *small, "train.global_batch_size=null", "train.grad_accum_steps=1"],
-               ranks=CONFIG_RANKS[name], timeout=280)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run(["--config", f"configs/{name}.yaml", *small, "train.global_batch_size=null", "train.grad_accum_steps=1"],
+        ranks=CONFIG_RANKS[name], timeout=280, code=0)  # fmt: skip
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3

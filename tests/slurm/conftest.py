@@ -12,6 +12,7 @@ import pytest
 from tests.launch.jobs import REPO, environment, losses
 from tests.slurm.cluster import Cluster, read, running, why_not
 from tests.slurm.runs import steady, tiny
+from tests.texts import write_numbers
 
 
 @pytest.fixture(scope="session")
@@ -27,10 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
     """A corpus, and the losses of one process on it."""
     folder = tmp_path_factory.mktemp("alone")
-    text = folder / "text"
-    text.mkdir()
-    for i in range(40):
-        (text / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 30)
+    text = write_numbers(folder / "text", 40)
     args = tiny(folder / "run", text, "single")
     process = subprocess.run(
         [sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(), capture_output=True, text=True

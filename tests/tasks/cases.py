@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 from shardkit.run.job import start
@@ -34,11 +33,6 @@ def settings(task: str, strategy: str, world: int, folder: str, **extra: Any) ->
     if strategy == "hsdp":
         out["parallel.dp_replicate"] = world
     return out
-
-
-def write_text(folder: Path) -> None:
-    words = ("alpha", "beta", "gamma", "delta", "epsilon")
-    (folder / "text.txt").write_text(" ".join(words[(i * i + i // 7) % 5] for i in range(1200)))
 
 
 def records(tasks: list[str], strategies: list[str], folder: str, **extra: Any) -> dict[tuple[str, str], list[Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.ranks import run_ranks
 from tests.tasks import cases
+from tests.texts import write_words
 
 PATH = Path(__file__).with_suffix(".json")
 TOLERANCE = 1e-4
@@ -39,7 +40,7 @@ def train(folder: str) -> Losses:
 
 def measured() -> Losses:
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
-        cases.write_text(Path(folder))
+        write_words(Path(folder))
         losses: Losses = run_ranks(1, "tests.tasks.golden:train", folder=folder)[0]
     return losses
 

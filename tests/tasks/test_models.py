@@ -16,6 +16,7 @@ from shardkit.tasks.base import Task
 from shardkit.tasks.load import BUILT_IN, load_task
 from tests.ranks import run_ranks
 from tests.tasks import cases
+from tests.texts import write_words
 
 REPO = Path(__file__).resolve().parents[2]
 STRATEGIES = ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
@@ -23,7 +24,7 @@ TARGET = "tests.tasks.cases:records"
 
 
 def compare(tasks: list[str], strategies: list[str], folder: Path) -> None:
-    cases.write_text(folder)
+    write_words(folder)
     one = run_ranks(1, TARGET, tasks=tasks, strategies=["single"], folder=str(folder))[0]
     for rank in run_ranks(2, TARGET, tasks=tasks, strategies=strategies, folder=str(folder), timeout=600):
         for (task, strategy), steps in rank.items():
@@ -51,7 +52,7 @@ def test_every_task_under_every_strategy(task: str, tmp_path: Path) -> None:
 
 
 def test_every_built_in_is_a_task(tmp_path: Path) -> None:
-    cases.write_text(tmp_path)
+    write_words(tmp_path)
     for case in cases.TASKS:
         task = load_task(load_config(None, cases.settings(case, "single", 1, str(tmp_path))).config)
         assert isinstance(task, Task)
@@ -60,14 +61,14 @@ def test_every_built_in_is_a_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["gpt2", "bert"])
 def test_a_sequence_beyond_the_positions_is_refused(case: str, tmp_path: Path) -> None:
-    cases.write_text(tmp_path)
+    write_words(tmp_path)
     settings = cases.settings(case, "single", 1, str(tmp_path)) | {"train.seq_len": 300}
     with pytest.raises(ConfigError, match=r"train.seq_len=300 is longer than the model's 256 positions"):
         load_task(load_config(None, settings).config)
 
 
 def test_a_vocabulary_that_does_not_cover_the_data_is_refused(tmp_path: Path) -> None:
-    cases.write_text(tmp_path)
+    write_words(tmp_path)
     settings = cases.settings("gpt2", "single", 1, str(tmp_path)) | {"model.hf.vocab_size": 100}
     with pytest.raises(ConfigError, match=r"model.hf.vocab_size=100, but .* holds the token"):
         load_task(load_config(None, settings).config).dataset("train")
@@ -109,7 +110,7 @@ def test_the_shipped_config_learns(name: str, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_starts_from_local_safetensors_in_pieces(tmp_path: Path) -> None:
-    cases.write_text(tmp_path)
+    write_words(tmp_path)
     extra = {"train.max_steps": 1, "optim.lr": 0.0, "model.init_from": str(tmp_path / "weights")}
     settings = cases.settings("gpt2", "single", 1, str(tmp_path))
     task: Any = load_task(load_config(None, settings).config)

@@ -21,6 +21,7 @@ from shardkit.telemetry.catalog import METRICS
 from shardkit.telemetry.prometheus import MetricsServer
 from tests.memory.samples import cpu_row, gpu_row
 from tests.ranks import run_ranks
+from tests.texts import write_numbers
 
 # A line of the text format 0.0.4: name, labels with escaped values, value.
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)+)\})? (\S+)')
@@ -119,12 +120,9 @@ def test_closing_ends_its_thread_and_frees_the_port() -> None:
 
 
 def settings(folder: Path, **extra: Any) -> list[str]:
-    text = folder / "text"
-    text.mkdir(exist_ok=True)
-    for i in range(20):
-        (text / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 30)
     values = {
-        "data.path": text, "data.cache_dir": folder / "cache", "run.dir": folder / "run", "run.device": "cpu",
+        "data.path": write_numbers(folder / "text"), "data.cache_dir": folder / "cache", "run.dir": folder / "run",
+        "run.device": "cpu",
         "train.max_steps": 3, "train.seq_len": 32, "train.micro_batch_size": 4, "train.eval_samples": 0,
         "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "memory.interval": 1,
         "logging.tensorboard": "false", "checkpoint.at_end": "false", "parallel.strategy": "ddp",

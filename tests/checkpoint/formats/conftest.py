@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.formats import runs
 from tests.ranks import run_ranks
+from tests.texts import write_words
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def foreign_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Finished runs at world 2: a folder per case of `runs.CASES`."""
     root = tmp_path_factory.mktemp("runs")
-    runs.write_text(root)
+    write_words(root)
     run_ranks(2, "tests.checkpoint.formats.runs:train_all", root=str(root))
     return root
 

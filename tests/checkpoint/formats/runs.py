@@ -22,11 +22,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_text(folder: Path) -> None:
-    words = ("alpha", "beta", "gamma", "delta", "epsilon")
-    (folder / "text.txt").write_text(" ".join(words[(i * i + i // 7) % 5] for i in range(1200)))
-
-
 def settings(case: str, root: str, **extra: Any) -> dict[str, Any]:
     out = {
         "run.device": "cpu", "run.dir": f"{root}/{case}", "train.max_steps": 2, "train.micro_batch_size": 4,

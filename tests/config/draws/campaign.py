@@ -19,6 +19,7 @@ from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from tests.strategies.graphs.engines import Report
 from tests.strategies.graphs.pool import Pool
+from tests.texts import write_numbers
 
 from .keys import draw
 
@@ -123,9 +124,7 @@ class Campaign:
     def run(self, seeds: Iterable[int], until: float | None = None) -> None:
         with tempfile.TemporaryDirectory(prefix="draws-") as name, Pool(2, self.limit_s) as two, Pool(1, 60) as one:
             folder = Path(name)
-            (folder / "text").mkdir()
-            for i in range(20):
-                (folder / "text" / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 30)
+            write_numbers(folder / "text")
             for seed in seeds:
                 if until is not None and time.monotonic() > until:
                     break
