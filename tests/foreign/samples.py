@@ -1,10 +1,12 @@
-"""Files of other tools that have no fault, and a helper that writes them."""
+"""Files of other tools that have no fault, and helpers that write them and read a job."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from shardkit.foreign.translate import ForeignJob
 
 
 def write(folder: Path, **files: Any) -> list[str]:
@@ -17,6 +19,15 @@ def write(folder: Path, **files: Any) -> list[str]:
     return names
 
 
+def fates(job: ForeignJob) -> dict[str, str]:
+    return {said.key: said.fate for said in job.file_keys}
+
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
+    "max_position_embeddings": 128,
+}  # fmt: skip
 ZERO3 = {
     "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
     "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "steps_per_print": 100,

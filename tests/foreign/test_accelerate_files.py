@@ -16,9 +16,9 @@ from shardkit.errors import ConfigError
 from shardkit.foreign import accelerate_files, combine, together
 from shardkit.foreign.accelerate_files import Accelerate, accelerate_release, defaults
 from shardkit.foreign.tools import find
-from shardkit.foreign.translate import ForeignJob, read_job
+from shardkit.foreign.translate import read_job
 
-from .samples import DDP, FSDP1, FSDP2, ZERO2, write
+from .samples import DDP, FSDP1, FSDP2, ZERO2, fates, write
 
 CLUSTER = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2}
 OPEN = ["train.micro_batch_size=2", "train.seq_len=64"]
@@ -37,10 +37,6 @@ def use(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     release = dataclasses.replace(accelerate_release(), **changes)
     for module in (accelerate_files, combine, together):
         monkeypatch.setattr(module, "accelerate_release", lambda: release)
-
-
-def fates(job: ForeignJob) -> dict[str, str]:
-    return {key.key: key.fate for key in job.file_keys}
 
 
 def test_every_key_of_the_installed_release_has_a_meaning() -> None:

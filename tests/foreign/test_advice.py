@@ -16,7 +16,7 @@ from shardkit.foreign.translate import ForeignJob, read_job
 from shardkit.oom.advice import Advice
 from shardkit.plan.search.ladder import Rung, table
 from shardkit.plan.target import choose_target
-from tests.foreign.samples import write
+from tests.foreign.samples import MODEL, write
 
 ENGINES = {
     ("trainer", "zero2"): {"deepspeed": {"zero_optimization": {"stage": 2}}},
@@ -114,11 +114,6 @@ def test_advice_that_a_tool_cannot_follow_is_left_out() -> None:
     assert [one.change for one in ToolKeys("trainer", "ddp", True).words(advice)] == ["16 ranks"]
 
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
-    "max_position_embeddings": 128,
-}  # fmt: skip
 ARGS: dict[str, Any] = {"output_dir": "out", "per_device_train_batch_size": 8, "bf16": True}
 STAGE2 = {
     "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
@@ -134,7 +129,7 @@ LLAMA_FACTORY = {"model_name_or_path": "m", "finetuning_type": "full", "do_train
 
 
 def described(folder: Path, **files: Any) -> ForeignJob:
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(MODEL))
     return read_job(write(folder, **files), str(folder), 8)
 
 

@@ -16,8 +16,7 @@ from shardkit.foreign.rewrite import NoKey, change_files
 from shardkit.foreign.tools import KEYS, RECIPES, find
 from shardkit.foreign.translate import ForeignJob, read_job
 
-from .samples import TRAINER, ZERO3, write
-from .test_translate import MODEL
+from .samples import MODEL, TRAINER, ZERO3, fates, write
 
 AXOLOTL = """\
 base_model: some/model
@@ -93,10 +92,6 @@ def recipe(folder: Path, text: str, **more: Any) -> ForeignJob:
     files = more.pop("files", {})
     keys = {key: value for key, value in {**yaml.safe_load(text), **more}.items() if value is not None}
     return read_job(write(folder, recipe__json=keys, **files), str(folder), 2)
-
-
-def fates(job: ForeignJob) -> dict[str, str]:
-    return {said.key: said.fate for said in job.file_keys}
 
 
 @pytest.mark.parametrize(
