@@ -32,16 +32,10 @@ def run(seed: int, workers: int, arguments: list[str]) -> dict[str, Any]:
     seconds = time.monotonic() - began
     lines = done.stdout.splitlines()
     return {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "seed": seed,
-        "workers": workers,
-        "load": round(load, 1),
-        "exit_code": done.returncode,
-        **counts(lines[-1] if lines else ""),
-        "seconds": round(seconds, 1),
-        "failures": [line for line in lines if line.startswith(("FAILED ", "ERROR "))],
-    }
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit(), "seed": seed,
+        "workers": workers, "load": round(load, 1), "exit_code": done.returncode, **counts(lines[-1] if lines else ""),
+        "seconds": round(seconds, 1), "failures": [line for line in lines if line.startswith(("FAILED ", "ERROR "))],
+    }  # fmt: skip
 
 
 def counts(summary: str) -> dict[str, int]:

@@ -117,12 +117,8 @@ def test_sdist_holds_real_files_and_all_that_building_needs(built: Built) -> Non
     assert expected_in_wheel(built.tree) <= names
     assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"} <= names
     assert {
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "docs/index.md",
-        "docs/images/report.png",
-        "examples/own_loop.py",
-    } <= names
+        "CONTRIBUTING.md", "SECURITY.md", "docs/index.md", "docs/images/report.png", "examples/own_loop.py",
+    } <= names  # fmt: skip
     assert not [name for name in names if name.startswith(("tests/", "runs/", "benchmarks/"))]
 
 

@@ -75,12 +75,9 @@ class Case:
         out = cases.overrides(self.strategy, self.world, self.optimizer)
         out |= VARIANTS.get(self.engine.partition("@")[0].partition(":")[2], {})
         out |= {
-            "run.device": device,
-            "precision.mode": self.mode,
-            "activation.policy": self.policy,
-            "train.grad_accum_steps": self.accum,
-            "train.micro_batch_size": GLOBAL_BATCH // self.accum // self.world,
-        }
+            "run.device": device, "precision.mode": self.mode, "activation.policy": self.policy,
+            "train.grad_accum_steps": self.accum, "train.micro_batch_size": GLOBAL_BATCH // self.accum // self.world,
+        }  # fmt: skip
         if self.mode == "fp16":  # low enough that no gradient of this job overflows by itself
             out["precision.loss_scale_init_power"] = 10
         if self.offload:
@@ -149,15 +146,9 @@ HALF = [replace(case, mode="bf16") for case in PATHS]
 
 
 AXES: dict[str, Sequence[Any]] = {
-    "engine": ENGINES,
-    "mode": MODES,
-    "policy": POLICIES,
-    "offload": (False, True),
-    "accum": (1, 2, 3),
-    "optimizer": ("adamw_clipped", "sgd_unclipped"),
-    "ema": (False, True),
-    "overflow": (False, True),
-}
+    "engine": ENGINES, "mode": MODES, "policy": POLICIES, "offload": (False, True), "accum": (1, 2, 3),
+    "optimizer": ("adamw_clipped", "sgd_unclipped"), "ema": (False, True), "overflow": (False, True),
+}  # fmt: skip
 Pair = tuple[str, Any, str, Any]
 
 

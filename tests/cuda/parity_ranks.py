@@ -158,11 +158,8 @@ def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks), "every rank knows the same loss"
     total = {key: sum(rank[key] for rank in ranks) for key in ("square", "norm", "elements")}
     return {
-        "losses": ranks[0]["losses"],
-        "scales": ranks[0]["scales"],
-        "devices": ranks[0]["devices"],
-        "elsewhere": sum(rank["elsewhere"] for rank in ranks),
-        "elements": int(total["elements"]),
+        "losses": ranks[0]["losses"], "scales": ranks[0]["scales"], "devices": ranks[0]["devices"],
+        "elsewhere": sum(rank["elsewhere"] for rank in ranks), "elements": int(total["elements"]),
         "weight": max(rank["weight"] for rank in ranks),
         "weights": (total["square"] / total["norm"]) ** 0.5 if total["norm"] else float("nan"),
-    }
+    }  # fmt: skip

@@ -21,15 +21,9 @@ from .test_text import everything, opened
 pytest.importorskip("transformers")
 
 SPLITS = [
-    ("def f(x):\n    retu", "rn x"),
-    ("the answer is:", " self.random"),
-    ("the answer is: ", "self.random"),
-    ("a", "b"),
-    ("", "return x"),
-    ("x = ", "  y\n"),
-    ("class A:\n", "    def __init__(self):\n        pass"),
-    ("caf", "é ☃ self"),
-]
+    ("def f(x):\n    retu", "rn x"), ("the answer is:", " self.random"), ("the answer is: ", "self.random"), ("a", "b"),
+    ("", "return x"), ("x = ", "  y\n"), ("class A:\n", "    def __init__(self):\n        pass"), ("caf", "é ☃ self"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,12 +200,9 @@ def test_a_template_that_writes_the_date_takes_it_from_the_config(tmp_path: Path
     ]
     assert len({*digests, *streams}) == 4, "the date is part of the data that a checkpoint was trained with"
     command = [
-        "shardkit.data.tokenize.prepared",
-        str(path),
-        str(tmp_path / "out"),
-        str(tmp_path / "tok"),
+        "shardkit.data.tokenize.prepared", str(path), str(tmp_path / "out"), str(tmp_path / "tok"),
         "data.chat_date=2024-07-06",
-    ]
+    ]  # fmt: skip
     assert python_m(*command, env={"TZ": "Pacific/Kiritimati"}).returncode == 0
     made = opened(tmp_path, tmp_path / "out")
     assert made.digests()["data"] == digests[0]

@@ -153,13 +153,7 @@ def test_short_last_batch_leaves_some_ranks_empty_handed() -> None:
 )
 def test_impossible_plans_are_refused(arguments: dict[str, int], message: str) -> None:
     sizes = {
-        "n_samples": 10,
-        "global_batch": 4,
-        "micro_batch": 2,
-        "accum": 1,
-        "rank": 0,
-        "world": 2,
-        "drop_last": False,
-    }
+        "n_samples": 10, "global_batch": 4, "micro_batch": 2, "accum": 1, "rank": 0, "world": 2, "drop_last": False,
+    }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         BatchSchedule(**{**sizes, **arguments}, seed=0, shuffle=True)

@@ -27,13 +27,9 @@ def fill() -> dict[str, Any]:
     kept.clear()
     torch.cuda.empty_cache()
     return {
-        "number": number,
-        "text": text,
-        "ooms": stats["num_ooms"],
-        "reserved": stats["reserved_bytes.all.current"],
-        "left": torch.cuda.memory_reserved(),
-        "free": torch.cuda.mem_get_info(),
-    }
+        "number": number, "text": text, "ooms": stats["num_ooms"], "reserved": stats["reserved_bytes.all.current"],
+        "left": torch.cuda.memory_reserved(), "free": torch.cuda.mem_get_info(),
+    }  # fmt: skip
 
 
 # Expandable segments grow by pages of 20 MiB.

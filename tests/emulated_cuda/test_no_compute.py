@@ -85,22 +85,15 @@ def decide() -> dict[str, Any]:
     inputs = torch.randn(64, 16384, device="cuda", dtype=torch.bfloat16)
     router = nn.Linear(16384, 8, device="cuda", dtype=torch.bfloat16)
     return {
-        "sum": positions.sum().item(),
-        "steps": (positions.diff() != 1).sum().item(),
-        "where": (positions > 9).nonzero().tolist(),
-        "chosen by a mask": positions[positions > 9].tolist(),
-        "mean": positions.float().mean().item(),
-        "norm": skipped.norm().item(),
-        "finite": skipped.norm().isfinite().item(),
-        "experts": router(inputs).softmax(-1).topk(2).indices[:5].tolist(),
-        "any": (skipped > 0).any().item(),
-        "all": skipped.isfinite().all().item(),
-        "flag": error(lambda: (skipped > 0)[0].item()),
-        "nonzero": error(lambda: (skipped > 0).nonzero()),
-        "copied": error(lambda: (skipped > 0).cpu()),
-        "byte": error(lambda: skipped.view(torch.uint8)[0].item()),
+        "sum": positions.sum().item(), "steps": (positions.diff() != 1).sum().item(),
+        "where": (positions > 9).nonzero().tolist(), "chosen by a mask": positions[positions > 9].tolist(),
+        "mean": positions.float().mean().item(), "norm": skipped.norm().item(),
+        "finite": skipped.norm().isfinite().item(), "experts": router(inputs).softmax(-1).topk(2).indices[:5].tolist(),
+        "any": (skipped > 0).any().item(), "all": skipped.isfinite().all().item(),
+        "flag": error(lambda: (skipped > 0)[0].item()), "nonzero": error(lambda: (skipped > 0).nonzero()),
+        "copied": error(lambda: (skipped > 0).cpu()), "byte": error(lambda: skipped.view(torch.uint8)[0].item()),
         "bytes": error(lambda: skipped.view(torch.uint8).cpu().numel()),
-    }
+    }  # fmt: skip
 
 
 def test_what_a_program_decides_by_is_computed_or_refused() -> None:

@@ -47,13 +47,10 @@ def held(tmp: Path) -> dict[str, Any]:
     from shardkit.launch.local.processes import descendants
 
     return {
-        "processes": len(descendants()),
-        "threads": threading.active_count(),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "listening": len(_listening()),
-        "temporary files": sorted(path.name for path in tmp.rglob("*")),
-        "shared memory": _unused_shared_memory(),
-    }
+        "processes": len(descendants()), "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")), "listening": len(_listening()),
+        "temporary files": sorted(path.name for path in tmp.rglob("*")), "shared memory": _unused_shared_memory(),
+    }  # fmt: skip
 
 
 def _listening() -> set[str]:

@@ -37,33 +37,23 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_L
 
 def mpirun(rank: int = 3, size: int = 4, per_node: int = 2, **more: str) -> dict[str, str]:
     return {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(size),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % per_node),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(per_node),
-        **more,
-    }
+        "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % per_node), "OMPI_COMM_WORLD_LOCAL_SIZE": str(per_node), **more,
+    }  # fmt: skip
 
 
 def pmi(rank: int = 3, size: int = 4, per_node: int = 2) -> dict[str, str]:
     return {
-        "PMI_RANK": str(rank),
-        "PMI_SIZE": str(size),
-        "MPI_LOCALRANKID": str(rank % per_node),
+        "PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALRANKID": str(rank % per_node),
         "MPI_LOCALNRANKS": str(per_node),
-    }
+    }  # fmt: skip
 
 
 def deepspeed(rank: int = 5, world: int = 8, per_node: int = 4) -> dict[str, str]:
     return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank % per_node),
-        "LOCAL_SIZE": str(per_node),
-        "CROSS_RANK": str(rank // per_node),
-        "CROSS_SIZE": str(world // per_node),
-        **MASTER,
-    }
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % per_node), "LOCAL_SIZE": str(per_node),
+        "CROSS_RANK": str(rank // per_node), "CROSS_SIZE": str(world // per_node), **MASTER,
+    }  # fmt: skip
 
 
 def by_hand(rank: int, world: int, **more: str) -> dict[str, str]:

@@ -20,12 +20,9 @@ from shardkit.parallel.weights import Weights
 from tests.models.test_cross_entropy import PeakBytes
 
 DEBUG = [
-    ("hf_causal_lm", "gpt2-debug"),
-    ("hf_causal_lm", "llama-debug"),
-    ("hf_masked_lm", "bert-debug"),
-    ("image_classification", "vit-debug"),
-    ("super_resolution", "swin2sr-debug"),
-]
+    ("hf_causal_lm", "gpt2-debug"), ("hf_causal_lm", "llama-debug"), ("hf_masked_lm", "bert-debug"),
+    ("image_classification", "vit-debug"), ("super_resolution", "swin2sr-debug"),
+]  # fmt: skip
 
 
 def model(task: str = "hf_causal_lm", **keys: Any) -> HFModel:

@@ -172,12 +172,8 @@ def test_a_card_may_be_called_what_its_driver_calls_it() -> None:
     for name, card in GPUS.items():
         assert find_gpu(name) is find_gpu(name.upper()) is find_gpu(card.device_name) is card
     names = {
-        "RTX 4090": "rtx4090",
-        " H100 ": "h100",
-        "NVIDIA A100": "a100",
-        "A100-80GB": "a100",
-        "h100_pcie": "h100-pcie",
-    }
+        "RTX 4090": "rtx4090", " H100 ": "h100", "NVIDIA A100": "a100", "A100-80GB": "a100", "h100_pcie": "h100-pcie",
+    }  # fmt: skip
     assert {said: find_gpu(said).name for said in names} == names
     with pytest.raises(ConfigError, match="--gpu 'rtx' is more than one card") as found:
         find_gpu("rtx")

@@ -12,14 +12,10 @@ from tests.rehearse.test_verdict import GIB, failed, record, verdict_of
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("peak < 21.2 GiB", 0),
-        ("peak<20.8GiB", 4),
-        ("reserved <= 20 GiB", 0),
-        ("reserved < 20GiB", 4),
-        ("allocated < 19 GiB", 0),
-        ("allocated < 17.5 GiB", 4),
+        ("peak < 21.2 GiB", 0), ("peak<20.8GiB", 4), ("reserved <= 20 GiB", 0), ("reserved < 20GiB", 4),
+        ("allocated < 19 GiB", 0), ("allocated < 17.5 GiB", 4),
     ],
-)
+)  # fmt: skip
 def test_a_limit_is_kept_or_exceeded(text: str, code: int) -> None:
     verdict = parse_expectation(text).applied(verdict_of(record(0), record(1)))
     assert verdict.exit_code == code
