@@ -19,7 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from shardkit.activation import checkpoint_activations, offload_activations
 from shardkit.activation.checkpoint import segments
 from shardkit.activation.products import keep_products
-from shardkit.config.load import load_config
 from shardkit.config.schema import ActivationConfig, ModelConfig
 from shardkit.errors import ConfigError, TrainingError
 from shardkit.memory import TensorTracker
@@ -515,41 +514,3 @@ def test_no_attention_says_so_and_a_class_can_be_given() -> None:
     model = Chain(BETWEEN["nothing"])
     checkpoint_activations(model, find_blocks(model), ActivationConfig(policy="selective"), (nn.Linear,))
     assert all("forward" in vars(layer.linear) for layer in model.layers)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "cause", "fix"),
-    [
-        (["activation.every_k=0"], "activation.every_k=0 (command line), expected an integer >= 1", "default"),
-        (["activation.policy=budget"], "compile.enabled=false", "compile.enabled=true"),
-        (["activation.budget=1.5"], "activation.budget=1.5 (command line), expected a number >= 0 and <= 1", "default"),
-        (["activation.offload_min_bytes=-1"], "activation.offload_min_bytes=-1 (command line), expected", "default"),
-        (["activation.offload_min_bytes=lots"], "offload_min_bytes='lots' (command line), expected an in", "default"),
-        (
-            ["activation.offload=cpu", "compile.enabled=true", "compile.mode=reduce-overhead"],
-            "CUDA graphs", "compile.mode=default",
-        ),
-        (
-            ["activation.offload=cpu", "compile.enabled=true", "compile.mode=max-autotune"],
-            "CUDA graphs", "max-autotune-no-cudagraphs",
-        ),
-        (
-            ["activation.policy=sqrt", "compile.enabled=true", "compile.scope=model"],
-            "outside of the compiled model", "compile.scope=block",
-        ),
-        (
-            ["activation.policy=sqrt", "compile.enabled=true", "compile.mode=reduce-overhead"],
-            "CUDA graphs cannot follow", "activation.policy=full",
-        ),
-        (
-            ["activation.policy=selective_op", "compile.enabled=true", "parallel.strategy=zero3"],
-            "DeepSpeed's linear", "activation.policy=selective",
-        ),
-    ],
-)  # fmt: skip
-def test_bad_settings(overrides: list[str], cause: str, fix: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, overrides)
-    assert cause in caught.value.cause
-    assert fix in caught.value.fix
-    assert "\n" not in caught.value.cause + caught.value.fix

@@ -47,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "recipe.yaml").write_text(recipe)
     (folder / "latin1.yaml").write_bytes("# caf\xe9\ntrain: {max_steps: 3}\n".encode("latin-1"))
     (folder / "latin1.json").write_bytes('{"zero_optimization": {"stage": 3}, "x": "caf\xe9"}'.encode("latin-1"))
+    (folder / "half.json").write_text('{"zero_optimization": {')
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     (folder / "args.yaml").write_text("per_device_train_batch_size: 1\noutput_dir: out\n")
     (folder / "train.py").write_text("print('hello')\n")
@@ -64,6 +65,8 @@ LAUNCH = "launch recipe.yaml --nproc-per-node"
 BYTES = "train run.device=cpu model.d_model=32 model.n_heads=2"
 SUBMIT = "submit - --dry-run --nodes 2 --ranks-per-node 4 --gpus-per-node 4"
 PODS = "submit --to kubernetes --container a"
+GATE = "submit --dry-run --gpus-per-node 2"
+FROM = "--from args.yaml --model models/base --gpu l4"
 MANY = 4096
 NVME = "parallel.offload_param=nvme parallel.nvme_path=/tmp"
 CLIPPED = "parallel.strategy=zero2 parallel.ds_config.gradient_clipping=7"
@@ -312,6 +315,26 @@ WRONG = [
     ),
     (f"{SUBMIT} --gpus-per-node 0 run.device=cuda", "the job asks for no GPU", "run.device=cpu"),
     (f"{SUBMIT} --gpus-per-node 2", "4 ranks on each node, but 2 GPU(s)", "2 ranks per node"),
+    (f"{GATE} --from args.yaml --model models/base -- train.py", "nothing says for which cards", "--gpu"),
+    (f"{GATE} --from args.yaml --gpu l4 train.seq_len=64 -- train.py", "no file says which model it is", "--model"),
+    (f"{GATE} {FROM}", "none is given", "-- train.py"),
+    (f"{GATE} {FROM} train.py", "a script stands behind `--`", "--model models/base --gpu l4 -- train.py"),
+    (f"{GATE} - {FROM} -- train.py", "both --from and a config", "remove one"),
+    (f"{GATE} --from recipe.yaml --model models/base --gpu l4 -- train.py", "is a config of shardkit", "pass"),
+    (f"{GATE} --gpu l4 -- train.py", "--gpu plans a config, and this is a script", "add --from"),
+    (f"{GATE} --model models/base -- train.py", "--model belongs to --from", "add --from"),
+    (f"{GATE} --peft lora.json -- train.py", "--peft belongs to --from", "add --from"),
+    (f"submit --dry-run --gpus-per-node 0 {FROM} -- train.py", "asks for no GPU", "--gpus-per-node"),
+    (f"{GATE} --from half.json --model models/base --gpu l4 -- train.py", "not JSON", "ends early"),
+    ("ladder --from half.json --model models/base", "not JSON", "ends early"),
+    ("ladder --from args.yaml train.seq_len=64", "which model it is", "--model"),
+    ("ladder", "no config is named", "--from"),
+    ("ladder - --model models/base", "belongs to --from", "hf_config"),
+    ("launch --gpu h100 -- train.py", "--gpu names the cards of --rehearse", "add it"),
+    ("launch --rehearse --nproc-per-node 2 -- train.py", "this machine has no GPU", "submit"),
+    ("submit --rehearse -- train.py", "the cluster's cards", "add --gpu NAME"),
+    ("submit --rehearse --gpu h100 --force -- train.py", "--force submits", "remove one"),
+    ("submit --rehearse --gpu h100 --gpus-per-node 0 -- train.py", "asks for none", "N"),
     ("rehearse", "no command stands behind `--`", "-- torchrun --nproc-per-node 8 train.py"),
     ("rehearse --gpu h1000 -- python train.py", "not in the table of GPUs", "did you mean h100"),
     ("rehearse --gpu-memory much -- python train.py", "is not an amount of memory", "80GB"),
@@ -353,6 +376,23 @@ WRONG = [
     (f"{BYTES} {CLIPPED}", "ds_config.gradient_clipping=7 contradicts train.max_norm", "set train.max_norm"),
     (f"{BYTES} run.device=cuda", "run.device=cuda, but torch ", "set run.device=cpu"),
     (f"{BYTES} {MESH}", "dp_replicate=2 × parallel.dp_shard=3 = 6, but there are 1 ranks", "dp_replicate × dp_shard"),
+    (
+        f"{BYTES} profile.start=9 train.max_steps=5",
+        "profile.start=9 is after the last step, train.max_steps=5",
+        "at most 5",
+    ),
+    (
+        f"{BYTES} profile.start=3 profile.steps=0",
+        "profile.steps=0 (command line), expected an integer >= 1",
+        "profile.steps=2",
+    ),
+    (f"{BYTES} profile.steps=3", "profile.steps is set, but profile.start is not", "set profile.start to a step"),
+    (f"{BYTES} profile.start=3 profile.ranks=[-1]", "profile.ranks=[-1]: ranks count from 0", "profile.ranks=[0]"),
+    (
+        f"{BYTES} profile.start=3 profile.ranks=some",
+        "profile.ranks='some' (command line), expected all",
+        "profile.ranks=[0]",
+    ),
     (f"{TRAIN} run.dir=models/base run.overwrite=true", "run.dir=models/base is a model folder", "empty directory"),
     (f"{TRAIN} run.resume=true", "run.resume=true, but run.dir=runs/first_hour does not exist", "run.resume=auto"),
 ]
@@ -371,7 +411,7 @@ def test_a_wrong_command_takes_two_lines_and_writes_nothing(
 ) -> None:  # fmt: skip
     if any(words in command for words in ("tokenize ", "init_from", "adapter.targets", "data.", "1024")):
         pytest.importorskip("transformers")
-    if "run.device=cuda" in command and torch.cuda.is_available():
+    if ("run.device=cuda" in command or "launch --rehearse" in command) and torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
     for name in set(os.environ) - set(environment()):
         monkeypatch.delenv(name)

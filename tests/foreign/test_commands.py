@@ -18,9 +18,8 @@ from shardkit.plan.client import plan
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
 from shardkit.plan.target import choose_target
 from tests.cli.test_main import shardkit
-from tests.foreign.samples import DDP, FSDP2, TRAINER, ZERO3, write
+from tests.foreign.samples import DDP, FSDP2, MODEL, TRAINER, ZERO3, write
 from tests.foreign.test_recipes import AXOLOTL
-from tests.foreign.test_translate import MODEL
 
 
 @pytest.fixture
@@ -173,16 +172,8 @@ def test_a_key_that_is_not_planned_takes_the_verdicts_place(
     """The plan, the search and the ladder end with 7; `submit` queues such a job only with --force."""
     (args,) = write(tmp_path, args__yaml=Path(files[0]).read_text() + "tp_size: 4\nload_in_4bit: true\ncp_size: 1\n")
     given = (
-        "--from",
-        args,
-        files[1],
-        "--model",
-        tmp_path,
-        "--gpu-memory",
-        "80GB",
-        "train.seq_len=64",
-        "run.device=cpu",
-    )
+        "--from", args, files[1], "--model", tmp_path, "--gpu-memory", "80GB", "train.seq_len=64", "run.device=cpu",
+    )  # fmt: skip
     lines = ["not planned: tp_size=4 in ", "not planned: load_in_4bit=true in "]
     assert shardkit("plan", *given, "--gpus", 2) == 7
     out = capsys.readouterr().out
@@ -291,44 +282,6 @@ def test_open_points_are_one_line_each(files: list[str], capsys: pytest.CaptureF
 
 GATE = ["submit", "--dry-run", "--gpus-per-node", 2]
 SCRIPT = ["--", "train.py", "--epochs", 3]
-WRONG: dict[str, tuple[list[Any], str, str]] = {
-    "no card": ([*GATE, "--from", "args.yaml", "--model", "model", *SCRIPT], "nothing says for which cards", "--gpu"),
-    "no model": ([*GATE, "--from", "args.yaml", "--gpu", "l4", "train.seq_len=64", *SCRIPT],
-                 "no file says which model it is", "--model"),
-    "no script": ([*GATE, "--from", "args.yaml", "--model", "model", "--gpu", "l4"], "none is given", "-- train.py"),
-    "no --": ([*GATE, "--from", "args.yaml", "--model", "model", "--gpu", "l4", "train.py"],
-              "a script stands behind `--`", "--model model --gpu l4 -- train.py"),
-    "with a config": ([*GATE, "-", "--from", "args.yaml", "--model", "model", "--gpu", "l4", *SCRIPT],
-                      "both --from and a config", "remove one"),
-    "with a config of shardkit": (
-        [*GATE, "--from", "ours.yaml", "--model", "model", "--gpu", "l4", *SCRIPT], "is a config of shardkit", "pass"),
-    "no --from": ([*GATE, "--gpu", "l4", *SCRIPT], "--gpu plans a config, and this is a script", "add --from"),
-    "a model alone": ([*GATE, "--model", "model", *SCRIPT], "--model belongs to --from", "add --from"),
-    "an adapter alone": ([*GATE, "--peft", "lora.json", *SCRIPT], "--peft belongs to --from", "add --from"),
-    "no GPU": (["submit", "--dry-run", "--gpus-per-node", 0, "--from", "args.yaml", "--model", "model", "--gpu", "l4",
-                *SCRIPT], "asks for no GPU", "--gpus-per-node"),
-    "half-written": (
-        [*GATE, "--from", "half.json", "--model", "model", "--gpu", "l4", *SCRIPT], "not JSON", "ends early"),
-    "a ladder of a half-written file": (
-        ["ladder", "--from", "half.json", "--model", "model"], "not JSON", "ends early"),
-    "a ladder without a model": (["ladder", "--from", "args.yaml", "train.seq_len=64"], "which model it is", "--model"),
-    "a ladder of nothing": (["ladder"], "no config is named", "--from"),
-    "a ladder of a config with a model": (["ladder", "-", "--model", "model"], "belongs to --from", "hf_config"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_combination_is_two_lines(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words, cause, fix = WRONG[case]
-    laid_out(tmp_path, {"half.json": '{"zero_optimization": {', "ours.yaml": "train: {}\n", "train.py": "pass\n"})
-    monkeypatch.chdir(tmp_path)
-    assert shardkit(*words) == 2
-    out, err = capsys.readouterr()
-    lines = err.splitlines()
-    assert not out and len(lines) == 2, err
-    assert cause in lines[0] and lines[1].startswith("  fix: ") and fix in lines[1]
 
 
 @pytest.mark.slow

@@ -114,23 +114,3 @@ def test_what_no_plan_models_is_left_to_the_rehearsal(
     capsys.readouterr()
     assert shardkit(*SUBMIT, *words) == 0 and len(calls) == 1
     assert "tp_size=2" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "cause", "fix"),
-    [
-        (["launch", "--gpu", "h100", "--", "train.py"], "--gpu names the cards of --rehearse", "add it"),
-        (["launch", "--rehearse", "--nproc-per-node", 2, "--", "train.py"], "this machine has no GPU", "submit"),
-        (["submit", "--rehearse", "--", "train.py"], "the cluster's cards", "add --gpu NAME"),
-        (["submit", "--rehearse", "--gpu", "h100", "--force", "--", "train.py"], "--force submits", "remove one"),
-        (["submit", "--rehearse", "--gpu", "h100", "--gpus-per-node", 0, "--", "train.py"], "asks for none", "N"),
-    ],
-)
-def test_a_rehearsal_that_makes_no_sense_is_refused(
-    words: list[Any], cause: str, fix: str, rehearsals: Callable[[str], Rehearsals], capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = rehearsals(FITS)
-    assert shardkit(*words) == 2 and not calls
-    error, advice = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ") and cause in error
-    assert advice.startswith("  fix: ") and fix in advice

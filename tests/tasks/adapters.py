@@ -157,19 +157,13 @@ def _refused(root: str, source: str) -> dict[str, tuple[str, str]]:
     weights["model.norm.weight"][3] += 1e-3
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     found = {}
-    for name, keys in {
-        "base": {"model.init_from": str(other)},
-        "alpha": {"adapter.alpha": 5},
-        "targets": {"adapter.targets": ["q_proj"]},
-        "none": {
-            "adapter.type": "none",
-            "adapter.r": 8,
-            "adapter.alpha": 8,
-            "adapter.targets": "all-linear",
-            "model.init_from": None,
-        },
+    own = {"adapter.type": "none", "adapter.r": 8, "adapter.alpha": 8, "adapter.targets": "all-linear"}
+    cases: dict[str, dict[str, Any]] = {
+        "base": {"model.init_from": str(other)}, "alpha": {"adapter.alpha": 5},
+        "targets": {"adapter.targets": ["q_proj"]}, "none": {**own, "model.init_from": None},
         "bf16": {"precision.mode": "bf16"},
-    }.items():
+    }  # fmt: skip
+    for name, keys in cases.items():
         try:
             _losses(settings("llama", root, **{"run.resume": source, "run.dir": f"{root}/refused", **keys}))
         except ShardkitError as error:
@@ -276,14 +270,15 @@ def under_policies(strategies: list[str], root: str) -> dict[tuple[str, str], Cu
     return found
 
 
-def write_chat(folder: Path) -> None:
+def write_chat(folder: Path, sizes: dict[str, Any] = MODELS["llama"]) -> None:
     """A model folder with a tokenizer and a chat template, and conversations."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.data import chats
 
     torch.manual_seed(7)
-    config = AutoConfig.for_model(**MODELS["llama"], vocab_size=512, tie_word_embeddings=False, eos_token_id=[0, 2])
+    words = {"vocab_size": 512, "tie_word_embeddings": False, "eos_token_id": [0, 2]}
+    config = AutoConfig.for_model(**{**sizes, **words})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "chat")
     chats.write_tokenizer(folder / "chat")
     rows = ({"messages": chats.conversation(number)} for number in range(200))

@@ -42,19 +42,6 @@ def write_model(folder: Path) -> None:
     (folder / "text.txt").write_text(" ".join(words[(i * i + i // 7) % 5] for i in range(900)))
 
 
-def write_chat(folder: Path) -> None:
-    """A model folder with a tokenizer and a chat template, and conversations."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from tests.data import chats
-
-    torch.manual_seed(7)
-    config = AutoConfig.for_model("llama", **{**MODEL, "vocab_size": 512}, eos_token_id=[0, 2])
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "chat")
-    chats.write_tokenizer(folder / "chat")
-    chats.write_lines(folder / "talks.jsonl", ({"messages": chats.conversation(number)} for number in range(80)))
-
-
 def settings(root: str, strategy: str = "single", world: int = 1, **extra: Any) -> dict[str, Any]:
     out = {
         "task.name": "hf_causal_lm", "model.hf_config": f"{root}/model", "model.init_from": f"{root}/model",
