@@ -118,17 +118,12 @@ def test_a_slurm_step_imports_nothing_from_the_current_directory(style: str, hos
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["plan", "-", "--gpus", "2", "parallel.strategy=fsdp"],
-        ["doctor"],
-        ["capability"],
-        ["init", "copies"],
-        ["report", "."],
-        ["checkpoint", "ls", "."],
-        ["convert", ".", "--to", "torch", "--out", "converted"],
+        ["plan", "-", "--gpus", "2", "parallel.strategy=fsdp"], ["doctor"], ["capability"], ["init", "copies"],
+        ["report", "."], ["checkpoint", "ls", "."], ["convert", ".", "--to", "torch", "--out", "converted"],
         ["ladder", "--help"],
     ],
     ids=lambda arguments: arguments[0],
-)
+)  # fmt: skip
 def test_no_command_imports_from_the_current_directory(hostile: Path, arguments: list[str]) -> None:
     run([str(SHARDKIT), *arguments], hostile)
     assert not ran(hostile)
@@ -139,29 +134,6 @@ def test_the_users_own_task_is_found_in_the_current_directory(tmp_path: Path) ->
     done = run([*module_command("shardkit.train"), "task.factory=mine:Task", f"run.dir={tmp_path / 'run'}"], tmp_path)
     assert done.returncode == 2 and "this file was imported" in done.stderr, done.stderr
     assert os.listdir(tmp_path) and not (tmp_path / "run" / "config.yaml").exists()
-
-
-@pytest.mark.parametrize("name", ["core.fsmonitor", "diff.external", "diff.own.textconv", "filter.own.clean"])
-def test_git_runs_no_program_of_a_strangers_repository(name: str, tmp_path: Path) -> None:
-    def git(*words: str) -> None:
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path / "repo", check=True)
-
-    (tmp_path / "repo").mkdir()
-    git("init", "-q")
-    (tmp_path / "repo" / "file.txt").write_text("one\n")
-    (tmp_path / "repo" / ".gitattributes").write_text("*.txt diff=own filter=own\n")
-    git("add", ".")
-    git("commit", "-qm", "first")
-    (tmp_path / "program").write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\ncat\n")
-    (tmp_path / "program").chmod(0o755)
-    git("config", name, str(tmp_path / "program"))
-    (tmp_path / "repo" / "file.txt").write_text("two\n")
-    assert read_git("status", "--porcelain", cwd=tmp_path / "repo") == "M file.txt"
-    assert "+two" in (read_git("diff", "HEAD", "--binary", cwd=tmp_path / "repo") or "")
-    assert not (tmp_path / "ran").exists()
-    git("--no-pager", "diff", "--ext-diff", "HEAD", "--output=/dev/null")
-    git("status", "--porcelain")
-    assert (tmp_path / "ran").exists(), "git itself would run the program"
 
 
 @pytest.fixture
@@ -181,6 +153,21 @@ def repository(tmp_path: Path) -> Path:
 def git(folder: Path, *words: str) -> str:
     settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
     return subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("name", ["core.fsmonitor", "diff.external", "diff.own.textconv", "filter.own.clean"])
+def test_git_runs_no_program_of_a_strangers_repository(name: str, repository: Path) -> None:
+    (repository / ".gitattributes").write_text("*.txt diff=own filter=own\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "second")
+    git(repository, "config", name, str(repository.parent / "program"))
+    (repository / "file.txt").write_text("two\n")
+    assert read_git("status", "--porcelain", cwd=repository) == "M file.txt"
+    assert "+two" in (read_git("diff", "HEAD", "--binary", cwd=repository) or "")
+    assert not (repository.parent / "ran").exists()
+    git(repository, "--no-pager", "diff", "--ext-diff", "HEAD", "--output=/dev/null")
+    git(repository, "status", "--porcelain")
+    assert (repository.parent / "ran").exists(), "git itself would run the program"
 
 
 def test_a_repository_whose_filter_cannot_be_switched_off_is_not_asked(repository: Path) -> None:

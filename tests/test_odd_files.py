@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,14 +38,12 @@ def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def test_another_tools_file_is_a_regular_one(odd: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read: not a regular file"):
-        read(str(odd))
-
-
-def test_a_models_description_is_a_regular_file(odd: Path) -> None:
-    with pytest.raises(ConfigError, match="not a regular file"):
-        _file_keys(ModelConfig(hf_config=str(odd)))
+@pytest.mark.parametrize(
+    "reader", [read, load_config, lambda path: _file_keys(ModelConfig(hf_config=path))], ids=["tool", "config", "model"]
+)
+def test_a_config_is_a_regular_file(reader: Callable[[str], object], odd: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: .*not a regular file"):
+        reader(str(odd))
 
 
 def test_a_description_nested_too_deeply_is_two_lines(tmp_path: Path) -> None:
@@ -114,11 +113,6 @@ def test_the_record_of_a_directorys_owner_is_a_regular_file(odd: Path, tmp_path:
     odd.rename(tmp_path / FOLDER / "owner.1.json")
     with pytest.raises(OSError, match="not a regular file"):
         claim(tmp_path)
-
-
-def test_a_config_is_a_regular_file(odd: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read: not a regular file"):
-        load_config(odd)
 
 
 def test_post_mortems_of_ranks_are_regular_files(odd: Path, tmp_path: Path) -> None:

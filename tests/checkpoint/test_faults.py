@@ -366,16 +366,11 @@ def _look(root: Path, word: Path) -> int:
     return newest
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("async_save", [False, True])
-def test_killed_during_saves(async_save: bool, tmp_path: Path) -> None:
-    kill_during_saves(tmp_path / "checkpoints", 6, seed=int(async_save), async_save=async_save)
+MANY = [pytest.mark.release, pytest.mark.timeout(900)]
 
 
 @pytest.mark.dist
-@pytest.mark.release
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("async_save", [False, True])
-def test_killed_during_saves_many_times(async_save: bool, tmp_path: Path) -> None:
-    kill_during_saves(tmp_path / "checkpoints", 60, seed=10 + int(async_save), async_save=async_save)
+@pytest.mark.parametrize("kills", [pytest.param(6, marks=pytest.mark.slow), pytest.param(60, marks=MANY)])
+def test_killed_during_saves(kills: int, async_save: bool, tmp_path: Path) -> None:
+    kill_during_saves(tmp_path / "checkpoints", kills, seed=int(async_save), async_save=async_save)

@@ -37,18 +37,23 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
     assert not any(name.startswith("step") and "." in name for name in names(tmp_path))
 
 
-def test_a_crash_between_the_renames_of_a_replacement_brings_the_old_one_back(tmp_path: Path) -> None:
-    make(tmp_path, "step_00000001.old", "step_00000001.tmp")
-    layout.sweep(tmp_path)
-    assert names(tmp_path) == ["step_00000001"]
-    assert (tmp_path / "step_00000001" / "file").read_text() == "step_00000001.old"
+OTHERS = ["notes.tmp", "mine.deleted", "step_00000001.corrupt", "step_00000002.superseded"]
 
 
-def test_a_crash_after_the_renames_of_a_replacement_keeps_the_new_one(tmp_path: Path) -> None:
-    make(tmp_path, "step_00000001", "step_00000001.old")
-    layout.sweep(tmp_path)
-    assert (tmp_path / "step_00000001" / "file").read_text() == "step_00000001"
-    assert names(tmp_path) == ["step_00000001"]
+@pytest.mark.parametrize(
+    ("folders", "left"),
+    [
+        # A crash between the renames of a replacement brings the old one back; one after them keeps the new one.
+        (["step_00000001.old", "step_00000001.tmp"], {"step_00000001": "step_00000001.old"}),
+        (["step_00000001", "step_00000001.old"], {"step_00000001": "step_00000001"}),
+        (OTHERS, {name: name for name in OTHERS}),
+    ],
+)
+def test_a_sweep_keeps_one_of_a_replacement_and_what_is_not_its_own(
+    folders: list[str], left: dict[str, str], tmp_path: Path
+) -> None:
+    layout.sweep(make(tmp_path, *folders))
+    assert {path.name: (path / "file").read_text() for path in tmp_path.iterdir()} == left
 
 
 def test_the_limit_of_saves_follows_those_that_were_measured() -> None:
@@ -63,13 +68,6 @@ def test_what_a_silent_rank_has_written_is_read_off_the_disk(tmp_path: Path) -> 
     make(tmp_path, "step_00000002.tmp")
     assert standstill.seen_on_disk(tmp_path, 1, "rank_00001.bin").endswith("step_00000002.tmp/rank_00001.bin")
     assert standstill.seen_on_disk(tmp_path, 1, "file") == "in or after step_00000002.tmp/file, which has 17 bytes"
-
-
-def test_sweep_leaves_what_is_not_its_own(tmp_path: Path) -> None:
-    make(tmp_path, "notes.tmp", "mine.deleted", "step_00000001.corrupt", "step_00000002.superseded")
-    before = names(tmp_path)
-    layout.sweep(tmp_path)
-    assert names(tmp_path) == before
 
 
 def test_publishing_replaces_what_is_there(tmp_path: Path) -> None:

@@ -22,27 +22,23 @@ def ranks_seen(run_dir: Path) -> int:
 
 
 @pytest.mark.slow
-def test_accelerate_launch(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate")
-    # On CPUs accelerate starts several ranks only under --multi_gpu, or through mpirun; port 0: the system picks one.
-    launcher = ["launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    launcher += ["--dynamo_backend", "no", "--main_process_port", "0", "-m"]
-    argv = [str(TOOLS / "accelerate"), *launcher, "shardkit.train", "--config", str(REPO / "configs/ddp.yaml")]
-    process = run([*argv, *settings(tmp_path / "run")])
-    assert process.returncode == 0, process.stderr
-    assert ranks_seen(tmp_path / "run") == 2
-    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.slow
 @pytest.mark.deepspeed
-def test_the_deepspeed_launcher(tmp_path: Path) -> None:
-    port = ReservedPort()  # it asks for a number; nobody else is given this one
-    argv = [str(TOOLS / "deepspeed"), "--num_gpus", "2", "--master_port", str(port.port), "--module", "shardkit.train"]
-    argv += ["--config", str(REPO / "configs/ddp.yaml"), *settings(tmp_path / "run")]
-    process = run(argv, DS_ACCELERATOR="cpu")
-    port.close()
-    assert process.returncode == 0, process.stderr
+@pytest.mark.parametrize("tool", ["accelerate", "deepspeed"])
+def test_other_launchers_start_the_same_module(tool: str, tmp_path: Path) -> None:
+    pytest.importorskip(tool, reason=f"needs {tool}")
+    port = ReservedPort()  # deepspeed asks for a number; nobody else is given this one
+    # On CPUs accelerate starts several ranks only under --multi_gpu, or through mpirun; port 0: the system picks one.
+    words = {
+        "accelerate": ["launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision",
+                       "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"],
+        "deepspeed": ["--num_gpus", "2", "--master_port", str(port.port), "--module"],
+    }  # fmt: skip
+    argv = [str(TOOLS / tool), *words[tool], "shardkit.train", "--config", str(REPO / "configs/ddp.yaml")]
+    variables = {"DS_ACCELERATOR": "cpu"} if tool == "deepspeed" else {}
+    try:
+        run([*argv, *settings(tmp_path / "run")], code=0, **variables)
+    finally:
+        port.close()
     assert ranks_seen(tmp_path / "run") == 2
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 

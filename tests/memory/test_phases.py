@@ -44,6 +44,12 @@ class Both:
         self.device.use(*levels)
         self.host.use(*levels)
 
+    def spend(self, phase: str, *levels: int, follows: bool = False) -> None:
+        """A phase from its begin to its end, with these levels inside."""
+        self.recorder.begin(phase, follows=follows)  # type: ignore[arg-type]
+        self.use(*levels)
+        self.recorder.end()
+
     def peak(self, phase: str) -> int:
         row: PhaseMemory = self.recorder.rows()[phase]  # type: ignore[index]
         assert row.peak_allocated == row.peak_rss
@@ -59,33 +65,23 @@ def both() -> Both:
 
 def test_a_phase_keeps_its_largest_peak_over_micro_batches(both: Both) -> None:
     for peak in (30, 50, 40):
-        both.recorder.begin("forward")
-        both.use(peak, 20)
-        both.recorder.end()
-        both.recorder.begin("backward")
-        both.use(peak + 5, 20)
-        both.recorder.end()
+        both.spend("forward", peak, 20)
+        both.spend("backward", peak + 5, 20)
     assert (both.peak("forward"), both.peak("backward")) == (50, 55)
     assert both.recorder.rows()["forward"].rss == 20
 
 
 def test_a_gather_starts_phases_afresh_but_keeps_those_that_do_not_come_again(both: Both) -> None:
     for phase, peak in (("init", 90), ("forward", 70)):
-        both.recorder.begin(phase)  # type: ignore[arg-type]
-        both.use(peak, 20)
-        both.recorder.end()
+        both.spend(phase, peak, 20)
     both.recorder.start_interval()
-    both.recorder.begin("forward")
-    both.use(40, 20)
-    both.recorder.end()
+    both.spend("forward", 40, 20)
     assert (both.peak("init"), both.peak("forward")) == (90, 40)
 
 
 def test_what_happens_between_phases_counts_for_the_run_only(both: Both) -> None:
     both.use(500, 20)
-    both.recorder.begin("update")
-    both.use(30, 20)
-    both.recorder.end()
+    both.spend("update", 30, 20)
     assert both.peak("update") == 30
     device, host = both.recorder.overall()
     assert device is not None
@@ -95,9 +91,7 @@ def test_what_happens_between_phases_counts_for_the_run_only(both: Both) -> None
 
 def test_where_the_host_is_not_read_phases_keep_its_figures_and_the_run_loses_no_peak(both: Both) -> None:
     def forward(peak: int) -> PhaseMemory:
-        both.recorder.begin("forward")
-        both.use(peak, 20)
-        both.recorder.end()
+        both.spend("forward", peak, 20)
         return both.recorder.rows()["forward"]
 
     forward(50)
@@ -114,9 +108,7 @@ def test_where_the_host_is_not_read_phases_keep_its_figures_and_the_run_loses_no
 def test_an_outer_phase_covers_the_inner_one(both: Both) -> None:
     both.recorder.begin("init")
     both.use(60, 20)
-    both.recorder.begin("wrap")
-    both.use(40, 20)
-    both.recorder.end()
+    both.spend("wrap", 40, 20)
     assert both.peak("wrap") == 40
     both.recorder.end()
     assert both.peak("init") == 60
@@ -127,8 +119,6 @@ def test_a_phase_that_follows_shares_the_reading_of_the_one_before_it(both: Both
     read = both.device.read
     monkeypatch.setattr(both.device, "read", lambda: readings.append(1) or read())
     for name, peak in (("forward", 40), ("backward", 70), ("update", 50)):
-        both.recorder.begin(name, follows=name != "forward")  # type: ignore[arg-type]
-        both.use(peak, 20)
-        both.recorder.end()
+        both.spend(name, peak, 20, follows=name != "forward")
     assert [both.peak(name) for name in ("forward", "backward", "update")] == [40, 70, 50]
     assert len(readings) == 4

@@ -105,29 +105,23 @@ def test_it_draws_every_figure_asks_for_nothing_and_says_nothing(opened: Opened,
 
 
 @pytest.mark.slow
-def test_hovering_over_a_point_shows_its_value(opened: Opened, run: Path) -> None:
+@pytest.mark.parametrize(
+    ("figure", "trace", "mark", "said"),
+    [
+        ("training", ".scatterlayer .trace", ".points path >> nth=4", ["4", "step 5"]),  # 5 - 0.2 * 5
+        ("timeline", ".barlayer .trace", ".point path >> nth=2", ["model.layers.1", "events 10 to 18"]),
+    ],
+)
+def test_hovering_over_a_mark_says_what_it_stands_for(
+    figure: str, trace: str, mark: str, said: list[str], opened: Opened, run: Path
+) -> None:
     opened.show(run / "report.html")
-    opened.page.locator("#figure-training").scroll_into_view_if_needed()
-    point = opened.page.locator("#figure-training .scatterlayer .trace").first.locator(".points path").nth(4)
-    box = point.bounding_box()
+    opened.page.locator(f"#figure-{figure}").scroll_into_view_if_needed()
+    box = opened.page.locator(f"#figure-{figure} {trace}").first.locator(mark).bounding_box()
     opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    hover = opened.page.locator("#figure-training .hoverlayer .hovertext")
+    hover = opened.page.locator(f"#figure-{figure} .hoverlayer .hovertext").first
     hover.wait_for()
-    assert "4" in hover.text_content()  # the loss of step 5 is 5 - 0.2 * 5
-    assert "step 5" in hover.text_content()
-
-
-@pytest.mark.slow
-def test_hovering_over_a_module_says_which_and_where(opened: Opened, run: Path) -> None:
-    opened.show(run / "report.html")
-    opened.page.locator("#figure-timeline").scroll_into_view_if_needed()
-    bar = opened.page.locator("#figure-timeline .barlayer .trace").nth(0).locator(".point path").nth(2)
-    box = bar.bounding_box()
-    opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    hover = opened.page.locator("#figure-timeline .hoverlayer .hovertext").first
-    hover.wait_for()
-    assert "model.layers.1" in hover.text_content()
-    assert "events 10 to 18" in hover.text_content()
+    assert all(words in hover.text_content() for words in said), hover.text_content()
 
 
 def test_numbers_on_the_page_are_those_of_the_files(opened: Opened, run: Path) -> None:
