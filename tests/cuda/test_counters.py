@@ -44,10 +44,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_d2h": 92, "emulated_operator": 674,
     },
     "single@1 with activations on the host": {
-        "stream_wait_event": 280,
-        "copy_h2d": 52,
-        "copy_d2h": 106,
-        "emulated_operator": 563,
+        "stream_wait_event": 280, "copy_h2d": 52, "copy_d2h": 106, "emulated_operator": 563,
     },
     "fsdp+param@2": {
         "stream_sync": 29, "event_sync": 29, "stream_wait_event": 58, "copy_pageable": 29, "copy_h2d": 106,
@@ -78,10 +75,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_d2h": 92, "emulated_operator": 740,
     },
     "fsdp@2 with activations on the host": {
-        "stream_wait_event": 380,
-        "copy_h2d": 52,
-        "copy_d2h": 106,
-        "emulated_operator": 708,
+        "stream_wait_event": 380, "copy_h2d": 52, "copy_d2h": 106, "emulated_operator": 708,
     },
     "hsdp+param@4": {
         "stream_sync": 29, "event_sync": 29, "stream_wait_event": 64, "copy_pageable": 29, "copy_h2d": 106,

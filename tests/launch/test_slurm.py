@@ -73,11 +73,8 @@ def test_what_no_quoting_can_carry_is_refused(change: dict[str, str]) -> None:
 
 def test_the_srun_command() -> None:
     environ = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_NTASKS_PER_NODE": "4",
-        "SLURM_CPUS_PER_TASK": "3",
-    }
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "3",
+    }  # fmt: skip
     batch = read_batch(["srun", "-", "run.dir=/r/a%b"], environ)
     argv = step_argv(batch, environ)
     assert argv[:5] == ["srun", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4"]
