@@ -434,15 +434,18 @@ def scalars(root: str, strategies: list[str]) -> dict[str, Any]:
     return out
 
 
-def idle_resumed(root: str, strategies: list[str]) -> dict[str, Any]:
-    """Losses after a checkpoint that was saved before any step had used the last expert, under every strategy."""
-    out: dict[str, Any] = {}
-    for saver in strategies:
-        resumed(Experts, saver, None, None, f"{root}/{saver}", range(1), idle)
-    for name in strategies:
-        for saver in strategies:
-            out[f"{saver} to {name}"] = resumed(Experts, name, None, f"{root}/{saver}", None, range(1, 4), idle)
-    return out
+def travelled(
+    root: str, build: Callable[[], nn.Module], batches: Callable[[int, int], Any], steps: int, savers: list[str],
+    others: list[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Losses of the later steps, after checkpoints of the first step, by who saved them and who goes on."""
+    for saver in savers:
+        resumed(build, saver, None, None, f"{root}/{saver}", range(1), batches)
+    return {
+        f"{saver} to {name}": resumed(build, name, None, f"{root}/{saver}", None, range(1, steps), batches)
+        for name in others
+        for saver in savers
+    }
 
 
 class Mixed(Plain):
@@ -835,26 +838,6 @@ def unusual(strategies: list[str], cases: list[str]) -> dict[str, Any]:
             out[f"{name} {case}"] = train(UNUSUAL[case], name, **plain)
             if case in ("lazy", "hooked"):
                 out[f"{name} {case} drawn"] = train(UNUSUAL[case], name, init=normal, **plain)
-    return out
-
-
-def transposed_resumed(root: str, strategies: list[str], others: list[str]) -> dict[str, Any]:
-    """Losses after a checkpoint of weights that were not contiguous when they were built."""
-    out: dict[str, Any] = {}
-    for saver in strategies:
-        resumed(Transposed, saver, None, None, f"{root}/{saver}", range(1))
-    for saver in strategies:
-        for name in others:
-            out[f"{saver} to {name}"] = resumed(Transposed, name, None, f"{root}/{saver}", None, range(1, 3))
-    return out
-
-
-def complex_resumed(root: str, strategies: list[str]) -> dict[str, Any]:
-    """Losses after a checkpoint with complex weights."""
-    out: dict[str, Any] = {}
-    for name in strategies:
-        resumed(Complex, name, None, None, f"{root}/{name}", range(1))
-        out[name] = resumed(Complex, name, None, f"{root}/{name}", None, range(1, 3))
     return out
 
 

@@ -12,8 +12,19 @@ from torch import nn
 from shardkit.parallel.blocks import describe_blocks, find_blocks, n_values
 from shardkit.parallel.optim import matrices_of_blocks
 from tests.ranks import run_ranks
-from tests.strategies.foreign import MODELS, Expert, Experts, NamedExperts, TopExperts
+from tests.strategies.foreign import (
+    MODELS,
+    Complex,
+    Expert,
+    Experts,
+    NamedExperts,
+    TopExperts,
+    Transposed,
+    idle,
+    tokens,
+)  # fmt: skip
 
+ENGINES = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
 SHARED = ["ddp", "fsdp", "zero2", "zero3"]
 SHARDED = ["fsdp", "zero2", "zero3"]
 FOREIGN_TOLERANCE = 5e-6
@@ -67,7 +78,7 @@ OFFLOADED = [f"zero{stage}{offload}" for stage in (1, 2, 3) for offload in ("", 
 @pytest.mark.parametrize(
     ("function", "strategies"),
     [
-        pytest.param("by_branch", ["ddp", "fsdp", "zero1", "zero2", "zero3"], id="a part that one rank needs"),
+        pytest.param("by_branch", ENGINES, id="a part that one rank needs"),
         pytest.param("early_block", ["ddp", "fsdp", *OFFLOADED], id="a block that last micro-batches leave out"),
         pytest.param("idle_experts", ["ddp", "zero1", "zero2", "zero3"], id="an expert that no rank uses"),
     ],
@@ -88,13 +99,25 @@ def test_what_is_left_out_at_times_trains_as_in_one_process(function: str, strat
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
-def test_checkpoints_travel_before_an_expert_was_ever_used(tmp_path: Path) -> None:
-    strategies = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
-    (one,) = run_ranks(1, FOREIGN + "idle_resumed", strategies=["single"], root=str(tmp_path / "one"))
-    root = str(tmp_path / "two")
-    found, _ = run_ranks(2, FOREIGN + "idle_resumed", strategies=strategies, root=root, timeout=300)
-    for case, losses in found.items():
-        assert losses == pytest.approx(one["single to single"], abs=TOLERANCE), case
+@pytest.mark.parametrize(
+    ("build", "batches", "steps", "savers", "others"),
+    [
+        (Experts, idle, 4, ENGINES, ENGINES),
+        (Transposed, tokens, 3, SHARED, ["ddp", "zero1", "zero3"]),
+        (Complex, tokens, 3, ["ddp"], ["ddp"]),
+    ],
+    ids=["experts that were never used", "not contiguous", "complex"],
+)
+def test_checkpoints_of_uncommon_weights_travel(
+    build: Any, batches: Any, steps: int, savers: list[str], others: list[str], tmp_path: Path
+) -> None:
+    given = {"build": build, "batches": batches, "steps": steps}
+    single: Any = {"savers": ["single"], "others": ["single"], "root": str(tmp_path / "one")}
+    (alone,) = run_ranks(1, FOREIGN + "travelled", **given, **single)
+    two: Any = {"savers": savers, "others": others, "root": str(tmp_path / "two")}
+    travelled, _ = run_ranks(2, FOREIGN + "travelled", **given, **two, timeout=300)
+    for case, losses in travelled.items():
+        assert losses == pytest.approx(alone["single to single"], abs=TOLERANCE), case
 
 
 @pytest.mark.dist
@@ -128,22 +151,6 @@ def test_unusual_parameters_and_calls_train_as_in_one_process_or_are_refused_whe
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
-def test_weights_that_were_not_contiguous_or_are_complex_are_saved_and_resumed(tmp_path: Path) -> None:
-    (one,) = run_ranks(
-        1, FOREIGN + "transposed_resumed", strategies=["single"], others=["single"], root=str(tmp_path / "one")
-    )
-    savers, others = ["ddp", "fsdp", "zero2", "zero3"], ["ddp", "zero1", "zero3"]
-    root = str(tmp_path / "two")
-    found, _ = run_ranks(2, FOREIGN + "transposed_resumed", strategies=savers, others=others, root=root)
-    for case, losses in found.items():
-        assert losses == pytest.approx(one["single to single"], abs=TOLERANCE), case
-    (alone,) = run_ranks(1, FOREIGN + "complex_resumed", strategies=["single"], root=str(tmp_path / "alone"))
-    both_ranks, _ = run_ranks(2, FOREIGN + "complex_resumed", strategies=["ddp"], root=str(tmp_path / "both"))
-    assert both_ranks["ddp"] == pytest.approx(alone["single"], abs=TOLERANCE)
-
-
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed

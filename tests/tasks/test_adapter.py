@@ -48,22 +48,15 @@ def compare(found: dict[tuple[str, str], Curve], alone: dict[str, Curve]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-def test_every_engine_gives_the_losses_of_peft_alone(root: Path, alone: dict[str, Curve]) -> None:
+def test_every_model_under_every_engine_has_the_losses_of_peft_alone(root: Path, alone: dict[str, Curve]) -> None:
     """Separate, packed (Phi3) and transposed (GPT-2) projections, tied embeddings."""
     for curve in alone.values():
         assert curve[0][0] - curve[-1][0] > 0.1, "the loss must fall, or parity says nothing"
-    cases = [("llama", "fsdp"), ("llama", "zero3"), ("gpt2", "zero2"), ("phi3", "ddp")]
-    (found, other) = run_ranks(2, "tests.tasks.adapters:curves", cases=cases, root=str(root))
-    assert found == other
-    compare(found, alone)
-
-
-@pytest.mark.slow
-@pytest.mark.deepspeed
-def test_every_model_under_every_engine(root: Path, alone: dict[str, Curve]) -> None:
     for world, engines in ((1, ["single"]), (2, ["ddp", "fsdp", "zero1", "zero2", "zero3"]), (4, ["hsdp"])):
         cases = [(model, name) for model in adapters.MODELS for name in engines]
-        compare(run_ranks(world, "tests.tasks.adapters:curves", cases=cases, root=str(root))[0], alone)
+        found, *others = run_ranks(world, "tests.tasks.adapters:curves", cases=cases, root=str(root))
+        assert others == [found] * (world - 1)
+        compare(found, alone)
 
 
 @pytest.mark.deepspeed

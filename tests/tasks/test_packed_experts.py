@@ -62,6 +62,15 @@ def share_numbers(packed: nn.Module, unpacked: nn.Module, quantizer: Any, model:
     unpacked.set_experts_implementation("eager")  # type: ignore[operator]
 
 
+def stepped(net: Any) -> float:
+    """The loss of one batch, whose gradients the model then has."""
+    tokens = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(5))
+    net.zero_grad()
+    loss = net(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return float(loss)
+
+
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
     [("mixtral", {}), ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 3})],
@@ -78,14 +87,10 @@ def test_packed_experts_compute_as_the_models_own_over_the_same_numbers(
     packed, unpacked = copy.deepcopy(model), copy.deepcopy(model)
     pack_layers(packed, quantizer)
     share_numbers(packed, unpacked, quantizer, model)
-    tokens = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(5))
-    losses = []
-    for net in (packed, packed, unpacked):
-        net.zero_grad()
-        loss = net(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        losses.append((loss.item(), net.get_parameter("model.embed_tokens.weight").grad.clone()))
-    (first, first_grad), (second, second_grad), (right, right_grad) = losses
+    (first, first_grad), (second, second_grad), (right, right_grad) = (
+        (stepped(net), net.get_parameter("model.embed_tokens.weight").grad.clone())
+        for net in (packed, packed, unpacked)
+    )
     assert first == second and torch.equal(first_grad, second_grad)
     assert first == pytest.approx(right, rel=1e-6)
     torch.testing.assert_close(first_grad, right_grad, rtol=1e-4, atol=1e-6)
@@ -119,13 +124,7 @@ def test_lora_of_experts_computes_as_pefts_over_the_same_numbers(names: tuple[st
                 ours.lora_B().copy_(torch.randn(ours.lora_B().shape) / 8)
                 b.copy_(ours.lora_B().permute(1, 2, 0).reshape(b.shape))
             pairs += [(ours.lora_A(), lambda grad=a: grad.grad), (ours.lora_B(), lambda grad=b: grad.grad)]
-    tokens = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(5))
-    losses = []
-    for net in (packed, packed, unpacked):
-        net.zero_grad()
-        loss = net(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        losses.append(loss.item())
+    losses = [stepped(net) for net in (packed, packed, unpacked)]
     assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-6)
     for param, grad_of in pairs:
         right = grad_of()
