@@ -6,18 +6,21 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..config.load import LoadedConfig, load_config
 from ..errors import ConfigError
 from ..launch.ranks.gpus import visible_gpus
 from ..plan.search.axes import Combination
-from ..plan.search.ladder import Try, tried
+from ..plan.search.ladder import Try
 from ..plan.search.search import INTERRUPTED, Search, SearchResult, Setting, named
 from ..plan.search.trial import writing
 from ..plan.show import Verified, show_found, show_verified
-from ..plan.target import Target, cap_setting
+from ..plan.target import Target
 from .progress import ProgressLine, say
+
+if TYPE_CHECKING:
+    from .job_words import ConfigJob
+    from .plan import SearchOptions
 
 VERIFY_STEPS = 6
 """Steps of each run of --verify; the second is traced, those after it are timed."""
@@ -80,32 +83,17 @@ def _setting_as_json(setting: Setting) -> dict[str, Any]:
 
 
 def plan_automatically(
-    path: str | None,
-    overrides: Sequence[str],
-    target: Target,
-    margin: float | None,
-    most: int,
-    memory_cap: str | None,
-    folder: Path,
-    as_json: bool,
-    budget: float,
+    job: ConfigJob, target: Target, options: SearchOptions, memory_cap: str | None, as_json: bool
 ) -> None:
-    """Search, run the best `most` settings, print the result, write the chosen config.
+    """Search, run the best settings if asked, print the result, write the chosen config.
 
-    Args:
-        path: a YAML file; `None` = defaults.
-        overrides: from the command line; the search does not change their keys.
-        margin: share of the memory to leave free; `None` = the uncertainty of the estimate.
-        budget: seconds that the search may take; after them, or after Ctrl-C, the best so far is the result.
+    The search does not change keys that the job overrides.
 
     Raises:
         ConfigError: nothing fits; or no setting ran; or this machine has too few GPUs to run them.
         SystemExit: 130, with the result written, after Ctrl-C.
     """
-
-    def load(changes: Sequence[str]) -> LoadedConfig:
-        return load_config(path, [*overrides, *changes])
-
+    most, folder = options.verify, options.out
     n_gpus = visible_gpus()
     if most and target.gpu is not None and n_gpus < target.world_size:
         raise ConfigError(
@@ -114,25 +102,26 @@ def plan_automatically(
         )
     with writing(folder):  # the search takes minutes: check first that its result can be written
         pass
-    keys = {".".join(override.partition("=")[0].split(".")[:2]) for override in overrides}  # a nested one fixes its key
-    with Search(lambda changes: load(changes).config, target, keys, margin, ProgressLine(), budget) as search:
+    budget = options.budget
+    with Search(job.config, target, job.fixed_keys, options.margin, ProgressLine(), budget) as search:
         say(f"searching for at most {budget:g} s (--budget): each setting is traced, and the first takes the longest")
         search_result = search.run()
     interrupted = search_result.stopped == INTERRUPTED
     verified = []
     if most and not interrupted:
-        try_it = tried(path, overrides, target.world_size, folder / "runs", VERIFY_STEPS, cap_setting(memory_cap))
-        verified = verify(search_result.fitting[:most], try_it, folder / "runs")
+        runs = folder / "runs"
+        verified = verify(
+            search_result.fitting[:most], job.tried(target.world_size, runs, VERIFY_STEPS, memory_cap), runs
+        )
     chosen = verified[0].setting if verified else search_result.best
     with writing(folder):
         (folder / "auto.json").write_text(json.dumps(to_json(search_result, verified), indent=1) + "\n")
-        (folder / "config.yaml").write_text(load(chosen.settings).render())
+        (folder / "config.yaml").write_text(job.load(chosen.settings).render())
     _save_plot(search_result, folder)
     if as_json:
         print(json.dumps(to_json(search_result, verified), indent=1))
     else:
-        name = "the defaults" if path is None else Path(path).name
-        print(show_found(name, search_result, target))
+        print(show_found(job.name, search_result, target))
         if verified:
             print("\n" + show_verified(verified, search_result.samples))
         print(f"\nwritten: {folder / 'config.yaml'}: {named(chosen, search_result.samples)}")

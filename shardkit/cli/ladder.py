@@ -8,23 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .plan import (
-    CardOptions,
-    ConfigOrFrom,
-    FileOptions,
-    GpuMemory,
-    GpuName,
-    HostMemory,
-    JobGpus,
-    MemoryCap,
-    read_files,
-    read_path,
-)
+from .job_words import ConfigJob, FilesJob, JobWords
+from .plan import CardOptions, GpuMemory, GpuName, HostMemory, JobGpus, MemoryCap
 from .program import Overrides, Words
 
 if TYPE_CHECKING:
-    from ..config.schema import RunConfig
-    from ..foreign.translate import ForeignJob
     from ..plan.search.ladder import Step
     from ..plan.search.max_model import Boundary
 
@@ -33,10 +21,8 @@ Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job, one
 
 
 def ladder(
-    config: ConfigOrFrom = None,
-    overrides: Overrides = None,
     *,
-    job_files: FileOptions,
+    words: JobWords,
     gpus: JobGpus = None,
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
@@ -55,49 +41,39 @@ def ladder(
     With --from, predict the rungs of the job that files of Accelerate, DeepSpeed or transformers' Trainer, or a recipe
     of axolotl, LLaMA-Factory or TRL, describe, each as a change of these files. Their loop is not run.
     """
-    from ..config.load import load_config
-    from ..foreign.files import foreign_file_error
     from ..plan.search import ladder as ladders
-    from ..plan.target import cap_setting, target_here
+    from ..plan.target import target_here
 
     gpus_here = 1 if gpus is None else gpus
     cards = CardOptions(gpus, None, gpu, gpu_memory, None, memory_cap)
-    if job_files.files:
-        job, settings = read_files(config, overrides or [], job_files, gpus)
-        _ladder_of_files(job, settings, cards, rung or [], out)
+    job = words.job(gpus)
+    if isinstance(job, FilesJob):
+        _ladder_of_files(job, cards, rung or [], out)
         return
-    path, settings = read_path(config, job_files), list(overrides or [])
-
-    def load(changes: Sequence[str]) -> RunConfig:
-        return load_config(path, [*settings, *changes], foreign_file_error).config
-
-    rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus_here, load([]))
-    lowest = load(rungs[0].settings)
+    rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus_here, job.config())
+    lowest = job.config(rungs[0].settings)
     if dry_run:
         target, try_it = cards.target(lowest, gpus_here, gpus_here), None
     else:
         _refuse_gpu_memory(gpu_memory)
         target = target_here(lowest, gpus_here, gpu, memory_cap)
-        try_it = ladders.tried(path, settings, gpus_here, out, steps, cap_setting(memory_cap))
-    _print_and_save(ladders.climb(load, rungs, target, try_it), target.device_memory, out)
+        try_it = job.tried(gpus_here, out, steps, memory_cap)
+    _print_and_save(ladders.climb(job.config, rungs, target, try_it), target.device_memory, out)
 
 
-def _ladder_of_files(
-    job: ForeignJob, settings: Sequence[str], cards: CardOptions, rungs: Sequence[str], out: Path
-) -> None:
+def _ladder_of_files(described: FilesJob, cards: CardOptions, rungs: Sequence[str], out: Path) -> None:
     """Predict the rungs of a job of other tools' files; its loop is not run."""
     from ..foreign.advice import climb
-    from ..foreign.show import OVERRIDES
     from ..plan.search import ladder as ladders
 
-    overrides = [*OVERRIDES, *settings]
+    job = described.job
     job.refuse_unplanned()
-    config = job.load(overrides).config
+    config = described.config()
     per_node = min(job.gpus, job.gpus_per_node or 8)
     target = cards.target(config, job.gpus, per_node, expandable=job.expandable)
     chosen = [ladders.parse_rung(text) for text in rungs] or ladders.default_rungs(job.gpus, config)[1:]
     typer.echo(f"{job.name} on {target.world_size} × {target.gpu.name if target.gpu else 'cpu'}\n", err=True)
-    _print_and_save(climb(job, overrides, chosen, target), target.device_memory, out)
+    _print_and_save(climb(job, described.overrides, chosen, target), target.device_memory, out)
 
 
 def _print_and_save(steps: Iterator[Step], limit: int | None, out: Path) -> None:
@@ -142,21 +118,15 @@ def max_model(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the runs of --confirm.")] = Path("max-model"),
 ) -> None:
     """Find the largest model, or micro-batch, that CONFIG's settings can train, by prediction or real steps."""
-    from ..config.load import load_config, resolve_batch
+    from ..config.load import resolve_batch
     from ..errors import ConfigError
-    from ..foreign.files import foreign_file_error
-    from ..plan.search.ladder import tried
     from ..plan.search.max_model import batch_sizes, largest, model_sizes
-    from ..plan.target import cap_setting, target_here
+    from ..plan.target import target_here
 
     if find not in ("model", "batch"):
         raise ConfigError(f"--find {find} is neither model nor batch", "pass --find model or --find batch")
-    path, settings = (None if config == "-" else config), list(overrides or [])
-
-    def load(changes: Sequence[str]) -> RunConfig:
-        return load_config(path, [*settings, *changes], foreign_file_error).config
-
-    start = load([])
+    job = ConfigJob(config, tuple(overrides or ()))
+    start = job.config()
     if find == "model" and (start.task.factory is not None or start.task.name != "causal_lm"):
         raise ConfigError(
             "--find model varies the reference transformer's layers and width, but the task has another model",
@@ -166,7 +136,7 @@ def max_model(
     if confirm:
         _refuse_gpu_memory(gpu_memory)
         target = target_here(start, gpus, gpu, memory_cap)
-        try_it = tried(path, settings, gpus, out, 3, cap_setting(memory_cap))
+        try_it = job.tried(gpus, out, 3, memory_cap)
     else:
         target = CardOptions(gpus, gpus, gpu, gpu_memory, host_memory, memory_cap).target(start)
     if find == "batch":
@@ -174,7 +144,7 @@ def max_model(
     else:
         limit = (target.device_memory or 0) * gpus + (1 << 40)
         sizes = model_sizes(start.model, limit / 2, 16 if start.precision.mode == "fp8" else 1)
-    answer = largest(load, sizes, target, try_it, look_ahead=6 if find == "model" else 0)
+    answer = largest(job.config, sizes, target, try_it, look_ahead=6 if find == "model" else 0)
     _print_largest(answer, "samples" if find == "batch" else "parameters", target.device_memory or 0, confirm)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .plan import Model, Peft
+from .job_words import JobWords, Model, Peft
 from .program import OPTION_WORDS, SCRIPT_WORDS, Program, Text, Words, index_of_script, missing_dashes
 
 if TYPE_CHECKING:
@@ -54,20 +54,8 @@ class PlanOptions:
             raise LaunchError("--force submits a job that does not fit, and --rehearse one that does", "remove one")
 
 
-@dataclass(frozen=True)
-class ScriptFiles:
-    """What --from tells about a script: files, settings that no file has, model and adapter."""
-
-    files: list[str]
-    settings: list[str]
-    model: str | None
-    peft: str | None
-
-
-def files_of_script(
-    ctx: typer.Context, config: str | None, overrides: Sequence[str], options: PlanOptions
-) -> ScriptFiles:
-    """The files of a script's job and its settings, among the words before `--`.
+def files_of_script(ctx: typer.Context, config: str | None, overrides: Sequence[str], options: PlanOptions) -> JobWords:
+    """The files of a script's job and its settings, among the words before `--`, without those of an array's index.
 
     Raises:
         LaunchError: there is no script, no file, or no card to plan for.
@@ -93,13 +81,12 @@ def files_of_script(
             "--from says what to plan, but nothing says for which cards",
             "add --gpu NAME or --gpu-memory SIZE, or remove --from",
         )
-    files = [word for word in words if "=" not in word]  # --from a.yaml b.json: the second is a file too
-    settings = [word for word in words if "=" in word]
-    return ScriptFiles([*options.from_files, *files], settings, options.model, options.peft)
+    of_all_tasks = [word for word in words if "=" not in word or "%a" not in word]
+    return JobWords(None, of_all_tasks, options.from_files, options.model, options.peft)
 
 
 def plan_job(
-    program: Program, files: ScriptFiles | None, spec: JobSpec, options: PlanOptions, mem: str | None
+    program: Program, files: JobWords | None, spec: JobSpec, options: PlanOptions, mem: str | None
 ) -> tuple[MemoryEstimate, RunConfig]:
     """Plan a job, without overrides that hold an array's index; returns the estimate and the planned config.
 
@@ -133,7 +120,7 @@ def plan_job(
 
 
 def plan_first(
-    program: Program, files: ScriptFiles | None, spec: JobSpec, options: PlanOptions, mem: str | None, err: bool
+    program: Program, files: JobWords | None, spec: JobSpec, options: PlanOptions, mem: str | None, err: bool
 ) -> tuple[MemoryEstimate, RunConfig] | None:
     """Plan a job if an option asks for it, and show the verdict; None where there is no plan.
 
@@ -167,29 +154,22 @@ def verdict(estimate: MemoryEstimate) -> str:
 
 
 def _plan_by_files(
-    files: ScriptFiles, spec: JobSpec, options: PlanOptions, host_memory: str | None
+    files: JobWords, spec: JobSpec, options: PlanOptions, host_memory: str | None
 ) -> tuple[MemoryEstimate, RunConfig]:
     """Plan a script's job by the files of its trainer: its steps, its loading and its saving."""
     from ..errors import ConfigError
-    from ..foreign.advice import changes_in_files
-    from ..foreign.show import OVERRIDES, left_out, misfits, moments
-    from ..foreign.translate import read_job
+    from ..foreign.show import left_out, misfits, moments
     from ..plan.submit_check import refuse_misfit
     from ..plan.target import choose_target
 
-    settings = [setting for setting in files.settings if "%a" not in setting]
-    job = read_job(files.files, files.model, spec.nproc_per_node * spec.nodes[1], files.peft, settings)
-    overrides = [*OVERRIDES, *settings]
+    described = files.files_job(spec.nproc_per_node * spec.nodes[1])
+    job = described.job
     job.refuse_unplanned("submit it anyway with --force")
-    config = job.load(overrides).config
+    config = described.config()
     target = choose_target(
         config, job.gpus, spec.nproc_per_node, options.gpu, options.gpu_memory, host_memory, expandable=job.expandable
     )
-
-    def advisor(estimate: MemoryEstimate, planner: Planner) -> Changes:
-        return changes_in_files(job, overrides, estimate, planner)
-
-    estimate = refuse_misfit(config, target, advisor, job.loop)
+    estimate = refuse_misfit(config, target, described.changes, job.loop)
     misfit_lines = list(misfits(moments(job, config, estimate), estimate, target.ranks_per_node))
     if misfit_lines:
         fix = next((line.strip().removeprefix("fix: ") for line in misfit_lines[1:2]), "")

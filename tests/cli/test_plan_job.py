@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.cli.plan import CardOptions, SearchOptions, subject_of_config
+from shardkit.cli.job_words import ConfigJob
+from shardkit.cli.plan import CardOptions
 
 
 def noted(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     """What the command says on stderr before it plans the defaults with these overrides."""
-    assert subject_of_config(None, ["run.device=cpu", *overrides], CardOptions(), SearchOptions(), False) is not None
+    ConfigJob("-", ("run.device=cpu", *overrides)).to_plan(CardOptions(), as_json=False)
     return capsys.readouterr().err
 
 

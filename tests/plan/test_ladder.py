@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardkit.cli.__main__ import main
+from shardkit.cli.job_words import ConfigJob
 from shardkit.config import capability
 from shardkit.config.load import load_config, resolve_batch
 from shardkit.config.schema import ModelConfig
@@ -21,7 +22,7 @@ from shardkit.models.transformer import Transformer
 from shardkit.plan.client import Planner
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
 from shardkit.plan.search import ladder
-from shardkit.plan.search.ladder import Step, _stacked, climb, default_rungs, parse_rung, save, table, tried
+from shardkit.plan.search.ladder import Step, _stacked, climb, default_rungs, parse_rung, save, table
 from shardkit.plan.search.max_model import FINEST, batch_sizes, largest, model_sizes
 from shardkit.plan.search.trial import Trial, run_trial, trial_settings
 from shardkit.plan.target import Target
@@ -91,7 +92,7 @@ def test_a_folder_that_takes_nothing_is_refused_before_anything_runs(tmp_path: P
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file/below", Path("/proc/ladder")):
         with pytest.raises(ConfigError, match=f"--out {folder} cannot be written"):
-            tried(None, [], 1, folder, 3, None)
+            ConfigJob("-").tried(1, folder, 3, None)
         with pytest.raises(ConfigError, match=f"--out {folder} cannot be written"):
             save([], folder, None)
 

@@ -12,7 +12,7 @@ from ...errors import ConfigError, ShardkitError, gib
 from ..client import Planner
 from ..model.estimate import MemoryEstimate
 from ..target import Target
-from .trial import Trial, run_trial, writing
+from .trial import Trial, writing
 
 Load = Callable[[Sequence[str]], RunConfig]
 """Returns the config with more overrides."""
@@ -155,19 +155,6 @@ def _predicted(planner: Planner, load: Load, overrides: Sequence[str]) -> tuple[
         return planner.predict(load(overrides)), ""
     except ShardkitError as error:
         return None, error.cause
-
-
-def tried(config: str | None, overrides: Sequence[str], ranks: int, folder: Path, steps: int, cap: str | None) -> Try:
-    """A `Try` that runs each attempt in fresh processes, in `folder/NUMBER`.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
-    with writing(folder):
-        pass
-    return lambda settings, position: run_trial(
-        config, [*overrides, *settings], ranks, folder / str(position + 1), steps, cap
-    )
 
 
 HEAD = ("rung", "predicted", "measured", "reserved", "tokens/s", "loss", "")
