@@ -117,9 +117,8 @@ class Failure:
         return bool(_LOST_PEER.search(self.message))
 
 
-def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Path | None:
+def record(error: BaseException, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Write this rank's error to the launcher's file; returns its path, None if no launcher asked for it."""
-    environ = os.environ if environ is None else environ
     path = _error_file(environ)
     if path is None or getattr(error, "recorded_at", None) == path:  # keep the time of the first record
         return path
@@ -151,9 +150,9 @@ _RESERVE_BYTES = 2**16
 
 
 @contextmanager
-def reserved(environ: Mapping[str, str] | None = None) -> Iterator[None]:
+def reserved(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Reserve disk space for this rank's error file while it runs: many of its errors are full disks."""
-    path = _error_file(os.environ if environ is None else environ)
+    path = _error_file(environ)
     reserve = None if path is None else _reserve(path)
     if reserve is not None:
         with suppress(OSError):  # the disk is already full
@@ -170,9 +169,8 @@ def _reserve(path: Path) -> Path:
     return path.with_name(f".{path.name}.reserve")
 
 
-def record_stop(exit_code: int, signal_name: str, environ: Mapping[str, str] | None = None) -> bool:
+def record_stop(exit_code: int, signal_name: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Record that this rank saved and stopped on request; False without shardkit's own launcher."""
-    environ = os.environ if environ is None else environ
     path = _error_file(environ)
     if path is None or "SHARDKIT_KEEP" not in environ:
         return False

@@ -94,12 +94,11 @@ def starts(run_dir: Path) -> list[Start]:
     return recorded
 
 
-def history(run_dir: Path, environ: Mapping[str, str] | None = None) -> tuple[list[Start], list[Start]]:
+def history(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[list[Start], list[Start]]:
     """(the starts before the current one, the starts of other jobs that were refused or may still be).
 
     The current start is the one that the environment names, else the last one that was not refused.
     """
-    environ = os.environ if environ is None else environ
     current = environ.get("SLURM_JOB_ID"), int(environ.get("SLURM_RESTART_COUNT") or 0)
     rivals, runs = list[Start](), list[Start]()
     for start in starts(run_dir):

@@ -56,13 +56,13 @@ class Ended:
     shown: bool = False
 
 
-def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_timeout_s: float = 600) -> int:
+def launch(spec: JobSpec, environ: Mapping[str, str] = os.environ, rendezvous_timeout_s: float = 600) -> int:
     """Run the job's ranks on this node; returns the exit code for the shell (docs/launch.md).
 
     Raises:
         LaunchError: contradictory options, or nodes that do not find each other.
     """
-    environ = dict(os.environ if environ is None else environ)
+    environ = dict(environ)
     with ExitStack() as cleanup:
         spec = replace(spec, starts_by_file=sys.version_info < (3, 11) and spec.script is None)  # no PYTHONSAFEPATH
         spec, reserved = _with_meeting(spec, environ, rendezvous_timeout_s)

@@ -76,9 +76,8 @@ class ReservedPort:
             withdraw(self._path)
 
 
-def reachable_name(environ: Mapping[str, str] | None = None) -> str:
+def reachable_name(environ: Mapping[str, str] = os.environ) -> str:
     """A name by which other nodes reach this one: its host name if that resolves, else Slurm's address."""
-    environ = os.environ if environ is None else environ
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)

@@ -53,13 +53,12 @@ class JobStart:
         return self.job if self.job is not None or self.agent is None else f"torchrun {self.agent}"
 
 
-def this_start(environ: Mapping[str, str] | None = None) -> JobStart:
+def this_start(environ: Mapping[str, str] = os.environ) -> JobStart:
     """The start that the environment describes.
 
     The name in SHARDKIT_JOB_ID comes first: it may join several Slurm jobs into one, or name the job of a shell loop.
     The manifests of `shardkit submit --to` set it to the job's UID.
     """
-    environ = os.environ if environ is None else environ
     attempt, started_by = _count(environ, "TORCHELASTIC_RESTART_COUNT"), agent(environ)
     if environ.get(JOB_ID):
         return JobStart(f"job {environ[JOB_ID]}", started_by, _count(environ, RESTARTS), "", attempt, is_named=True)
@@ -74,7 +73,7 @@ def _count(environ: Mapping[str, str], name: str) -> int:
     return integer(environ, name) if environ.get(name) else 0
 
 
-def wrote(run_dir: Path, environ: Mapping[str, str] | None = None) -> bool | None:
+def wrote(run_dir: Path, environ: Mapping[str, str] = os.environ) -> bool | None:
     """Whether this start is a restart of the job that wrote the run in `run_dir`; None if nothing tells.
 
     The run's env.json names the job. It is written after a start has claimed the directory and deleted what it was to
@@ -82,7 +81,6 @@ def wrote(run_dir: Path, environ: Mapping[str, str] | None = None) -> bool | Non
     restart, because torchrun does not tell a joining node about earlier starts. A named job is restarted by its name
     alone. In a Slurm job, only its own count or torchrun's shows a restart: users may run a command twice by hand.
     """
-    environ = os.environ if environ is None else environ
     if is_elastic(environ):
         return True
     start, recorded = this_start(environ), read_object(run_dir / "env.json")
@@ -99,7 +97,7 @@ def wrote(run_dir: Path, environ: Mapping[str, str] | None = None) -> bool | Non
     return None
 
 
-def overrides(run_dir: str, resume: bool | str, environ: Mapping[str, str] | None = None) -> list[str]:
+def overrides(run_dir: str, resume: bool | str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Overrides for a restarted run: continue in its own directory, never delete it.
 
     A run that starts from another run's checkpoint, and has none of its own yet, starts from there again. Nothing is
@@ -121,13 +119,13 @@ def agent(environ: Mapping[str, str]) -> str | None:
     return f"{os.getppid()} on {os.uname().nodename}"
 
 
-def grace_s(environ: Mapping[str, str] | None = None) -> float:
+def grace_s(environ: Mapping[str, str] = os.environ) -> float:
     """Seconds that ranks have to save and end after SIGTERM or SIGHUP.
 
     Raises:
         LaunchError: the variable is not a number of seconds.
     """
-    text = (os.environ if environ is None else environ).get(GRACE)
+    text = environ.get(GRACE)
     if not text:
         return DEFAULT_GRACE_S
     try:
@@ -139,14 +137,13 @@ def grace_s(environ: Mapping[str, str] | None = None) -> float:
     return seconds
 
 
-def how_to_continue(argv: Sequence[str], overwrites: bool, environ: Mapping[str, str] | None = None) -> str:
+def how_to_continue(argv: Sequence[str], overwrites: bool, environ: Mapping[str, str] = os.environ) -> str:
     """The words for a run that saved and stopped: its job's next start continues it, or a command that one can paste.
 
     Args:
         argv: this process's `sys.argv`.
         overwrites: the config says `run.overwrite=true`, which the continuation must not.
     """
-    environ = os.environ if environ is None else environ
     job = this_start(environ).job
     if job is not None:
         return f"the next start of {job} continues from there"
@@ -176,9 +173,8 @@ def _command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str] | Non
     return [Path(words[0]).name, *words[1:]]
 
 
-def stopped(run_dir: str, signal_name: str, environ: Mapping[str, str] | None = None) -> int:
+def stopped(run_dir: str, signal_name: str, environ: Mapping[str, str] = os.environ) -> int:
     """The exit code of a rank that saved and stopped on request; records the stop for the launcher."""
-    environ = os.environ if environ is None else environ
     noted = failure.record_stop(exit_codes.PREEMPTED, signal_name, environ)
     if is_elastic(environ) and signal_name == "SIGTERM":
         # A node has most likely joined. This node's agent may not know yet: only a failure makes it restart its ranks.

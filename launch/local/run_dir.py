@@ -42,7 +42,7 @@ def refuse_blocked(path: Path) -> None:
             return
 
 
-def refuse_without_run(path: Path, resume: bool | str, environ: Mapping[str, str] | None = None) -> None:
+def refuse_without_run(path: Path, resume: bool | str, environ: Mapping[str, str] = os.environ) -> None:
     """Check that a run may begin in a directory that holds none.
 
     `run.resume=true` is right at the first start of a scheduler's job, which has the same command at every start.

@@ -17,7 +17,7 @@ from .placement import integer, shown, slurm_step
 _ROOT = Path("/")
 
 
-def default_omp_threads(local_world_size: int, environ: Mapping[str, str] | None = None) -> int:
+def default_omp_threads(local_world_size: int, environ: Mapping[str, str] = os.environ) -> int:
     """Threads per rank: OMP_NUM_THREADS if set, else this process's cores shared among the node's ranks, at least 1.
 
     A task with its own cores from srun (SLURM_CPUS_PER_TASK) keeps all of them. torchrun sets an unset OMP_NUM_THREADS
@@ -28,7 +28,6 @@ def default_omp_threads(local_world_size: int, environ: Mapping[str, str] | None
     """
     if local_world_size < 1:
         raise ValueError(f"local_world_size={local_world_size}, expected at least 1")
-    environ = os.environ if environ is None else environ
     threads = environ.get("OMP_NUM_THREADS", "").strip()
     if threads:
         return _outermost(threads)
@@ -124,7 +123,7 @@ def _part(cpus: Sequence[int], index: int, count: int) -> list[int]:
     return list(cpus[index * size : (index + 1) * size])
 
 
-def bind(env: RankEnv, environ: Mapping[str, str] | None = None) -> str | None:
+def bind(env: RankEnv, environ: Mapping[str, str] = os.environ) -> str | None:
     """Bind this rank to its CPUs, before it has threads; returns a message, None if there is nothing to say.
 
     The launcher's SHARDKIT_CPUS decides. An srun task takes its share itself, unless Slurm bound it (--cpu-bind).
@@ -132,7 +131,6 @@ def bind(env: RankEnv, environ: Mapping[str, str] | None = None) -> str | None:
     Raises:
         LaunchError: SHARDKIT_CPUS has no CPUs for this rank, or CPUs that it may not use.
     """
-    environ = os.environ if environ is None else environ
     setting = environ.get(VARIABLE, "")
     if setting == OFF:
         return None

@@ -47,13 +47,12 @@ class RankEnv:
 SINGLE = RankEnv(0, 1, 0, 1, 0, 1, "single")
 
 
-def detect(environ: Mapping[str, str] | None = None) -> RankEnv:
+def detect(environ: Mapping[str, str] = os.environ) -> RankEnv:
     """This process's place in the job; `environ` defaults to os.environ.
 
     Raises:
         LaunchError: variables that are incomplete, not integers, out of range, or set differently by two launchers.
     """
-    environ = os.environ if environ is None else environ
     task = _task(environ)
     if "TORCHELASTIC_RUN_ID" in environ:
         return _from_torchelastic(environ, task)

@@ -11,12 +11,11 @@ from pathlib import Path
 from ...errors import LaunchError
 
 
-def visible_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> int:
+def visible_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
     """GPUs that a process started here would see: CUDA_VISIBLE_DEVICES, else the driver's devices.
 
     The emulated GPUs of a rehearsal have no device files: there their number is a variable.
     """
-    environ = os.environ if environ is None else environ
     emulated = environ.get("SHARDKIT_REHEARSAL") or environ.get("SHARDKIT_COMPUTED")
     if emulated and environ.get("EMUCUDA_DEVICES", "").isdecimal():
         return int(environ["EMUCUDA_DEVICES"])
@@ -42,12 +41,11 @@ def grow_segments(environ: MutableMapping[str, str], root: Path = Path("/")) -> 
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def pci_addresses(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[str]:
+def pci_addresses(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> list[str]:
     """PCI addresses of the GPUs that a process started here would see, in order; empty if the driver does not say.
 
     CUDA's default order is by speed: on machines with different GPUs this order may differ.
     """
-    environ = os.environ if environ is None else environ
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
@@ -61,7 +59,7 @@ def pci_addresses(environ: Mapping[str, str] | None = None, root: Path = Path("/
     return addresses
 
 
-def model_names(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[str]:
+def model_names(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> list[str]:
     """The driver's names of the GPUs of `pci_addresses`; torch uses the same names."""
     names = []
     for address in pci_addresses(environ, root):
@@ -96,7 +94,7 @@ def flight_recorder(run_dir: str, environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def ranks_per_node(option: str, device: str, environ: Mapping[str, str] | None = None) -> int:
+def ranks_per_node(option: str, device: str, environ: Mapping[str, str] = os.environ) -> int:
     """`auto` → one rank per visible GPU; a number stays.
 
     Raises:

@@ -166,9 +166,8 @@ def mpi_task(environ: Mapping[str, str]) -> Placement | None:
     return None
 
 
-def job_name(environ: Mapping[str, str] | None = None) -> str:
+def job_name(environ: Mapping[str, str] = os.environ) -> str:
     """A name that all ranks of this start share, and that differs from other starts' as far as the launcher tells."""
-    environ = os.environ if environ is None else environ
     slurm = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
     mpi = first_set(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
     parts = [environ.get(name, "0") for name in slurm] + ([environ[mpi]] if mpi else [])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -24,7 +24,7 @@ from .checkpoint import convert
 from .ladder import ladder, max_model
 from .option_groups import with_option_groups
 from .plan import plan
-from .program import UsageError
+from .program import UsageError, Words
 from .report import profile
 from .report import report as report_command
 
@@ -179,8 +179,7 @@ def tokenize(
         Path, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json, or a model's folder with one.")
     ],
     overrides: Annotated[
-        Optional[list[str]],  # noqa: UP045 - typer reads it at run time on Python 3.10
-        typer.Argument(metavar="[data.KEY=VALUE]...", help="Such as data.loss_on=all data.max_bad_rows=0.01."),
+        Words, typer.Argument(metavar="[data.KEY=VALUE]...", help="Such as data.loss_on=all data.max_bad_rows=0.01.")
     ] = None,
 ) -> None:
     """Tokenise a data set into DIR, a memory-mapped corpus with the bounds of its documents: set data.path to it."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
 from ..errors import CheckpointError, printable
 from ..files.bounded import in_child
+from .program import MaybePath, Text
 
 app = typer.Typer(name="checkpoint", help="List, verify and remove a run's checkpoints.", no_args_is_help=True)
 
@@ -76,8 +77,7 @@ def convert(
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest safetensors file.")
     ] = "5GB",
     dtype: Annotated[
-        Optional[str],  # noqa: UP045 - typer reads it at run time on Python 3.10
-        typer.Option(metavar="fp32|bf16|fp16", help="Type of the weights; default: unchanged."),
+        Text, typer.Option(metavar="fp32|bf16|fp16", help="Type of the weights; default: unchanged.")
     ] = None,
     step: Annotated[str, typer.Option(metavar="N|latest|best", help="Which checkpoint of a run.")] = "latest",
     weights_only: Annotated[
@@ -86,7 +86,7 @@ def convert(
     ema: Annotated[bool, typer.Option("--ema", help="Write the weights' moving average (train.ema_decay).")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Write the model with the adapter added to it.")] = False,
     base: Annotated[
-        Optional[Path],  # noqa: UP045 - typer reads it at run time on Python 3.10
+        MaybePath,
         typer.Option(metavar="PATH", help="Weights that the adapter was trained on (--merge); default: as in the run."),
     ] = None,
 ) -> None:

@@ -22,13 +22,9 @@ if TYPE_CHECKING:
     from .plan import CardOptions, SearchOptions
     from .plan_job import PlanJob
 
-Model = Annotated[
-    Text,
-    typer.Option(metavar="DIR|config.json", help="--from: the transformers model."),
-]
+Model = Annotated[Text, typer.Option(metavar="DIR|config.json", help="--from: the transformers model.")]
 Peft = Annotated[
-    Text,
-    typer.Option(metavar="DIR|adapter_config.json", help="--from: the adapter that peft puts into it."),
+    Text, typer.Option(metavar="DIR|adapter_config.json", help="--from: the adapter that peft puts into it.")
 ]
 
 
@@ -39,8 +35,7 @@ class JobWords:
     config: Annotated[Text, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")] = None
     overrides: Overrides = None
     files: Annotated[
-        Words,
-        typer.Option("--from", metavar="FILE", help="Another tool's file in place of CONFIG; may be repeated."),
+        Words, typer.Option("--from", metavar="FILE", help="Another tool's file in place of CONFIG; may be repeated.")
     ] = None
     model: Model = None
     peft: Peft = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .job_words import JobWords
-from .program import Text
+from .program import Count, Number, Text
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 GpuName = Annotated[Text, typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")]
 GpuMemory = Annotated[Text, typer.Option(metavar="80GB", help="Per GPU, if not the card's.")]
 HostMemory = Annotated[Text, typer.Option(metavar="1TB", help="Per machine.")]
-MemoryCap = Annotated[
-    Text,
-    typer.Option(metavar="24GiB", help="Emulate a smaller card, also on the CPU."),
-]
+MemoryCap = Annotated[Text, typer.Option(metavar="24GiB", help="Emulate a smaller card, also on the CPU.")]
 JobGpus = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(metavar="N", help="GPUs of the whole job, one rank each. [default: 1, or what --from says]"),
+    Count, typer.Option(metavar="N", help="GPUs of the whole job, one rank each. [default: 1, or what --from says]")
 ]
 BUDGET_S = 120.0
 
@@ -35,8 +31,7 @@ class CardOptions:
 
     gpus: JobGpus = None
     gpus_per_node: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(metavar="N", help="GPUs on each machine. [default: 8, or what --from says]"),
+        Count, typer.Option(metavar="N", help="GPUs on each machine. [default: 8, or what --from says]")
     ] = None
     gpu: GpuName = None
     gpu_memory: GpuMemory = None
@@ -60,7 +55,7 @@ class SearchOptions:
 
     auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest setting that fits.")] = False
     margin: Annotated[
-        Optional[float],  # noqa: UP045
+        Number,
         typer.Option(
             min=0, max=0.9, help="--auto: share of the memory to leave free; default: the estimate's uncertainty."
         ),

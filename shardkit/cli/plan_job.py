@@ -40,11 +40,6 @@ class Details:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def no_details(estimate: MemoryEstimate) -> Details:
-    """The details of a job that a config describes."""
-    return Details()
-
-
 @dataclass(frozen=True)
 class PlanJob:
     """A job to plan.
@@ -52,7 +47,7 @@ class PlanJob:
     Attributes:
         name: the file, or files, that describe it.
         advisor: plans changes that would fit.
-        details: what to print beyond an estimate of the job.
+        details: what to print beyond an estimate of the job; nothing for a config.
         loop: for the planner: how another tool's loop differs from shardkit's.
         not_planned: a line for each setting that the estimate lacks; with one there is no verdict.
     """
@@ -61,7 +56,7 @@ class PlanJob:
     config: RunConfig
     target: Target
     advisor: Advisor
-    details: Callable[[MemoryEstimate], Details] = no_details
+    details: Callable[[MemoryEstimate], Details] = lambda estimate: Details()
     loop: Mapping[str, Any] | None = None
     not_planned: Sequence[str] = ()
 

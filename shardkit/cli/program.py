@@ -28,6 +28,9 @@ UsageError: Any = typer.BadParameter.__base__
 
 Text = Optional[str]  # noqa: UP045 - typer reads it at run time on Python 3.10
 Words = Optional[list[str]]  # noqa: UP045
+Count = Optional[int]  # noqa: UP045
+Number = Optional[float]  # noqa: UP045
+MaybePath = Optional[Path]  # noqa: UP045
 Config = Annotated[
     Text,
     typer.Argument(metavar="CONFIG | -- SCRIPT", help="The YAML file of the run, - for defaults; or your own script."),
@@ -103,8 +106,7 @@ class RankOptions:
     ] = None
     heartbeat_timeout: Annotated[float, typer.Option(metavar="S", help="Seconds without a heartbeat.")] = 600.0
     grace_s: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option("--grace-s", metavar="S", help="The ranks' time to save and end after SIGTERM."),
+        Number, typer.Option("--grace-s", metavar="S", help="The ranks' time to save and end after SIGTERM.")
     ] = None
 
 

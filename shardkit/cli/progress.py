@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 FIRST_S, EVERY_S = 2.0, 15.0
 """Seconds until a slow command says what it does, and between further lines."""
@@ -37,9 +36,7 @@ class Waiting:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended = True
         self._wake.set()
         self._thread.join()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from .program import SCRIPT_WORDS, Text
+from .program import SCRIPT_WORDS, Count, MaybePath, Text
 
 if TYPE_CHECKING:
     from ..hardware.cards import Gpu
@@ -20,8 +20,7 @@ class RehearsedCards:
 
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")] = "h100"
     gpus: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(metavar="N", min=1, max=64, help="GPUs of a machine; 1, with --ranks up to 8."),
+        Count, typer.Option(metavar="N", min=1, max=64, help="GPUs of a machine; 1, with --ranks up to 8.")
     ] = None
     gpu_memory: Annotated[Text, typer.Option(metavar="80GB", help="Per GPU, if not the card's.")] = None
 
@@ -30,10 +29,9 @@ class RehearsedCards:
 class RehearsalOptions:
     """Which ranks run, when the rehearsal ends, and what the program may touch."""
 
-    ranks: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(metavar="N", min=1, help="Run a few of N ranks, and pretend the others."),
-    ] = None
+    ranks: Annotated[Count, typer.Option(metavar="N", min=1, help="Run a few of N ranks, and pretend the others.")] = (
+        None
+    )
     live: Annotated[
         Text, typer.Option(metavar="0,64", help="The ranks that run; rank 0, and those it turns out to need.")
     ] = None
@@ -46,8 +44,7 @@ class RehearsalOptions:
     network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False
     expect: Annotated[Text, typer.Option(metavar="LIMIT", help="'peak < 70 GiB': else exit code 4.")] = None
     keep: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="DIR", help="Keep what the program wrote, and its records, in this new folder."),
+        MaybePath, typer.Option(metavar="DIR", help="Keep what the program wrote, and its records, in this new folder.")
     ] = None
 
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from ..errors import DataError, printable, printable_lines
 from ..files.bounded import in_child
+from .program import MaybePath
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run.dir of a run, finished or not.")],
     second: Annotated[
-        Optional[Path],  # noqa: UP045 - typer reads it at run time on Python 3.10
-        typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to compare with the first."),
+        MaybePath, typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to compare with the first.")
     ] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--out", metavar="FILE", help="Default: report.html, or compare.html, in RUN_DIR."),
+        MaybePath, typer.Option("--out", metavar="FILE", help="Default: report.html, or compare.html, in RUN_DIR.")
     ] = None,
 ) -> None:
     """Write one HTML file that shows a run, or compares two: loss, every rank's memory, the plan.
@@ -59,8 +58,7 @@ def _bounded(folders: Sequence[Path], function: Callable[[], str]) -> str:
 def profile(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run made with profile.start.")],
     second: Annotated[
-        Optional[Path],  # noqa: UP045 - typer reads it at run time on Python 3.10
-        typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to show beside it."),
+        MaybePath, typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to show beside it.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print every profiled rank's summary as JSON.")] = False,
 ) -> None:

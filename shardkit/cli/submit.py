@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .program import Config, Overrides, Program, RankOptions, RunDir, Text, Words, read_program, refuse_options
+from .program import Config, Count, Overrides, Program, RankOptions, RunDir, Text, Words, read_program, refuse_options
 from .rehearse_first import card_of_cluster, rehearse_first
 from .submit_plan import PlanOptions, files_of_script, plan_first
 
@@ -32,7 +32,7 @@ class ClusterOptions:
 
     nodes: Annotated[int, typer.Option(metavar="N", help="Nodes.")] = 1
     gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs, and ranks, on each node; 0 = CPU.")] = 8
-    ranks_per_node: Annotated[Optional[int], typer.Option(metavar="N", help="Default: one per GPU.")] = None  # noqa: UP045
+    ranks_per_node: Annotated[Count, typer.Option(metavar="N", help="Default: one per GPU.")] = None
     time: Annotated[Text, typer.Option(metavar="H:MM:SS", help="Time limit.")] = None
     partition: Annotated[Text, typer.Option(metavar="NAME")] = None
     account: Annotated[Text, typer.Option(metavar="NAME")] = None
@@ -44,7 +44,7 @@ class ClusterOptions:
     constraint: Annotated[Text, typer.Option(metavar="FEATURE")] = None
     exclude: Annotated[Text, typer.Option(metavar="NODES", help="Nodes to avoid.")] = None
     mem: Annotated[Text, typer.Option(metavar="SIZE", help="Host memory per node.")] = None
-    cpus_per_task: Annotated[Optional[int], typer.Option(metavar="N")] = None  # noqa: UP045
+    cpus_per_task: Annotated[Count, typer.Option(metavar="N")] = None
     container: Annotated[Text, typer.Option(metavar="IMAGE", help="Run by pyxis, or the pods'.")] = None
     container_mounts: Annotated[
         Text, typer.Option(metavar="SRC:DST,…", help="Mounts besides the working and run directories.")
@@ -56,8 +56,7 @@ class ClusterOptions:
     max_restarts: Annotated[int, typer.Option(metavar="K", help="torchrun's restarts after a rank failed.")] = 0
     max_requeues: Annotated[int, typer.Option(metavar="K", help="Preemptions and time limits to survive.")] = 100
     signal_s: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(metavar="S", help="Save S seconds before the limit; default: based on its saves so far."),
+        Count, typer.Option(metavar="S", help="Save S seconds before the limit; default: based on its saves so far.")
     ] = None
     sbatch: Annotated[
         Words, typer.Option(metavar="--OPTION=VALUE", help="Any other option of sbatch; may be repeated.")

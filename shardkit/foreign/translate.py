@@ -96,11 +96,6 @@ class ForeignJob:
     """For the target: torch's allocator has segments of fixed size unless a variable asks for others."""
 
     @property
-    def said(self) -> tuple[FileKey, ...]:
-        """The former name of `file_keys`."""
-        return self.file_keys
-
-    @property
     def name(self) -> str:
         return " + ".join(Path(file.name).name for file in self.files if file.tool != "model")
 

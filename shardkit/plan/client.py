@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import IO, Any, Literal
 
 from .. import errors
@@ -55,13 +54,11 @@ class Planner:
     def __enter__(self) -> Planner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
         self._log.close()
         if self._last_rank_planner is not None:
-            self._last_rank_planner.__exit__(kind, error, trace)
+            self._last_rank_planner.__exit__(*error)
 
     def predict(
         self,

@@ -86,7 +86,7 @@ class Record:
         return self.step == later.step and self.attempt < later.attempt
 
 
-def this_process(environ: Mapping[str, str] | None = None) -> Record:
+def this_process(environ: Mapping[str, str] = os.environ) -> Record:
     """The record of this process, with the job that its environment names."""
     start, host, pid = restart.this_start(environ), platform.node(), os.getpid()
     process = (os.urandom(8).hex(), host, pid, _space(), _born(pid))

@@ -36,11 +36,12 @@ def combinations(config: RunConfig, target: Target, fixed_keys: Collection[str])
         fixed_keys: dotted keys that must not change.
     """
     allowed = []
-    for engine, policy, precision in product(engines(config, target), _policies(config), _precisions(config, target)):
-        settings = {**engine.settings, "activation.policy": policy, "precision.mode": precision}
+    axes = engines(config, target), _policies(config), _precisions(config, target)
+    for (engine, engine_settings), policy, precision in product(*axes):
+        settings = {**engine_settings, "activation.policy": policy, "precision.mode": precision}
         if all(value == _value(config, key) for key, value in settings.items() if key in fixed_keys):
             free = tuple(f"{key}={value}" for key, value in settings.items() if key not in fixed_keys)
-            allowed.append(Combination(engine.name, policy, precision, free))
+            allowed.append(Combination(engine, policy, precision, free))
     return allowed
 
 
@@ -53,14 +54,8 @@ def one_of_each_engine(all_combinations: Sequence[Combination], config: RunConfi
     return list(by_engine.values())
 
 
-@dataclass(frozen=True)
-class Engine:
-    name: str
-    settings: dict[str, str]
-
-
-def engines(config: RunConfig, target: Target) -> Iterator[Engine]:
-    """Strategies with each kind of offload; the config's own strategy keeps its other `parallel` settings."""
+def engines(config: RunConfig, target: Target) -> Iterator[tuple[str, dict[str, str]]]:
+    """(name, settings) of strategies with each kind of offload; the config's own keeps its `parallel` settings."""
     world = target.world_size
     plain: list[tuple[str, dict[str, str]]] = []
     if world == 1:
@@ -85,7 +80,7 @@ def engines(config: RunConfig, target: Target) -> Iterator[Engine]:
         settings |= {
             f"parallel.{key}": value for key, value in changes.items() if value != _text(getattr(parallel, key))
         }
-        yield Engine(_engine_name(strategy, keys), settings)
+        yield _engine_name(strategy, keys), settings
 
 
 def micro_batches(config: RunConfig, target: Target, fixed_keys: Collection[str]) -> tuple[int, list[int]]:

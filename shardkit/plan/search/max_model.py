@@ -43,7 +43,6 @@ class Boundary:
     Attributes:
         predicted: bytes on the device for the largest size.
         limited_by: the memory that the next size lacks; the host counts only if the target limits it.
-        below, above: the trials of `largest` and `next_up`; `None` if these were only predicted.
         attempts: number of real runs.
     """
 
@@ -51,8 +50,6 @@ class Boundary:
     next_up: Size
     predicted: int
     limited_by: Literal["device", "host"] = "device"
-    below: Trial | None = None
-    above: Trial | None = None
     attempts: int = 0
 
 
@@ -216,6 +213,9 @@ def _confirmed(boundary: Boundary, index: int, sizes: Sequence[Size], needs: _Ne
         if index + 2 == len(sizes):
             raise ConfigError(f"even {' '.join(sizes[-1].settings)} works", "the search ends at this size")
     return replace(
-        boundary, largest=sizes[index], next_up=sizes[index + 1], predicted=needs.of(sizes[index]), below=trials[index],
-        above=trials[index + 1], attempts=len(trials),
-    )  # fmt: skip
+        boundary,
+        largest=sizes[index],
+        next_up=sizes[index + 1],
+        predicted=needs.of(sizes[index]),
+        attempts=len(trials),
+    )

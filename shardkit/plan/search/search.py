@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotReady
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from ...config.schema import RunConfig
 from ...errors import ConfigError, ShardkitError, gib
@@ -154,9 +153,7 @@ class Search:
             self._idle.put(planner)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def run(self) -> SearchResult:
