@@ -6,7 +6,19 @@ from typing import Any
 
 from ..config.names import HERE
 from . import tables
-from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, number, one_of, to, truth, unplanned, whole
+from .tables import (
+    Key,
+    NoCounterpart,
+    Settings,
+    WrongValue,
+    absent,
+    accepted,
+    number,
+    one_of,
+    to,
+    truth,
+    unplanned,
+)
 
 _REWARDS = "it trains with pairs, rewards or generated answers, whose batches and second model no plan here has"
 _KERNELS = "kernels of its own keep other activations"
@@ -15,9 +27,7 @@ _ADAPTERS = "its adapters train more, or store them otherwise, than peft's plain
 _OFFLOAD = "activations or layers move to the host or a disk in an order of its own"
 _TEACHER = "a teacher's outputs, other losses or masks come on top"
 _BITS = "the model's weights are stored in fewer bits"
-_PARALLEL = "layers, experts or tokens are divided over ranks"
 _FROZEN = "a part of the model alone is trained"
-_ROWS = "planned are full rows of train.seq_len tokens, packed or padded"
 
 
 def learning_rate(value: Any) -> float:
@@ -54,7 +64,7 @@ def attention(value: Any) -> Settings:
 
 
 def _half(name: str) -> Key:
-    return many(lambda value: {name: value == "auto" or value == "full" or truth(value)})
+    return Key(lambda value: {name: value == "auto" or value == "full" or truth(value)})
 
 
 def _checkpointing(value: Any) -> Settings:
@@ -100,86 +110,84 @@ _OF_THE_TRAINER = (
 )  # fmt: skip
 AXOLOTL: dict[str, Key] = {
     **{key: tables.TRAINER[key] for key in _OF_THE_TRAINER},
-    "base_model": Key(lambda value: {}, note="the model"),
+    **accepted("base_model", "the model"),
     **tables.named("micro_batch_size sequence_len cosine_min_lr_ratio torch_compile_mode"),
     **tables.named("lora_r lora_alpha lora_dropout peft_use_rslora"),
-    "sample_packing": Key(lambda value: {}, note=_ROWS),
-    "pad_to_sequence_len": Key(lambda value: {}, note=_ROWS),
-    "batch_flattening": Key(lambda value: {}, note=_ROWS),
-    "pretraining_sample_concatenation": Key(lambda value: {}, note=_ROWS),
+    **accepted("sample_packing pad_to_sequence_len batch_flattening pretraining_sample_concatenation", tables.ROWS),
     **tables.named("learning_rate", learning_rate),
     "optimizer": Key(optimizer, only="optim.name"),
-    "lr_scheduler": many(schedule),
+    "lr_scheduler": Key(schedule),
     "bf16": _half("bf16"),
     "fp16": _half("fp16"),
     "tf32": _half("tf32"),
-    "bfloat16": Key(lambda value: {}, note="the type of weights and optimizer state", only="precision.mode"),
-    "float16": Key(lambda value: {}, note="the type of weights and optimizer state", only="precision.mode"),
+    **accepted("bfloat16 float16", "the type of weights and optimizer state", "precision.mode"),
     "gradient_checkpointing": Key(_checkpointing, only="activation.policy"),
-    "torch_compile": many(lambda value: {} if value == "auto" else {"compile.enabled": truth(value)}),
-    "attn_implementation": many(attention),
+    "torch_compile": Key(lambda value: {} if value == "auto" else {"compile.enabled": truth(value)}),
+    "attn_implementation": Key(attention),
     "adapter": Key(_adapter, only="adapter.type"),
-    "load_in_4bit": many(_four_bits),
+    "load_in_4bit": Key(_four_bits),
     "bnb_config_kwargs.bnb_4bit_use_double_quant": to("model.quantize.double", truth),
     "bnb_config_kwargs.bnb_4bit_quant_type": one_of("model.quantize.type", tables.FOUR_BITS),
     "lora_target_modules": Key(_targets, only=HERE["lora_target_modules"]),
-    "lora_target_linear": many(lambda value: tables.on("adapter.targets", "all-linear", value)),
-    "dp_replicate_size": many(tables.replicas),
-    "dp_shard_size": many(lambda value: {"parallel.dp_shard": value} if whole(value) > 1 else {}),
+    "lora_target_linear": Key(lambda value: tables.on("adapter.targets", "all-linear", value)),
+    "dp_replicate_size": Key(tables.replicas),
+    "dp_shard_size": Key(tables.shards),
     **{f"fsdp_config.{name}": key for name, key in tables.FSDP.items()},
-    "fsdp_config.offload_params": many(tables.offload_param),
-    "plugins": many(_plugins),
-    **absent("bnb_config_kwargs.bnb_4bit_quant_storage"),
-    **absent("fsdp_version fsdp_config.fsdp_version fsdp_config.final_state_dict_type fsdp_final_state_dict_type"),
-    **absent("fsdp_config.cpu_offload_pin_memory fsdp_config.mixed_precision_policy fsdp_config deepspeed"),
+    "fsdp_config.offload_params": Key(tables.offload_param),
+    "plugins": Key(_plugins),
     **absent(
         """
-        strict resume_from_checkpoint auto_resume_from_checkpoints mean_resizing_embeddings datasets test_datasets
-        shuffle_merged_datasets shuffle_before_merging_datasets dataset_prepared_path dataset_shard_num
-        dataset_shard_idx skip_prepare_dataset num_dataset_shards_to_save pretraining_dataset dataset_processes
-        dataset_num_proc dataset_exact_deduplication dataset_keep_in_memory dataloader_pin_memory
-        dataloader_prefetch_factor accelerator_config accelerator_config.* remove_unused_columns push_dataset_to_hub
-        hf_use_auth_token device device_map device_map.* world_size local_rank ddp ddp_timeout ddp_broadcast_buffers
+        bnb_config_kwargs.bnb_4bit_quant_storage fsdp_version fsdp_config.fsdp_version
+        fsdp_final_state_dict_type fsdp_config.final_state_dict_type fsdp_config.cpu_offload_pin_memory
+        fsdp_config.mixed_precision_policy fsdp_config deepspeed strict resume_from_checkpoint
+        auto_resume_from_checkpoints mean_resizing_embeddings datasets test_datasets shuffle_merged_datasets
+        shuffle_before_merging_datasets dataset_prepared_path dataset_shard_num dataset_shard_idx
+        skip_prepare_dataset num_dataset_shards_to_save pretraining_dataset dataset_processes dataset_num_proc
+        dataset_exact_deduplication dataset_keep_in_memory dataloader_pin_memory dataloader_prefetch_factor
+        accelerator_config accelerator_config.* remove_unused_columns push_dataset_to_hub hf_use_auth_token
+        device device_map device_map.* world_size local_rank ddp ddp_timeout ddp_broadcast_buffers
         metric_for_best_model greater_is_better loss_watchdog_threshold loss_watchdog_patience gc_steps
-        torch_empty_cache_steps gc_collect_steps float32 gradient_checkpointing_kwargs gradient_checkpointing_kwargs.*
-        excess_length_strategy min_sample_len sample_packing_group_size sample_packing_bin_size
-        sample_packing_sequentially sample_packing_mp_start_method pad_to_multiple_of curriculum_sampling
-        multipack_real_batches pretrain_multipack_buffer_size pretrain_multipack_attn streaming
-        streaming_multipack_buffer_size xformers_attention sdp_attention flash_attention flex_attn_compile_kwargs
-        flex_attn_compile_kwargs.* large_head_attention flash_attn_d512 sdpa_varlen val_set_size special_tokens
-        special_tokens.* tokens added_tokens_overrides added_tokens_overrides.* torch_compile_backend
-        torch_compile_options torch_compile_options.* warmup_ratio save_steps saves_per_epoch save_strategy
-        save_total_limit save_first_step logging_steps early_stopping_patience load_best_model_at_end save_only_model
-        use_tensorboard profiler_steps profiler_steps_start include_tokens_per_second include_tkps max_memory
-        max_memory.* gpu_memory_limit low_cpu_mem_usage chat_template chat_template_jinja chat_template_kwargs
-        chat_template_kwargs.* eot_tokens default_system_message fix_untrained_tokens is_preprocess preprocess_iterable
-        total_num_tokens total_supervised_tokens sample_packing_eff_est axolotl_config_path is_falcon_derived_model
-        is_llama_derived_model is_mistral_derived_model is_qwen_derived_model generate_samples num_generation_samples
-        generation_max_new_tokens generation_temperature generation_top_p generation_top_k generation_prompt_ratio
-        generation_do_sample dynamic_checkpoint dynamic_checkpoint.* use_mlflow mlflow_tracking_uri
-        mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts use_wandb wandb_name wandb_run_id wandb_mode
-        wandb_project wandb_entity wandb_watch wandb_log_model use_comet comet_api_key comet_workspace
-        comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config
-        comet_experiment_config.* gradio_title gradio_share gradio_server_name gradio_server_port
-        gradio_max_new_tokens gradio_temperature use_ray ray_run_name ray_num_workers resources_per_worker
-        resources_per_worker.* use_otel_metrics otel_metrics_host otel_metrics_port use_trackio trackio_project_name
-        trackio_run_name trackio_space_id base_model_config cls_model_config tokenizer_config tokenizer_use_fast
-        tokenizer_legacy tokenizer_use_mistral_common tokenizer_type processor_type processor_kwargs
-        processor_kwargs.* tokenizer_save_jinja_files trust_remote_code experimental_skip_move_to_device output_dir
-        hub_model_id hub_strategy hub_revision save_safetensors model_type type_of_model model_revision
-        revision_of_model image_size image_resize_algorithm role_boundaries batch_size train_on_inputs group_by_length
-        embedding_lr embedding_lr_scale optim_args optim_args.* torchdistx_path lr_scheduler_kwargs
-        lr_scheduler_kwargs.* lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor lr_groups adam_epsilon2
-        adam_beta3 num_epochs jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps
-        lora_model_dir lora_fan_in_fan_out peft_layers_pattern peft_init_lora_weights peft_ensure_weight_tying
-        lora_on_cpu loraplus_lr_ratio loraplus_lr_embedding merge_lora merge_method
-        qlora_sharded_model_loading quantization quantization.* lm_eval_tasks lm_eval_batch_size
-        lm_eval_post_train lm_eval_model heads_k_stride ring_attn_func embeddings_skip_upcast trl vllm qat ebft
-        swanlab_project swanlab_experiment_name swanlab_description swanlab_mode swanlab_workspace swanlab_api_key
-        swanlab_log_model swanlab_web_host swanlab_api_host swanlab_lark_webhook_url swanlab_lark_secret
-        swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer use_swanlab
-        liger_use_token_scaling auto_find_batch_size noisy_embedding_alpha eval_table_size eval_max_new_tokens
-        peft expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes
+        torch_empty_cache_steps gc_collect_steps float32 gradient_checkpointing_kwargs
+        gradient_checkpointing_kwargs.* excess_length_strategy min_sample_len sample_packing_group_size
+        sample_packing_bin_size sample_packing_sequentially sample_packing_mp_start_method pad_to_multiple_of
+        curriculum_sampling multipack_real_batches pretrain_multipack_buffer_size pretrain_multipack_attn
+        streaming streaming_multipack_buffer_size xformers_attention sdp_attention flash_attention
+        flex_attn_compile_kwargs flex_attn_compile_kwargs.* large_head_attention flash_attn_d512 sdpa_varlen
+        val_set_size special_tokens special_tokens.* tokens added_tokens_overrides added_tokens_overrides.*
+        torch_compile_backend torch_compile_options torch_compile_options.* warmup_ratio save_steps
+        saves_per_epoch save_strategy save_total_limit save_first_step logging_steps early_stopping_patience
+        load_best_model_at_end save_only_model use_tensorboard profiler_steps profiler_steps_start
+        include_tokens_per_second include_tkps max_memory max_memory.* gpu_memory_limit low_cpu_mem_usage
+        chat_template chat_template_jinja chat_template_kwargs chat_template_kwargs.* eot_tokens
+        default_system_message fix_untrained_tokens is_preprocess preprocess_iterable total_num_tokens
+        total_supervised_tokens sample_packing_eff_est axolotl_config_path is_falcon_derived_model
+        is_llama_derived_model is_mistral_derived_model is_qwen_derived_model generate_samples
+        num_generation_samples generation_max_new_tokens generation_temperature generation_top_p
+        generation_top_k generation_prompt_ratio generation_do_sample dynamic_checkpoint dynamic_checkpoint.*
+        use_mlflow mlflow_tracking_uri mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts use_wandb
+        wandb_name wandb_run_id wandb_mode wandb_project wandb_entity wandb_watch wandb_log_model use_comet
+        comet_api_key comet_workspace comet_project_name comet_experiment_key comet_mode comet_online
+        comet_experiment_config comet_experiment_config.* gradio_title gradio_share gradio_server_name
+        gradio_server_port gradio_max_new_tokens gradio_temperature use_ray ray_run_name ray_num_workers
+        resources_per_worker resources_per_worker.* use_otel_metrics otel_metrics_host otel_metrics_port
+        use_trackio trackio_project_name trackio_run_name trackio_space_id base_model_config cls_model_config
+        tokenizer_config tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common tokenizer_type
+        processor_type processor_kwargs processor_kwargs.* tokenizer_save_jinja_files trust_remote_code
+        experimental_skip_move_to_device output_dir hub_model_id hub_strategy hub_revision save_safetensors
+        model_type type_of_model model_revision revision_of_model image_size image_resize_algorithm
+        role_boundaries batch_size train_on_inputs group_by_length embedding_lr embedding_lr_scale optim_args
+        optim_args.* torchdistx_path lr_scheduler_kwargs lr_scheduler_kwargs.* lr_quadratic_warmup
+        cosine_constant_lr_ratio lr_div_factor lr_groups adam_epsilon2 adam_beta3 num_epochs
+        jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps lora_model_dir
+        lora_fan_in_fan_out peft_layers_pattern peft_init_lora_weights peft_ensure_weight_tying lora_on_cpu
+        loraplus_lr_ratio loraplus_lr_embedding merge_lora merge_method qlora_sharded_model_loading quantization
+        quantization.* lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model heads_k_stride
+        ring_attn_func embeddings_skip_upcast trl vllm qat ebft swanlab_project swanlab_experiment_name
+        swanlab_description swanlab_mode swanlab_workspace swanlab_api_key swanlab_log_model swanlab_web_host
+        swanlab_api_host swanlab_lark_webhook_url swanlab_lark_secret swanlab_log_completions
+        swanlab_completion_log_interval swanlab_completion_max_buffer use_swanlab liger_use_token_scaling
+        auto_find_batch_size noisy_embedding_alpha eval_table_size eval_max_new_tokens peft
+        expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes
         expert_parallel_token_capacity expert_parallel_fallback_on_unsupported nvfp4_merge_aware_start_step
         """
     ),
@@ -232,7 +240,7 @@ AXOLOTL: dict[str, Key] = {
         relora_cpu_offload mora.*
         """,
     ),
-    "peft_autocast_adapter_dtype": many(_autocast),
+    "peft_autocast_adapter_dtype": Key(_autocast),
     **unplanned(
         _BITS,
         """
@@ -260,10 +268,8 @@ AXOLOTL: dict[str, Key] = {
         """,
     ),
     **unplanned(
-        _PARALLEL,
-        """
-        sequence_parallel_degree context_parallel_size tensor_parallel_size expert_parallel_size
-        """,
+        "layers, experts or tokens are divided over ranks",
+        "sequence_parallel_degree context_parallel_size tensor_parallel_size expert_parallel_size",
     ),
     **unplanned("the optimizer keeps other state", "optim_target_modules dion_lr dion_momentum dion_rank_fraction "
         "dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap qgalore_scale qgalore_proj_type qgalore_proj_quant "

@@ -6,14 +6,12 @@ from typing import Any
 
 from . import tables
 from .axolotl import attention, schedule
-from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, named, one_of, to, truth, unplanned
+from .tables import Key, NoCounterpart, Settings, WrongValue, absent, accepted, named, one_of, to, truth, unplanned
 from .trl import EARLIER
 from .unplanned import is_off
 
 _REWARDS = "it trains with pairs or rewards, whose batches and second model no plan here has"
 _MEGATRON = "Megatron's loop divides and recomputes in its own way"
-_OPTIMIZER = "the optimizer keeps other state"
-_ROWS = "planned are full rows of train.seq_len tokens, packed or padded"
 
 
 def _tuning(value: Any) -> Settings:
@@ -56,22 +54,22 @@ def _attention(value: Any) -> Settings:
 
 
 TUNING: dict[str, Key] = {
-    "model_name_or_path": Key(lambda value: {}, note="the model"),
-    "stage": many(_stage),
+    **accepted("model_name_or_path", "the model"),
+    "stage": Key(_stage),
     "finetuning_type": Key(_tuning, only="adapter.type"),
     **named("lora_rank lora_alpha lora_dropout use_rslora cutoff_len"),
     **named("lora_target", _targets),
-    "quantization_bit": many(_bits),
-    "quantization_method": many(_method),
+    "quantization_bit": Key(_bits),
+    "quantization_method": Key(_method),
     "quantization_type": one_of("model.quantize.type", tables.FOUR_BITS),
     "double_quantization": to("model.quantize.double", truth),
-    "packing": Key(lambda value: {}, note=_ROWS),
-    "flash_attn": many(_attention),
+    **accepted("packing", tables.ROWS),
+    "flash_attn": Key(_attention),
     "disable_gradient_checkpointing": Key(
         lambda value: {"activation.policy": "none" if truth(value) else "full"}, only="activation.policy"
     ),
-    "pure_bf16": Key(lambda value: {}, note="the type of weights and optimizer state", only="precision.mode"),
-    "lr_scheduler_type": many(schedule),
+    **accepted("pure_bf16", "the type of weights and optimizer state", "precision.mode"),
+    "lr_scheduler_type": Key(schedule),
     **absent(
         """
         template dataset eval_dataset dataset_dir media_dir train_on_prompt mask_history streaming buffer_size
@@ -115,8 +113,8 @@ TUNING: dict[str, Key] = {
         "it trains more, or stores adapters otherwise, than peft's plain LoRA",
         "additional_target use_dora pissa_init use_llama_pro freeze_language_model",
     ),
-    **unplanned(_OPTIMIZER, "use_galore use_apollo use_badam use_adam_mini"),
-    "use_muon": many(lambda value: tables.on("optim.name", "muon", value)),
+    **unplanned("the optimizer keeps other state", "use_galore use_apollo use_badam use_adam_mini"),
+    "use_muon": Key(lambda value: tables.on("optim.name", "muon", value)),
     **unplanned("kernels of its own keep other activations", "use_unsloth use_unsloth_gc enable_liger_kernel "
         "use_v1_kernels"),
     **unplanned("its attention keeps other memory than torch's scaled_dot_product_attention", "shift_attn "

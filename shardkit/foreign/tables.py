@@ -86,12 +86,13 @@ def one_of(setting: str, values: Mapping[Any, Any]) -> Key:
     return to(setting, lambda value: _chosen(value, values))
 
 
-def many(settings: Callable[[Any], Settings]) -> Key:
-    return Key(settings)
-
-
 def absent(*names: str, note: str = "") -> dict[str, Key]:
     return {name: Key(note=note) for words in names for name in words.split()}
+
+
+def accepted(names: str, note: str, only: str = "") -> dict[str, Key]:
+    """Keys of which no value sets anything here."""
+    return {name: Key(lambda value: {}, note, only=only) for name in names.split()}
 
 
 def unplanned(effect: str, names: str) -> dict[str, Key]:
@@ -101,6 +102,9 @@ def unplanned(effect: str, names: str) -> dict[str, Key]:
 
 def dead(*names: str) -> dict[str, Key]:
     return {name: Key(dead=True) for words in names for name in words.split()}
+
+
+ROWS = "planned are full rows of train.seq_len tokens, packed or padded"
 
 
 def truth(value: Any) -> bool:
@@ -186,6 +190,10 @@ def _stage(value: Any) -> str:
     return STAGES[value]
 
 
+def _cpu(switch: Any) -> str:
+    return "cpu" if truth(switch) else "none"
+
+
 def _betas(value: Any) -> Settings:
     if not isinstance(value, list) or len(value) != 2:
         raise WrongValue("it is not a pair of numbers")
@@ -204,6 +212,7 @@ _OFFLOAD = {
 }
 
 _LOADING = "it changes loading and saving, below"
+GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 DEEPSPEED: dict[str, Key] = {
     **named("train_micro_batch_size_per_gpu train_batch_size gradient_accumulation_steps"),
@@ -229,13 +238,13 @@ DEEPSPEED: dict[str, Key] = {
     "fp16.initial_scale_power": to("precision.loss_scale_init_power", whole),
     "fp16.loss_scale_window": to("precision.loss_scale_window", whole),
     "data_types.grad_accum_dtype": raw("data_types.grad_accum_dtype"),
-    "bf16.bf16_optimizer_states": many(lambda value: on("precision.mode", "pure_bf16", value)),
+    "bf16.bf16_optimizer_states": Key(lambda value: on("precision.mode", "pure_bf16", value)),
     "optimizer.type": one_of("optim.name", DS_OPTIMIZERS),
     "optimizer.params.lr": to("optim.lr", number),
-    "optimizer.params.betas": many(_betas),
+    "optimizer.params.betas": Key(_betas),
     "optimizer.params.eps": to("optim.eps", number),
     "optimizer.params.weight_decay": to("optim.weight_decay", number),
-    "scheduler.type": many(lambda value: dict(_chosen(value, DS_SCHEDULES))),
+    "scheduler.type": Key(lambda value: dict(_chosen(value, DS_SCHEDULES))),
     "scheduler.params.cos_min_ratio": to("optim.min_lr_ratio", number),
     "scheduler.params.warmup_num_steps": to("optim.warmup_steps", whole),
     "scheduler.params.warmup_max_lr": to("optim.lr", number),
@@ -257,12 +266,6 @@ DEEPSPEED: dict[str, Key] = {
         zero_optimization.pipeline_loading_checkpoint communication_data_type_op
         zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.enable_sanity_checks
         zero_optimization.override_module_apply zero_optimization.save_muon_momentum_buffer_in_memory
-        """,
-    ),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": Key(note=_LOADING),
-    "fp16.loss_scale": Key(note="a fixed loss scale: shardkit's is dynamic; memory is the same"),
-    **absent(
-        """
         torch_autocast.* zero_optimization.leaf_module.* zero_optimization.zero_quantized_weights
         zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_gradients
         zero_optimization.zenflow.* weight_quantization.* compile.*
@@ -271,15 +274,14 @@ DEEPSPEED: dict[str, Key] = {
         bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads
         """,
     ),
+    GATHER: Key(note=_LOADING),
+    "fp16.loss_scale": Key(note="a fixed loss scale: shardkit's is dynamic; memory is the same"),
     **absent("activation_checkpointing.*", note="only models that call DeepSpeed's own checkpointing read it"),
     **absent("pipeline.*", note="only DeepSpeed's PipelineModule reads it"),
-    "zero_optimization.cpu_offload": to("parallel.offload_optimizer", lambda value: "cpu" if truth(value) else "none"),
-    "zero_optimization.cpu_offload_param": to(
-        "parallel.offload_param", lambda value: "cpu" if truth(value) else "none"
-    ),
+    "zero_optimization.cpu_offload": to("parallel.offload_optimizer", _cpu),
+    "zero_optimization.cpu_offload_param": to("parallel.offload_param", _cpu),
     "zero_optimization.cpu_offload_use_pin_memory": Key(dead=True),
 }
-GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 DEEPSPEED_DEFAULTS: Settings = {
     "gradient_clipping": 0.0,
     "zero_optimization.reduce_bucket_size": 500_000_000,
@@ -336,57 +338,45 @@ def replicas(value: Any) -> Settings:
     return {"parallel.strategy": "hsdp", "parallel.dp_replicate": whole(value)} if whole(value) > 1 else {}
 
 
+def shards(value: Any) -> Settings:
+    return {"parallel.dp_shard": value} if whole(value) > 1 else {}
+
+
+def nvme_path(value: Any) -> Settings:
+    return {} if value in (None, "none") else {"parallel.nvme_path": value}
+
+
 def classes(value: Any) -> Settings:
     names = value if isinstance(value, list) else [name.strip() for name in str(value or "").split(",")]
     return {"activation.block_classes": [name for name in names if name]}
 
 
 FSDP: dict[str, Key] = {  # without the prefix fsdp_
-    "sharding_strategy": many(sharding),
-    "reshard_after_forward": many(sharding),
+    "sharding_strategy": Key(sharding),
+    "reshard_after_forward": Key(sharding),
     "activation_checkpointing": _RECOMPUTE,
-    "activation_checkpointing_offload": many(lambda value: on("activation.offload", "cpu", value)),
-    "transformer_layer_cls_to_wrap": many(classes),
-    **absent(
-        """
-        version auto_wrap_policy min_num_params forward_prefetch backward_prefetch use_orig_params
-        ignored_modules
-        """,
-    ),
-    **absent(
-        """
-        limit_all_gathers
-        """,
-    ),
-    **absent(
-        """
-        cpu_ram_efficient_loading sync_module_states state_dict_type
-        """,
-        note=_LOADING,
-    ),
+    "activation_checkpointing_offload": Key(lambda value: on("activation.offload", "cpu", value)),
+    "transformer_layer_cls_to_wrap": Key(classes),
+    **absent("version auto_wrap_policy min_num_params forward_prefetch backward_prefetch use_orig_params"),
+    **absent("ignored_modules limit_all_gathers"),
+    **absent("cpu_ram_efficient_loading sync_module_states state_dict_type", note=_LOADING),
 }
 ACCELERATE: dict[str, Key] = {
     "distributed_type": one_of("engine", DISTRIBUTED),
     "mixed_precision": Key(halves, only="precision.mode"),
     "num_processes": to("gpus", whole),
     "num_machines": to("machines", whole),
-    "parallelism_config.parallelism_config_dp_replicate_size": many(replicas),
-    "parallelism_config.parallelism_config_dp_shard_size": many(
-        lambda value: {"parallel.dp_shard": value} if whole(value) > 1 else {}
-    ),
-    "use_cpu": many(lambda value: on("run.device", "cpu", value)),
+    "parallelism_config.parallelism_config_dp_replicate_size": Key(replicas),
+    "parallelism_config.parallelism_config_dp_shard_size": Key(shards),
+    "use_cpu": Key(lambda value: on("run.device", "cpu", value)),
     **{f"fsdp_config.fsdp_{name}": key for name, key in FSDP.items()},
-    "fsdp_config.fsdp_offload_params": many(offload_param),
+    "fsdp_config.fsdp_offload_params": Key(offload_param),
     **named("zero_stage", _stage, "deepspeed_config."),
     **named("gradient_clipping", norm, "deepspeed_config."),
     **named("gradient_accumulation_steps offload_optimizer_device offload_param_device", section="deepspeed_config."),
-    "deepspeed_config.offload_optimizer_nvme_path": many(
-        lambda value: {} if value in (None, "none") else {"parallel.nvme_path": value}
-    ),
-    "deepspeed_config.offload_param_nvme_path": many(
-        lambda value: {} if value in (None, "none") else {"parallel.nvme_path": value}
-    ),
-    "dynamo_config.dynamo_backend": many(lambda value: {"compile.enabled": str(value).lower() not in ("no", "false")}),
+    "deepspeed_config.offload_optimizer_nvme_path": Key(nvme_path),
+    "deepspeed_config.offload_param_nvme_path": Key(nvme_path),
+    "dynamo_config.dynamo_backend": Key(lambda value: {"compile.enabled": str(value).lower() not in ("no", "false")}),
     **named("dynamo_mode", section="dynamo_config."),
     **absent(
         """
@@ -397,20 +387,10 @@ ACCELERATE: dict[str, Key] = {
         deepspeed_config.deepspeed_hostfile deepspeed_config.deepspeed_inclusion_filter
         deepspeed_config.deepspeed_exclusion_filter deepspeed_config.deepspeed_moe_layer_cls_names
         dynamo_config.dynamo_use_dynamic dynamo_config.dynamo_use_fullgraph
-        dynamo_config.dynamo_use_regional_compilation
+        dynamo_config.dynamo_use_regional_compilation parallelism_config.*
         """,
     ),
-    **absent(
-        """
-        deepspeed_config.zero3_init_flag deepspeed_config.zero3_save_16bit_model
-        """,
-        note=_LOADING,
-    ),
-    **absent(
-        """
-        parallelism_config.*
-        """,
-    ),
+    **absent("deepspeed_config.zero3_init_flag deepspeed_config.zero3_save_16bit_model", note=_LOADING),
     **absent("megatron_lm_config.*", note="only distributed_type MEGATRON_LM reads it"),
 }
 
@@ -465,22 +445,22 @@ TRAINER: dict[str, Key] = {
         ddp_find_unused_parameters dataloader_num_workers dataloader_drop_last max_length max_seq_length
         """
     ),
-    "max_steps": many(lambda value: {"train.max_steps": whole(value)} if number(value) > 0 else {}),
+    "max_steps": Key(lambda value: {"train.max_steps": whole(value)} if number(value) > 0 else {}),
     **named("max_grad_norm", norm),
     "optim": Key(lambda value: dict(_chosen(value, OPTIMIZERS)), only="optim.name"),
     "lr_scheduler_type": Key(lambda value: dict(_chosen(value, SCHEDULES)), only=HERE["lr_scheduler_type"]),
     "lr_scheduler_kwargs.min_lr_rate": to("optim.min_lr_ratio", number),
-    "warmup_steps": many(warmup),
+    "warmup_steps": Key(warmup),
     "fp16": to("fp16", truth),
     "bf16": to("bf16", truth),
     "tf32": to("tf32", truth),
     "gradient_checkpointing": _RECOMPUTE,
     "activation_checkpointing": _RECOMPUTE,
-    "torch_compile_mode": many(lambda value: {"compile.enabled": True, "compile.mode": value} if value else {}),
-    "use_cpu": many(lambda value: on("run.device", "cpu", value)),
-    "fsdp": many(trainer_fsdp),
+    "torch_compile_mode": Key(lambda value: {"compile.enabled": True, "compile.mode": value} if value else {}),
+    "use_cpu": Key(lambda value: on("run.device", "cpu", value)),
+    "fsdp": Key(trainer_fsdp),
     **{f"fsdp_config.{name}": key for name, key in FSDP.items()},
-    "fsdp_config.cpu_offload": many(offload_param),
+    "fsdp_config.cpu_offload": Key(offload_param),
     **absent(
         """
         output_dir num_train_epochs lr_scheduler_kwargs.* lr_scheduler_kwargs optim_args optim_target_modules
@@ -499,20 +479,11 @@ TRAINER: dict[str, Key] = {
         label_names train_sampling_strategy length_column_name ddp_broadcast_buffers ddp_static_graph
         ddp_backend ddp_timeout debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint
         local_rank fsdp_config.xla_fsdp_settings.* fsdp_config.xla_fsdp_settings fsdp_config.xla_fsdp_v2
-        fsdp_config.xla_fsdp_grad_ckpt fsdp_config.xla
+        fsdp_config.xla_fsdp_grad_ckpt fsdp_config.xla use_liger_kernel liger_kernel_config.* liger_kernel_config
+        parallelism_config.* parallelism_config
         """,
     ),
-    **absent(
-        """
-        per_device_eval_batch_size eval_accumulation_steps
-        """,
-        note="evaluation is not part of the plan",
-    ),
-    **absent(
-        """
-        use_liger_kernel liger_kernel_config.* liger_kernel_config parallelism_config.* parallelism_config
-        """,
-    ),
+    **absent("per_device_eval_batch_size eval_accumulation_steps", note="evaluation is not part of the plan"),
     **absent("auto_find_batch_size", note="a batch that does not fit is made smaller: planned is the first"),
     **absent("neftune_noise_alpha", note="the noise is one more copy of the embedding's output"),
 }
@@ -542,25 +513,24 @@ def targets(value: Any) -> str | list[str]:
     return value
 
 
-_OWN_VALUES = "layers of different ranks or values, which shardkit's adapters do not have"
 PEFT: dict[str, Key] = {
     "peft_type": one_of("adapter.type", {"lora": "lora"}),
     **named("r lora_alpha lora_dropout use_rslora"),
     **named("target_modules", targets),
     "bias": unless_off("biases are trained too"),
     "modules_to_save": unless_off("whole modules are trained too"),
-    **{
-        name: unless_off(_OWN_VALUES)
-        for name in ("rank_pattern.*", "alpha_pattern.*", "layer_replication", "layers_to_transform", "exclude_modules")
-    },
-    **{
-        name: unless_off("it adds memory that shardkit's adapters do not have")
-        for name in (
+    **dict.fromkeys(
+        ("rank_pattern.*", "alpha_pattern.*", "layer_replication", "layers_to_transform", "exclude_modules"),
+        unless_off("layers of different ranks or values, which shardkit's adapters do not have"),
+    ),
+    **dict.fromkeys(
+        (
             "use_dora", "use_qalora", "use_bdlora", "use_bdlora.*", "lora_bias", "trainable_token_indices",
             "trainable_token_indices.*", "target_parameters", "velora_config", "velora_config.*", "monteclora_config",
             "monteclora_config.*", "kasa_config", "kasa_config.*", "arrow_config", "arrow_config.*",
-        )
-    },
+        ),
+        unless_off("it adds memory that shardkit's adapters do not have"),
+    ),
     **absent(
         """
         task_type auto_mapping auto_mapping.* base_model_name_or_path revision inference_mode peft_version

@@ -7,13 +7,11 @@ from typing import Any
 from ..config.names import HERE
 from . import tables
 from .axolotl import attention, schedule
-from .tables import Key, NoCounterpart, Settings, WrongValue, absent, many, named, truth, unplanned
+from .tables import Key, NoCounterpart, Settings, WrongValue, absent, accepted, named, truth, unplanned
 
 _REWARDS = "it belongs to a trainer of pairs, rewards or generated answers, whose batches no plan here has"
-_ROWS = "planned are full rows of train.seq_len tokens, packed or padded"
 _CHUNK = 256
 """Tokens of a chunk of TRL's chunked loss."""
-_ADAPTERS = "it trains more, or stores adapters otherwise, than peft's plain LoRA"
 
 
 def _targets(value: Any) -> str | list[str]:
@@ -35,33 +33,30 @@ def _loss(value: Any) -> Settings:
 
 _DTYPE = Key(_dtype, note="the type in which the weights are loaded", only=HERE["dtype"])
 EARLIER: dict[str, Key] = {
-    "group_by_length": Key(),
     **absent(
         """
-        warmup_ratio overwrite_output_dir logging_dir save_safetensors use_mps_device jit_mode_eval use_ipex
-        half_precision_backend fp16_backend fp16_opt_level tpu_num_cores tpu_metrics_debug past_index
-        include_inputs_for_metrics use_legacy_prediction_loop push_to_hub_model_id push_to_hub_organization
-        push_to_hub_token mp_parameters torchdynamo ray_scope dispatch_batches split_batches
-        include_tokens_per_second evaluation_strategy fsdp_min_num_params
+        group_by_length per_gpu_eval_batch_size warmup_ratio overwrite_output_dir logging_dir save_safetensors
+        use_mps_device jit_mode_eval use_ipex half_precision_backend fp16_backend fp16_opt_level tpu_num_cores
+        tpu_metrics_debug past_index include_inputs_for_metrics use_legacy_prediction_loop push_to_hub_model_id
+        push_to_hub_organization push_to_hub_token mp_parameters torchdynamo ray_scope dispatch_batches
+        split_batches include_tokens_per_second evaluation_strategy fsdp_min_num_params
         """
     ),
-    "no_cuda": many(lambda value: tables.on("run.device", "cpu", value)),
-    "fsdp_transformer_layer_cls_to_wrap": many(tables.classes),
+    "no_cuda": Key(lambda value: tables.on("run.device", "cpu", value)),
+    "fsdp_transformer_layer_cls_to_wrap": Key(tables.classes),
     **named("per_gpu_train_batch_size"),
-    "per_gpu_eval_batch_size": Key(),
 }
 """Arguments of transformers 4's Trainer, which TRL and LLaMA-Factory run on too."""
 TRL_KEYS: dict[str, Key] = {
-    "model_name_or_path": Key(lambda value: {}, note="the model"),
-    "use_peft": many(lambda value: {"adapter.type": "lora" if truth(value) else "none"}),
+    **accepted("model_name_or_path", "the model"),
+    "use_peft": Key(lambda value: {"adapter.type": "lora" if truth(value) else "none"}),
     **named("lora_r lora_alpha lora_dropout use_rslora max_length max_seq_length"),
     **named("lora_target_modules", _targets),
-    "packing": Key(lambda value: {}, note=_ROWS),
-    "padding_free": Key(lambda value: {}, note=_ROWS),
+    **accepted("packing padding_free", tables.ROWS),
     "dtype": _DTYPE,
     "torch_dtype": _DTYPE,
-    "attn_implementation": many(attention),
-    "lr_scheduler_type": many(schedule),
+    "attn_implementation": Key(attention),
+    "lr_scheduler_type": Key(schedule),
     **absent(
         """
         model_revision trust_remote_code chat_template_path dataset_text_field dataset_kwargs dataset_kwargs.*
@@ -75,9 +70,12 @@ TRL_KEYS: dict[str, Key] = {
     **absent("eval_packing", note="evaluation is not part of the plan"),
     **unplanned("the model that is made differs from its config.json", "model_init_kwargs model_init_kwargs.*"),
     **unplanned("router losses keep more activations", "router_aux_loss_coef"),
-    "loss_type": many(_loss),
+    "loss_type": Key(_loss),
     **unplanned("activations move to the host in an order of its own", "activation_offloading"),
-    **unplanned(_ADAPTERS, "lora_target_parameters lora_modules_to_save use_dora"),
+    **unplanned(
+        "it trains more, or stores adapters otherwise, than peft's plain LoRA",
+        "lora_target_parameters lora_modules_to_save use_dora",
+    ),
     **unplanned("the model's weights are stored in fewer bits", "load_in_8bit load_in_4bit"),
     **unplanned(
         _REWARDS,
