@@ -48,7 +48,6 @@ class Batch:
 
     Attributes:
         config: CONFIG, with its overrides; None = defaults.
-        log_dir: this start's folder below RUN_DIR/logs, absolute.
         restart: how often Slurm has requeued this job.
         n_ranks_per_node: ranks on each node.
         snapshot: the resolved config, as YAML.
@@ -62,7 +61,6 @@ class Batch:
     config: str | None
     overrides: tuple[str, ...]
     run_dir: Path
-    log_dir: Path
     n_nodes: int
     n_ranks_per_node: int
     snapshot: str = ""
@@ -82,6 +80,11 @@ class Batch:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, self.snapshot)
         return replace(self, config=str(path), overrides=())  # restarts of ranks within this start read it too
+
+    @property
+    def log_dir(self) -> Path:
+        """This start's folder below RUN_DIR/logs, absolute."""
+        return self.run_dir.absolute() / "logs" / f"slurm-{self.job_id}.{self.restart}"
 
     @property
     def error_dir(self) -> Path:
@@ -126,10 +129,11 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
     if args[1] == "--script" and len(args) == 3:
         return _read_script(args[0], Path(args[2]), environ)
     style, config, overrides = args[0], None if args[1] == "-" else args[1], list(args[2:])
-    overrides = _array_overrides(overrides, environ)
+    task = environ.get("SLURM_ARRAY_TASK_ID")
+    if task is not None:
+        overrides = [override.replace("%a", task) for override in overrides]
     loaded = _load(config, overrides)
     run_dir = Path(loaded.config.run.dir)
-    task = environ.get("SLURM_ARRAY_TASK_ID")
     if task is not None:
         run_dir = run_dir / f"array_{task}"
         overrides.append(f"run.dir={run_dir}")
@@ -149,7 +153,6 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         config=config,
         overrides=tuple(overrides),
         run_dir=run_dir,
-        log_dir=run_dir.absolute() / "logs" / f"slurm-{job_id}.{restart}",
         n_nodes=n_nodes,
         n_ranks_per_node=n_ranks,
         snapshot=loaded.render(),
@@ -179,7 +182,6 @@ def _read_script(style: str, path: Path, environ: Mapping[str, str]) -> Batch:
         config=None,
         overrides=(),
         run_dir=run_dir,
-        log_dir=run_dir / "logs" / f"slurm-{job_id}.{restart}",
         n_nodes=integer(environ, "SLURM_JOB_NUM_NODES"),
         n_ranks_per_node=_ranks_per_node(style, environ),
         is_periodic=True,
@@ -195,12 +197,6 @@ def _load(config: str | None, overrides: Sequence[str]) -> LoadedConfig:
     from ..config.load import load_config
 
     return load_config(config, overrides)
-
-
-def _array_overrides(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Replace `%a` in values by the array index."""
-    index = environ.get("SLURM_ARRAY_TASK_ID")
-    return list(overrides) if index is None else [item.replace("%a", index) for item in overrides]
 
 
 def _ranks_per_node(style: str, environ: Mapping[str, str]) -> int:

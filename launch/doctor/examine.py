@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from ..ranks import affinity
 from ..ranks.affinity import available_cores
 from ..ranks.env import detect
 from ..ranks.gpus import visible_gpus
-from .finding import Check, from_error
+from .finding import Check, from_error, warning
 
 _GIB = 2**30
 _OLDEST = {"torch": (2, 9), "deepspeed": (0, 19), "accelerate": (1, 0), "psutil": (5, 9), "pydantic": (2, 11)}
@@ -32,24 +31,12 @@ _OLDEST = {"torch": (2, 9), "deepspeed": (0, 19), "accelerate": (1, 0), "psutil"
 
 def examine(run_dir: Path, cache_dir: Path) -> list[Check]:
     """All checks of this machine; torch's run in their own process."""
-
-    looks: list[Callable[[], Iterable[Check]]] = [
-        python,
-        packages,
-        torch_checks,
-        compiler,
-        gpu_driver,
-        gpu_processes,
-        numa,
-        memory,
-        limits,
-        shared_memory,
-        network,
-        rank_variables,
-        lambda: disk("run directory", run_dir),
-        lambda: disk("cache directory", cache_dir),
-    ]
-    return [check for look in looks for check in look()]
+    looks = (
+        python, packages, torch_checks, compiler, gpu_driver, gpu_processes, numa, memory, limits, shared_memory,
+        network, rank_variables,
+    )  # fmt: skip
+    disks = [disk("run directory", run_dir), disk("cache directory", cache_dir)]
+    return [check for checks in (*(look() for look in looks), *disks) for check in checks]
 
 
 def torch_checks(python: str = sys.executable, timeout_s: float = 300) -> list[Check]:
@@ -146,9 +133,8 @@ def numa(root: Path = Path("/")) -> list[Check]:
     far = [index for index, node in enumerate(gpus) if node in nodes and not set(nodes[node]) & set(allowed)]
     if far:
         summary += f"; this process may use none of the CPUs beside GPU {', '.join(map(str, far))}"
-        fix = "ask for CPUs beside the GPUs (Slurm: --gpu-bind=closest, --cpus-per-gpu; Docker: --cpuset-cpus)"
-        return [Check("NUMA", "warn", summary, fix, data)]
-    return [Check("NUMA", "pass", summary, data=data)]
+    fix = "ask for CPUs beside the GPUs (Slurm: --gpu-bind=closest, --cpus-per-gpu; Docker: --cpuset-cpus)"
+    return [warning("NUMA", bool(far), summary, fix, data)]
 
 
 def memory() -> list[Check]:
@@ -160,24 +146,22 @@ def memory() -> list[Check]:
     summary = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
     summary += f", cgroup limit {limit / _GIB:.1f} GiB" if limit and limit < total else ""
     data = {"total": total, "available": available, "cgroup_limit": limit}
-    low = bound < 4 * _GIB
-    fix = "close other programs, or raise the container's or the job's memory (--mem)" if low else ""
-    return [Check("host memory", "warn" if low else "pass", summary, fix, data)]
+    fix = "close other programs, or raise the container's or the job's memory (--mem)"
+    return [warning("host memory", bound < 4 * _GIB, summary, fix, data)]
 
 
 def limits() -> list[Check]:
     """Locked memory (pinned buffers, RDMA) and open files."""
-    checks = []
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked // 1024} KiB"
     tight = locked != resource.RLIM_INFINITY and locked < _GIB and visible_gpus() > 0
     fix = "ulimit -l unlimited; under Slurm PropagateResourceLimitsExcept=MEMLOCK; in Docker --ulimit memlock=-1"
-    checks.append(Check("memlock", "warn" if tight else "pass", shown, fix if tight else "", {"bytes": locked}))
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = files < 4096
-    fix = f"ulimit -n {min(most, 65536)}" if few else ""
-    checks.append(Check("open files", "warn" if few else "pass", f"at most {files}", fix, {"soft": files}))
-    return checks
+    raised = f"ulimit -n {min(most, 65536)}"
+    return [
+        warning("memlock", tight, shown, fix, {"bytes": locked}),
+        warning("open files", files < 4096, f"at most {files}", raised, {"soft": files}),
+    ]
 
 
 def shared_memory() -> list[Check]:
@@ -186,10 +170,9 @@ def shared_memory() -> list[Check]:
     if not path.is_dir():
         return [Check("/dev/shm", "warn", "not mounted", "mount a tmpfs on /dev/shm")]
     usage = shutil.disk_usage(path)
-    low = usage.free < _GIB
     summary = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
-    fix = "start the container with --shm-size=8g or --ipc=host, or set data.workers=0" if low else ""
-    return [Check("/dev/shm", "warn" if low else "pass", summary, fix, {"free": usage.free})]
+    fix = "start the container with --shm-size=8g or --ipc=host, or set data.workers=0"
+    return [warning("/dev/shm", usage.free < _GIB, summary, fix, {"free": usage.free})]
 
 
 def network() -> list[Check]:
@@ -244,11 +227,11 @@ def disk(name: str, path: Path, n_bytes: int = 64 * 2**20) -> list[Check]:
             Check(name, "fail", f"{folder} cannot be written: {error.strerror}", "choose a directory you can write")
         ]
     slow, full = speed < 50e6, free < 20 * _GIB
-    fix = "checkpoints will be slow: use a faster disk, or checkpoint.async_save=true" if slow else ""
-    fix = fix or ("a checkpoint takes 12 bytes per parameter: check that some fit" if full else "")
+    fix = "a checkpoint takes 12 bytes per parameter: check that some fit"
+    fix = "checkpoints will be slow: use a faster disk, or checkpoint.async_save=true" if slow else fix
     summary = f"{folder}: {free / _GIB:.0f} GiB free, writes {speed / 1e6:.0f} MB/s"
     data = {"free": free, "write_bytes_per_s": speed, "path": str(folder)}
-    return [Check(name, "warn" if slow or full else "pass", summary, fix, data)]
+    return [warning(name, slow or full, summary, fix, data)]
 
 
 def _nvidia_smi(*args: str) -> str | None:

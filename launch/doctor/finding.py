@@ -29,6 +29,11 @@ class Check:
     data: dict[str, Any] = field(default_factory=dict)
 
 
+def warning(name: str, is_bad: bool, found: str, fix: str, data: dict[str, Any] | None = None) -> Check:
+    """A check that warns, with its fix, if the state is bad, and passes otherwise."""
+    return Check(name, "warn" if is_bad else "pass", found, fix if is_bad else "", data or {})
+
+
 def render(checks: list[Check]) -> str:
     """One line per finding, its fix below."""
     width = max(len(check.name) for check in checks)

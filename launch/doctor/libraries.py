@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...files.children import code_command
-from .finding import Check
+from .finding import Check, warning
 
 # In its own process: DeepSpeed prints, and an op of another build can crash.
 _OPS = """
@@ -59,10 +59,9 @@ def _gpu(index: int) -> Check:
     summary = f"{name} ({architecture}), {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     if not covered:
         return Check(f"GPU {index}", "fail", f"{summary}: torch has no code for it", "install a newer torch")
-    used = free < 0.9 * total
-    fix = "other processes hold memory there: nvidia-smi" if used else ""
     data = {"name": name, "free": free, "total": total, "capability": [major, minor]}
-    return Check(f"GPU {index}", "warn" if used else "pass", summary, fix, data)
+    fix = "other processes hold memory there: nvidia-smi"
+    return warning(f"GPU {index}", free < 0.9 * total, summary, fix, data)
 
 
 def _cpu_adam(cuda: bool) -> Check:

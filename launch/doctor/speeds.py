@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from .finding import Check
+from .finding import Check, warning
 
 SLOW = 1.2
 """A rank that takes this many times the median is named."""
@@ -22,9 +22,9 @@ def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
         middle = statistics.median(values)
         slow = [f"rank {rank}@{hosts[rank]}" for rank, value in enumerate(values) if value * SLOW < middle]
         summary = f"median {middle / scale:.3g} {unit}, slowest {min(values) / scale:.3g}"
-        fix = "look for other processes, heat or power limits there (nvidia-smi -q -d PERFORMANCE)" if slow else ""
         summary += f"; slow: {', '.join(slow)}" if slow else ""
-        checks.append(Check(f"{label} per rank", "warn" if slow else "pass", summary, fix))
+        fix = "look for other processes, heat or power limits there (nvidia-smi -q -d PERFORMANCE)"
+        checks.append(warning(f"{label} per rank", bool(slow), summary, fix))
     for key in ("all_reduce", "all_gather", "reduce_scatter"):
         for size, speed in constants[key]:
             checks.append(Check(f"{key} {_size(size)}", "pass", f"{speed / 1e9:.3g} GB/s bus bandwidth"))
@@ -38,9 +38,8 @@ def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
     speeds = ", ".join(f"{label} {constants[key] / 1e9:.3g}" for label, key in memories)
     checks.append(Check("bandwidth of each rank", "pass", f"{speeds} GB/s read and written"))
     skew = float(constants["clock_skew_s"])
-    late = skew > 1.0
-    fix = "run chrony or ntpd on every node" if late else ""
-    checks.append(Check("clocks", "warn" if late else "pass", f"differ by at most {skew:.3f} s", fix))
+    summary = f"differ by at most {skew:.3f} s"
+    checks.append(warning("clocks", skew > 1.0, summary, "run chrony or ntpd on every node"))
     return checks
 
 

@@ -94,8 +94,7 @@ def check(
     findings = parse(process.stdout)
     if not findings:
         return f"the nodes could not be checked: {' '.join(process.stderr.split())[-300:] or 'srun printed nothing'}"
-    problem = judge(findings, str(python))
-    if problem is not None:
+    if problem := judge(findings, str(python)):
         raise problem
     return None
 
@@ -130,36 +129,21 @@ def parse(text: str) -> list[NodeReport]:
 def judge(findings: Sequence[NodeReport], python: str) -> LaunchError | None:
     """Returns the error for nodes that differ or lack something; None if all are alike."""
     this_node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    by_kind = {
-        kind: [finding for finding in findings if finding.kind == kind]
-        for kind in ("unseen", "unwritable", "interpreter", "packages")
-    }
-    for folders, cause in (
-        (by_kind["unseen"], f"does not see what {this_node} wrote to"),
-        (by_kind["unwritable"], "cannot write to"),
+    leave_out = "leave the node out (--exclude)"
+    share = f"set run.dir to a directory that all nodes share and may write to, or {leave_out}"
+    install = "install the environment there or on a shared file system and set SHARDKIT_PYTHON, or --exclude the node"
+    for kind, words, fix in (
+        ("unseen", f" does not see what {this_node} wrote to ", share),
+        ("unwritable", " cannot write to ", share),
+        ("interpreter", " has no interpreter ", install),
+        ("packages", f": {python}: ", f"install the same packages on every node, or {leave_out}"),
     ):
-        if folders:
-            return LaunchError(
-                f"node {_hosts(folders)} {cause} {folders[0].detail}",
-                "set run.dir to a directory that all nodes share and may write to, or leave the node out (--exclude)",
-            )
-    if by_kind["interpreter"]:
-        return LaunchError(
-            f"node {_hosts(by_kind['interpreter'])} has no interpreter {python}",
-            "install the environment there or on a shared file system and set SHARDKIT_PYTHON, or --exclude the node",
-        )
-    if by_kind["packages"]:
-        return LaunchError(
-            f"node {_hosts(by_kind['packages'])}: {python}: {by_kind['packages'][0].detail}",
-            "install the same packages on every node, or leave the node out (--exclude)",
-        )
+        if reports := [finding for finding in findings if finding.kind == kind]:
+            hosts = ", ".join(dict.fromkeys(report.host for report in reports))
+            return LaunchError(f"node {hosts}{words}{reports[0].detail}", fix)
     versions = {finding.detail: finding for finding in findings if finding.kind == "versions"}
     if len(versions) > 1:
         differences = "; ".join(f"{finding.host} has {detail}" for detail, finding in sorted(versions.items()))
-        fix = "install the same versions on every node, or leave the node out (--exclude)"
+        fix = f"install the same versions on every node, or {leave_out}"
         return LaunchError(f"the nodes differ: {differences}", fix)
     return None
-
-
-def _hosts(findings: Sequence[NodeReport]) -> str:
-    return ", ".join(dict.fromkeys(finding.host for finding in findings))

@@ -83,7 +83,7 @@ class Declared:
     @property
     def fix(self) -> str:
         """The way out for a strategy that cannot do it."""
-        fix = self.capability.fix or _without(self.dotted)
+        fix = self.capability.fix or f"remove {self.dotted}"
         return fix.format(key=self.dotted, works=", ".join(self.capability.works))
 
 
@@ -123,7 +123,7 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
     for entry in requests:
         if device != "cuda" and entry.capability.on_cpu:
             cause = f"{entry.setting(config)}, but the run is on the CPU: {entry.capability.on_cpu}"
-            raise ConfigError(cause, _without(entry.dotted))
+            raise ConfigError(cause, f"remove {entry.dotted}")
     _refuse_combinations(config, device)
     mesh_shape(config, world_size, local_world_size)
     _refuse_ignored(config)
@@ -179,34 +179,23 @@ def _refuse_ignored(config: RunConfig) -> None:
                     f"model.preset={preset} is not a model of task.name={config.task.name}",
                     f"set task.name={task_of(preset)}, or a preset of {config.task.name}",
                 )
-            raise ConfigError(
-                f"{rule.key}={_value(config, rule.key)} would be ignored: {rule.reason}", _without(rule.key)
-            )
+            setting = f"{rule.key}={_value(config, rule.key)}"
+            raise ConfigError(f"{setting} would be ignored: {rule.reason}", f"remove {rule.key}")
 
 
 def _refuse_missing_libraries(config: RunConfig) -> None:
     """Refuse settings whose library is not installed."""
-    strategy = config.parallel.strategy
-    if config.logging.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"logging.wandb_project={config.logging.wandb_project} needs wandb, which is not installed",
-            "pip install 'shardkit[wandb]', or remove logging.wandb_project",
-        )
-    if config.model.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "model.quantize needs bitsandbytes, which is not installed",
-            "pip install 'shardkit[quantize]', or remove model.quantize",
-        )
-    if config.optim.name == "adamw_bnb_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "optim.name=adamw_bnb_8bit needs bitsandbytes, which is not installed",
-            "pip install 'shardkit[quantize]', or set optim.name=adamw",
-        )
-    if strategy in ZERO and importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(
-            f"parallel.strategy={strategy} needs deepspeed, which is not installed",
-            "pip install deepspeed, or set parallel.strategy=fsdp (shards the same state without it)",
-        )
+    project, strategy, optimizer = config.logging.wandb_project, config.parallel.strategy, config.optim.name
+    wandb, quantize = "pip install 'shardkit[wandb]', or", "pip install 'shardkit[quantize]', or"
+    sharded = "pip install deepspeed, or set parallel.strategy=fsdp (shards the same state without it)"
+    for is_set, setting, library, fix in (
+        (project, f"logging.wandb_project={project}", "wandb", f"{wandb} remove logging.wandb_project"),
+        (config.model.quantize is not None, "model.quantize", "bitsandbytes", f"{quantize} remove model.quantize"),
+        (optimizer == "adamw_bnb_8bit", f"optim.name={optimizer}", "bitsandbytes", f"{quantize} set optim.name=adamw"),
+        (strategy in ZERO, f"parallel.strategy={strategy}", "deepspeed", sharded),
+    ):
+        if is_set and importlib.util.find_spec(library) is None:
+            raise ConfigError(f"{setting} needs {library}, which is not installed", fix)
 
 
 def mesh_shape(config: RunConfig, world_size: int, local_world_size: int) -> tuple[int, int]:
@@ -291,16 +280,12 @@ def _value(config: RunConfig, key: str) -> Any:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _without(key: str) -> str:
-    return f"remove {key}"
-
-
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _main(arguments: list[str]) -> int:
-    if arguments == []:
+    if not arguments:
         try:
             print(markdown_table(), flush=True)
         except BrokenPipeError:  # `| head` has read enough; the flush at exit must not fail too

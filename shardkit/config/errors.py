@@ -40,8 +40,8 @@ def suggest(path: Path) -> str:
     """The dotted key most likely meant by an unknown one; empty when nothing is close."""
     fields = section_fields()
     dotted = [f"{section}.{key}" for section, keys in fields.items() for key in keys]
-    if known := _in_other_tools(".".join(path[:2])):
-        return known
+    if known := HERE.get(".".join(path[:2])):
+        return ".".join(known.split(".")[:2])
     if len(path) == 1:
         close = difflib.get_close_matches(path[0], fields, n=1, cutoff=0.7)
         return close[0] if close else _by_key(path[0], dotted)
@@ -58,15 +58,10 @@ def suggest(path: Path) -> str:
     return _by_key(key, dotted) or _closest(f"{section}.{key}", dotted, 0.6)
 
 
-def _in_other_tools(name: str) -> str:
-    """The key here that other tools call so; empty if none does."""
-    return ".".join(HERE.get(name, "").split(".")[:2])
-
-
 def _by_key(key: str, dotted: Iterable[str]) -> str:
     """Match on the part after the section, in whichever section has it."""
-    if known := _in_other_tools(key):
-        return known
+    if known := HERE.get(key):
+        return ".".join(known.split(".")[:2])
     by_key: dict[str, str] = {}
     for name in dotted:
         by_key.setdefault(name.partition(".")[2], name)

@@ -43,8 +43,7 @@ class Layers:
         if not isinstance(value, dict):
             kind = "list" if isinstance(value, list) else "single value"
             raise ConfigError(
-                f"{self._file} holds a {kind}, not a mapping of sections",
-                "start it like this: train: {max_steps: 100}",
+                f"{self._file} holds a {kind}, not a mapping of sections", "start it like this: train: {max_steps: 100}"
             )
         for section, keys in value.items():
             keys = {} if keys is None else keys  # `train:` with every key commented out

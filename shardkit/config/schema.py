@@ -76,15 +76,12 @@ class QuantizeConfig(Section):
 
     @model_validator(mode="after")
     def _supported(self) -> QuantizeConfig:
-        refused = {
-            "bits=8": (self.bits == 8, "layers of 8 bits are not among the frozen layers here"),
-            "type=int8": (self.type == "int8", "layers of 8 bits are not among the frozen layers here"),
-        }
-        for setting, (is_set, reason) in refused.items():
-            if is_set:
+        for key, refused in (("bits", 8), ("type", "int8")):
+            if getattr(self, key) == refused:
                 raise conflict(
-                    f"model.quantize.{setting} is not supported: {reason}",
-                    f"remove {setting.partition('=')[0]}: model.quantize={{bits: 4}} packs linear layers in nf4",
+                    f"model.quantize.{key}={refused} is not supported: layers of 8 bits are not among the frozen "
+                    "layers here",
+                    f"remove {key}: model.quantize={{bits: 4}} packs linear layers in nf4",
                 )
         return self
 
@@ -99,18 +96,11 @@ class ModelConfig(Section):
     """Keys of the transformers config; they override `hf_config`'s. Without a file, set `model_type` here."""
     init_from: str | None = Field(None, min_length=1)
     """Weights to start from: a run, a shardkit checkpoint, or anything `shardkit convert` reads (safetensors, …)."""
-    quantize: Annotated[
-        QuantizeConfig | None,
-        Capability("frozen weights in 4 bits (`model.quantize`, QLoRA)"),
-    ] = None
+    quantize: Annotated[QuantizeConfig | None, Capability("frozen weights in 4 bits (`model.quantize`, QLoRA)")] = None
     """With an adapter: keep the frozen linear layers in 4 bits (needs bitsandbytes), `{bits: 4}` or more keys. See
     docs/adapters.md."""
     resize_embeddings: Annotated[
-        bool,
-        Capability(
-            "embedding rows for a tokenizer's new ids (`model.resize_embeddings`)",
-            choices=(True,),
-        ),
+        bool, Capability("embedding rows for a tokenizer's new ids (`model.resize_embeddings`)", choices=(True,))
     ] = False
     """hf_causal_lm, hf_masked_lm: give the model as many embedding rows as the tokenizer has ids, if it has fewer; the
     rows that the weights of `init_from` lack become the mean of theirs. See docs/data.md."""
@@ -359,13 +349,7 @@ class OptimConfig(Section):
             fix=_ADAMW,
         ),
         Capability("Muon", {"zero1 zero2 zero3": _FLAT}, name="muon", choices=("muon",), fix=_ADAMW),
-        Capability(
-            "8-bit AdamW (torchao)",
-            _SCALED_STATES,
-            name="adamw8bit",
-            choices=("adamw8bit",),
-            fix=_ADAMW,
-        ),
+        Capability("8-bit AdamW (torchao)", _SCALED_STATES, name="adamw8bit", choices=("adamw8bit",), fix=_ADAMW),
         Capability(
             "8-bit AdamW (bitsandbytes)", _SCALED_STATES, name="adamw_bnb_8bit", choices=("adamw_bnb_8bit",), fix=_ADAMW
         ),
@@ -516,11 +500,7 @@ class ParallelConfig(Section):
     """zero3: ranks of a group that keeps a second, whole copy of the weights between forward and backward, so backward
     gathers inside the group (ZeRO++, Wang et al. 2023); usually the ranks of a node."""
     offload_ratio: Annotated[
-        float,
-        Capability(
-            "offload a share of the optimizer states (`offload_ratio`)",
-            _ZERO3_ONLY,
-        ),
+        float, Capability("offload a share of the optimizer states (`offload_ratio`)", _ZERO3_ONLY)
     ] = Field(1.0, gt=0, le=1)
     """zero3: share of the optimizer states that is offloaded; the rest is updated on the GPU (Twin-Flow)."""
     offload_optimizer: Annotated[

@@ -131,13 +131,7 @@ class PostMortem:
         advice = self._advice(shortage, row, None, None)
         record = {**self._head(shortage, row), "phase": None, "module": None, "at": None}
         problem = self._write(
-            {
-                **record,
-                "message": None,
-                "tensors": [],
-                "advice": [tip.to_json() for tip in advice],
-                "snapshot": None,
-            }
+            {**record, "message": None, "tensors": [], "advice": [tip.to_json() for tip in advice], "snapshot": None}
         )
         if problem:
             _LOG.warning("cannot write %s: %s", self.path, problem)

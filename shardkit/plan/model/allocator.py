@@ -130,7 +130,7 @@ class CachingAllocator:
         block = arena.take(size) or (self._grown(arena, size) if self.expandable else self._new_segment(arena, size))
         surplus = block.size - size
         if surplus >= ROUND if small or self.expandable else surplus > _SMALL:
-            self._split(block, size)
+            arena.add(self._cut(block, size))
         block.free = False
         self.allocated += block.size
         self._use(block, 1)
@@ -164,8 +164,7 @@ class CachingAllocator:
             if self.reserved + segment_size > self._limit:
                 raise Full
         self._next += 1
-        self.reserved += segment_size
-        arena.reserved += segment_size
+        self._count(arena, segment_size)
         self._sizes[self._next] = segment_size
         return _Block(self._next << 44, segment_size, arena, self._next)
 
@@ -273,9 +272,6 @@ class CachingAllocator:
         if block.arena.tail is block:
             block.arena.tail = remainder
         return remainder
-
-    def _split(self, block: _Block, size: int) -> None:
-        block.arena.add(self._cut(block, size))
 
     def _merge(self, lower: _Block, upper: _Block) -> None:
         lower.size += upper.size

@@ -37,15 +37,7 @@ from ..target import Target
 from .allocator import ROUND, Replay, replay, required, whole_pages
 from .cost import Segment, Speeds, TimeEstimate, speeds_of, step_time
 from .depth import Depth, Edges, edges, extended, find_depth, is_slow, line
-from .estimate import (
-    EVALUATION,
-    CategoryEstimate,
-    MemoryEstimate,
-    Method,
-    PeakEstimate,
-    PhaseEstimate,
-    PlannedPhase,
-)
+from .estimate import EVALUATION, CategoryEstimate, MemoryEstimate, Method, PeakEstimate, PhaseEstimate, PlannedPhase
 from .work import WorkCounter
 
 _RECURRENT = 0.7

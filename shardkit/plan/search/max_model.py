@@ -213,9 +213,5 @@ def _confirmed(boundary: Boundary, index: int, sizes: Sequence[Size], needs: _Ne
         if index + 2 == len(sizes):
             raise ConfigError(f"even {' '.join(sizes[-1].settings)} works", "the search ends at this size")
     return replace(
-        boundary,
-        largest=sizes[index],
-        next_up=sizes[index + 1],
-        predicted=needs.of(sizes[index]),
-        attempts=len(trials),
+        boundary, largest=sizes[index], next_up=sizes[index + 1], predicted=needs.of(sizes[index]), attempts=len(trials)
     )
