@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import LaunchError, ShardkitError, report
+from ..errors import LaunchError, ShardkitError, report, system_errors
 from ..files import write_whole
 from ..files.children import module_command
 from . import endings, spec
@@ -167,10 +167,8 @@ def _start(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _read_script(style: str, path: Path, environ: Mapping[str, str]) -> Batch:
-    try:
+    with system_errors(LaunchError, f"cannot read {path}", "submit the job again"):
         program = from_json(path.read_text(), str(path))
-    except OSError as error:
-        raise LaunchError(f"cannot read {path}: {error.strerror}", "submit the job again") from error
     run_dir, task = path.absolute().parents[2], environ.get("SLURM_ARRAY_TASK_ID")
     if task is not None:
         run_dir, program = run_dir / f"array_{task}", program.numbered(task)
@@ -285,13 +283,9 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     """
     if batch.script is None and not has_run(batch.run_dir):
         refuse_without_run(batch.run_dir, False, environ)
-    try:
+    with system_errors(LaunchError, f"cannot write {batch.log_dir}", "set run.dir to one you can write"):
         batch.error_dir.mkdir(parents=True, exist_ok=True)
         batch = batch.pin()
-    except OSError as error:
-        raise LaunchError(
-            f"cannot write {batch.log_dir}: {error.strerror}", "set run.dir to one you can write"
-        ) from error
     _note_earlier_ends(batch)
     endings.refuse(batch, environ)
     hosts = environ.get("SLURM_JOB_NODELIST", "")

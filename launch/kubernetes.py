@@ -61,13 +61,14 @@ def render_job_set(spec: JobSpec) -> str:
 
 def _job(spec: JobSpec, container: dict[str, Any]) -> dict[str, Any]:
     """The indexed Job of the pods, which fails as a whole with its first pod."""
+    limit_s = spec.kubernetes.limit_s
     stopped = {"containerName": NODE, "operator": "In", "values": [exit_codes.PREEMPTED]}
     return {
         "parallelism": spec.nodes[1],
         "completions": spec.nodes[1],
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        **_deadline(spec),
+        **({} if limit_s is None else {"activeDeadlineSeconds": limit_s}),
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onExitCodes": stopped},
@@ -99,14 +100,16 @@ def _container(spec: JobSpec, name: str) -> dict[str, Any]:
         {"name": "PET_MASTER_PORT", "value": str(_PORT)},
         *_start_variables(spec),
     ]
+    # Kubernetes replaces $(NAME) by a variable of the container, and $$ by $: a $ of the user's stays one.
+    words, resources = [word.replace("$", "$$") for word in _words(spec)], _resources(spec)
     return {
         "name": NODE,
         "image": _image(spec),
-        "command": _command(spec)[:4],
-        "args": _command(spec)[4:],
+        "command": words[:4],
+        "args": words[4:],
         "env": variables,
         "volumeMounts": _mounts(spec),
-        **({"resources": _resources(spec)} if _resources(spec) else {}),
+        **({"resources": resources} if resources else {}),
     }
 
 
@@ -156,15 +159,8 @@ def _image(spec: JobSpec) -> str:
     return spec.kubernetes.image
 
 
-def _command(spec: JobSpec) -> list[str]:
-    """The launcher's command line in a pod; the first four words are the program.
-
-    Kubernetes replaces $(NAME) in it by a variable of the container, and $$ by $: a $ of the user's stays one.
-    """
-    return [word.replace("$", "$$") for word in _words(spec)]
-
-
 def _words(spec: JobSpec) -> list[str]:
+    """The launcher's command line in a pod; the first four words are the program."""
     launch = ["python3", "-m", "shardkit.cli", "launch"]
     sizes = ["--nnodes", str(spec.nodes[1]), "--nproc-per-node", str(spec.nproc_per_node)]
     sizes += ["--max-restarts", str(spec.max_restarts)]
@@ -186,11 +182,6 @@ def _start_variables(spec: JobSpec) -> list[dict[str, Any]]:
         *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
         {"name": restart.GRACE, "value": f"{_grace_s(spec):g}"},
     ]
-
-
-def _deadline(spec: JobSpec) -> dict[str, int]:
-    limit_s = spec.kubernetes.limit_s
-    return {} if limit_s is None else {"activeDeadlineSeconds": limit_s}
 
 
 def _resources(spec: JobSpec) -> dict[str, dict[str, str]]:

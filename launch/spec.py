@@ -184,9 +184,6 @@ def check_fits(config: RunConfig, nodes: int, ranks_per_node: int, gpus_per_node
         ConfigError: the strategy, its mesh or the batch does not fit the ranks, or run.device=cuda has no GPU.
         LaunchError: no ranks, or more ranks than GPUs on a node.
     """
-    from ..config import capability
-    from ..config.load import resolve_batch
-
     device_setting, world_size = config.run.device, nodes * ranks_per_node
     if nodes < 1 or ranks_per_node < 1:
         raise LaunchError(f"--nodes {nodes} with {ranks_per_node} rank(s) per node", "ask for at least one of each")
@@ -198,5 +195,17 @@ def check_fits(config: RunConfig, nodes: int, ranks_per_node: int, gpus_per_node
             f"ask for {ranks_per_node} GPUs or {gpus_per_node} ranks per node, or set run.device=cpu",
         )
     device = "cuda" if gpus_per_node and device_setting != "cpu" else "cpu"
+    check_world(config, device, world_size, ranks_per_node)
+
+
+def check_world(config: RunConfig, device: str, world_size: int, ranks_per_node: int) -> None:
+    """Refuse a config that does not fit the ranks.
+
+    Raises:
+        ConfigError: the strategy, its mesh or the batch does not fit them.
+    """
+    from ..config import capability
+    from ..config.load import resolve_batch
+
     capability.check(config, device=device, world_size=world_size, local_world_size=ranks_per_node)
     resolve_batch(config, world_size)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 
 class ShardkitError(Exception):
@@ -79,6 +80,15 @@ class OutOfMemoryError(ShardkitError):
     """A rank ran out of memory. The job is not restarted: with the same settings it would run out again."""
 
     exit_code = 3
+
+
+@contextmanager
+def system_errors(kind: type[ShardkitError], cause: str, fix: str) -> Iterator[None]:
+    """Raise an OSError of the block as an error of this kind, with the system's reason behind the cause."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{cause}: {error.strerror}", fix) from error
 
 
 def report(error: ShardkitError) -> int:

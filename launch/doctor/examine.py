@@ -16,6 +16,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from ...config import libraries
 from ...errors import LaunchError
 from ...files.cgroups import memory_limits, text_of
 from ...files.children import module_command
@@ -83,7 +84,7 @@ def compiler() -> list[Check]:
     missing = [] if any(shutil.which(name) for name in ("c++", "g++", "clang++")) else ["a C++ compiler"]
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         missing.append("Python's headers")
-    if shutil.which("ninja") is None and not _installed("ninja"):
+    if shutil.which("ninja") is None and libraries.installed("ninja") == libraries.ABSENT:
         missing.append("ninja")
     if not missing:
         return [Check("compiler", "pass", "C++ compiler, Python's headers and ninja")]
@@ -240,11 +241,3 @@ def _nvidia_smi(*args: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return process.stdout if process.returncode == 0 else None
-
-
-def _installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

@@ -267,13 +267,12 @@ def silent_in(attempt: Path) -> list[int]:
 
 def with_last_words(failures: Iterable[Failure], attempt: Path) -> list[Failure]:
     """The failures, with the last lines of libraries that aborted a rank added to its message."""
-    return [_with_last_words(failure, attempt) for failure in failures]
-
-
-def _with_last_words(failure: Failure, attempt: Path) -> Failure:
-    if failure.local_rank is None:
-        return failure
-    return with_traceback(failure, attempt / str(failure.local_rank) / "stderr.log")
+    return [
+        failure
+        if failure.local_rank is None
+        else with_traceback(failure, attempt / str(failure.local_rank) / "stderr.log")
+        for failure in failures
+    ]
 
 
 def with_traceback(failure: Failure, log: Path) -> Failure:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import LaunchError
+from ...errors import LaunchError, system_errors
 from ..failures import failure, stderr
 from ..script import AUTO, HEARTBEAT, Script
 from . import processes
@@ -54,10 +54,8 @@ class Heartbeats:
         """
         if self._template != str(self.folder / "{local_rank}"):
             return {}
-        try:
+        with system_errors(LaunchError, f"cannot make {self.folder}", "free space there"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"cannot make {self.folder}: {error.strerror}", "free space there") from error
         return {HEARTBEAT: str(self.folder)}
 
     def begin(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from ...errors import ConfigError, LaunchError, printable_lines
+from ...errors import ConfigError, LaunchError, printable_lines, system_errors
 from .. import kubernetes
 from ..failures import exit_codes, failure, job_starts, oom
 from ..ranks import affinity
@@ -139,13 +139,9 @@ def _new_log_dir(spec: JobSpec, environ: Mapping[str, str]) -> Path:
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-node{node}-{os.getpid()}"
     # In a batch job the logs of all nodes share a folder.
     path = Path(environ.get("SHARDKIT_LOG_ROOT") or Path(spec.run_dir).absolute() / "logs") / name
-    try:
+    option = "run.dir" if spec.script is None else "--run-dir"
+    with system_errors(LaunchError, f"cannot make {path}", f"set {option} to a directory you can write"):
         path.mkdir(parents=True)
-    except OSError as error:
-        option = "run.dir" if spec.script is None else "--run-dir"
-        raise LaunchError(
-            f"cannot make {path}: {error.strerror}", f"set {option} to a directory you can write"
-        ) from error
     return path
 
 
@@ -200,10 +196,8 @@ def _run(
     # Slurm's warning goes to every process of a step and would end the agents; ranks catch it.
     warned = processes.handling([signal.SIGUSR2], signal.SIG_IGN) if guard is None else guard.listening()
     with (log_dir / failure.TORCHRUN_LOG).open("wb") as log, _caught(_SIGNALS) as signals, warned:
-        try:
+        with system_errors(LaunchError, f"cannot start {argv[0]}", "check the Python interpreter"):
             process = processes.start(argv, environ, log)
-        except OSError as error:
-            raise LaunchError(f"cannot start {argv[0]}: {error.strerror}", "check the Python interpreter") from error
         try:
             restarts = Restarts(log_dir, run_dir)
             unmet = not _wait_for_ranks(process, log_dir, signals, patience_s, in_use)
@@ -336,9 +330,9 @@ def _overwrites(run_dir: Path) -> bool:
         return False
 
 
-def _last_lines(path: Path, count: int = 20) -> str:
+def _last_lines(path: Path) -> str:
     try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+        return "\n".join(path.read_text(errors="replace").splitlines()[-20:])
     except OSError as error:
         return f"cannot read {path}: {error.strerror}"
 

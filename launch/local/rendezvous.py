@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...errors import LaunchError
+from ...errors import LaunchError, system_errors
 from ...files import write_whole
 from ..spec import split_endpoint
 
@@ -30,13 +30,9 @@ def private_folder() -> Iterator[str]:
     Raises:
         LaunchError: the folder cannot be made.
     """
-    try:
+    fix = "free space there, or set TMPDIR to a folder of this machine that you can write"
+    with system_errors(LaunchError, f"cannot make a folder in {tempfile.gettempdir()}", fix):
         made = tempfile.TemporaryDirectory(prefix="shardkit-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise LaunchError(
-            f"cannot make a folder in {tempfile.gettempdir()}: {error.strerror}",
-            "free space there, or set TMPDIR to a folder of this machine that you can write",
-        ) from error
     with made as folder:
         yield folder
 
@@ -92,17 +88,13 @@ def publish(path: Path, endpoint: str) -> None:
     Raises:
         LaunchError: the directory cannot be written.
     """
-    try:
+    with system_errors(LaunchError, f"cannot write {path}", "set run.dir to a directory that every node can write"):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, endpoint)
         except FileNotFoundError:  # another start has just removed the empty folder
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, endpoint)
-    except OSError as error:
-        raise LaunchError(
-            f"cannot write {path}: {error.strerror}", "set run.dir to a directory that every node can write"
-        ) from error
 
 
 def withdraw(path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError, LaunchError
-from ..spec import JobSpec, split_endpoint
+from ..spec import JobSpec, check_world, split_endpoint
 
 if TYPE_CHECKING:
     from ...config.schema import RunConfig
@@ -86,9 +86,6 @@ def check_elastic(spec: JobSpec, config: RunConfig | None) -> None:
     """
     if not spec.is_elastic:
         return
-    from ...config import capability
-    from ...config.load import resolve_batch
-
     nodes = f"--nnodes {spec.nodes[0]}:{spec.nodes[1]}"
     if spec.max_restarts < 1:
         raise LaunchError(
@@ -111,13 +108,7 @@ def check_elastic(spec: JobSpec, config: RunConfig | None) -> None:
     for count in range(spec.nodes[0], spec.nodes[1] + 1):
         world_size = count * spec.nproc_per_node
         try:
-            resolve_batch(config, world_size)
-            capability.check(
-                config,
-                device="cuda" if spec.on_gpus else "cpu",
-                world_size=world_size,
-                local_world_size=spec.nproc_per_node,
-            )
+            check_world(config, "cuda" if spec.on_gpus else "cpu", world_size, spec.nproc_per_node)
         except ConfigError as error:
             raise ConfigError(f"with {count} node(s) of {nodes}: {error.cause}", error.fix) from error
 
@@ -130,13 +121,8 @@ def check_ranks(spec: JobSpec, config: RunConfig | None) -> None:
     """
     if spec.is_elastic or config is None:
         return
-    from ...config import capability
-    from ...config.load import resolve_batch
-
-    world_size = spec.nodes[1] * spec.nproc_per_node
     device = "cpu" if config.run.device == "cpu" else "cuda"  # the ranks say that there is no GPU
-    capability.check(config, device=device, world_size=world_size, local_world_size=spec.nproc_per_node)
-    resolve_batch(config, world_size)
+    check_world(config, device, spec.nodes[1] * spec.nproc_per_node, spec.nproc_per_node)
 
 
 def elastic_variables(spec: JobSpec) -> dict[str, str]:

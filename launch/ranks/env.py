@@ -59,7 +59,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> RankEnv:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_rank_variables(environ, task)
     if task is not None:
-        return _from_task(environ, task)
+        return _from_task(environ, task, task.launcher)
     pod = _from_pod(environ)
     if pod is not None:
         return pod
@@ -135,43 +135,24 @@ def _from_rank_variables(environ: Mapping[str, str], task: Placement | None) -> 
             f"unset RANK and WORLD_SIZE to use {task.rank_var}, or start through torchrun",
         )
     if task is not None and agrees:
-        _check_local_rank(environ, task)
-        local_rank, local_size = task.local_rank, task.local_size
-        node_rank, n_nodes = task.node_rank, task.n_nodes
-    else:
-        local_rank, local_size = _local(environ, rank, world_size)
-        node_rank, n_nodes = _node(environ, rank, world_size, local_rank, local_size)
-    master_addr, master_port = _master(environ, world_size)
-    rank_env = RankEnv(
-        rank,
-        world_size,
-        local_rank,
-        local_size,
-        node_rank,
-        n_nodes,
-        "env",
-        master_addr,
-        master_port,
-        _requeues(environ),
-    )
+        return _from_task(environ, task, "env")
+    local_rank, local_size = _local(environ, rank, world_size)
+    node_rank, n_nodes = _node(environ, rank, world_size, local_rank, local_size)
+    places = rank, world_size, local_rank, local_size, node_rank, n_nodes
+    rank_env = RankEnv(*places, "env", *_master(environ, world_size), _requeues(environ))
     return _checked(rank_env, "CROSS_RANK", "CROSS_SIZE")
 
 
-def _from_task(environ: Mapping[str, str], task: Placement) -> RankEnv:
-    _check_local_rank(environ, task)
-    master_addr, master_port = _master(environ, task.size)
-    return RankEnv(
-        rank=task.rank,
-        world_size=task.size,
-        local_rank=task.local_rank,
-        local_world_size=task.local_size,
-        node_rank=task.node_rank,
-        n_nodes=task.n_nodes,
-        source="slurm" if task.launcher == "slurm" else "mpi",
-        master_addr=master_addr,
-        master_port=master_port,
-        restart_count=_requeues(environ),
-    )
+def _from_task(environ: Mapping[str, str], task: Placement, source: Source) -> RankEnv:
+    if "LOCAL_RANK" in environ and integer(environ, "LOCAL_RANK") != task.local_rank:
+        name = "SLURM_LOCALID" if task.launcher == "slurm" else "MPI's local rank"
+        raise LaunchError(
+            f"LOCAL_RANK={environ['LOCAL_RANK']}, but {name}={task.local_rank}",
+            f"unset LOCAL_RANK to use {name}",
+        )
+    places = task.rank, task.size, task.local_rank, task.local_size, task.node_rank, task.n_nodes
+    rank_env = RankEnv(*places, source, *_master(environ, task.size), _requeues(environ))
+    return _checked(rank_env, "CROSS_RANK", "CROSS_SIZE")
 
 
 def _from_pod(environ: Mapping[str, str]) -> RankEnv | None:
@@ -197,15 +178,6 @@ def _from_pod(environ: Mapping[str, str]) -> RankEnv | None:
 def _launcher_per_task(environ: Mapping[str, str], task: Placement) -> bool:
     """Whether each task runs a launcher for one node's ranks: deepspeed's sets CROSS_SIZE to the number of nodes."""
     return "CROSS_SIZE" in environ and integer(environ, "CROSS_SIZE") >= task.size
-
-
-def _check_local_rank(environ: Mapping[str, str], task: Placement) -> None:
-    if "LOCAL_RANK" in environ and integer(environ, "LOCAL_RANK") != task.local_rank:
-        name = "SLURM_LOCALID" if task.launcher == "slurm" else "MPI's local rank"
-        raise LaunchError(
-            f"LOCAL_RANK={environ['LOCAL_RANK']}, but {name}={task.local_rank}",
-            f"unset LOCAL_RANK to use {name}",
-        )
 
 
 def _local(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[int, int]:

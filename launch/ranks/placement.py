@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ...errors import LaunchError
 
@@ -20,12 +21,11 @@ class Placement:
     """A rank and its numbers from a task launcher.
 
     Attributes:
-        launcher: `slurm` or `mpi`.
         rank_var: the variable of the rank, for messages.
         size_var: the variable of the number of ranks.
     """
 
-    launcher: str
+    launcher: Literal["slurm", "mpi"]
     rank_var: str
     size_var: str
     rank: int

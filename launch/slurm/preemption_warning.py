@@ -142,13 +142,13 @@ class PreemptionWarning:
         now = time.time()
         if now >= self._next_look and signal.SIGUSR2 not in self.came:
             self._next_look = now + _LOOK_S
-            self._look(job_id, run_dir, now)
+            self._look(job_id, run_dir)
         if self._ends_at is not None and now >= self._ends_at and signal.SIGUSR2 not in self.came:
             say("the time limit is near")
             self.came.append(signal.SIGUSR2)
         self._pass_on(job_id, restart, now)
 
-    def _look(self, job_id: str, run_dir: Path, now: float) -> None:
+    def _look(self, job_id: str, run_dir: Path) -> None:
         outlook, needed = requeue.outlook(job_id), needed_s(run_dir)
         if outlook.is_ending:  # SIGTERM is on its way to every process of the job
             self._ends_at = None
@@ -182,9 +182,9 @@ class PreemptionWarning:
                 say("got SIGTERM: the ranks are told to save")
                 signal_steps("TERM", job_id)
 
-    def wait_for_term(self, timeout_s: float = 120) -> None:
-        """Wait for the SIGTERM with which Slurm ends the script of a requeued job."""
-        deadline = time.monotonic() + timeout_s
+    def wait_for_term(self) -> None:
+        """Wait for the SIGTERM with which Slurm ends the script of a requeued job, for two minutes at most."""
+        deadline = time.monotonic() + 120
         while signal.SIGTERM not in self.came and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 

@@ -26,21 +26,21 @@ def render_sbatch(spec: JobSpec) -> str:
     """
     for name, value in (("name", spec.name), ("run.dir", spec.run_dir), ("directory", spec.cwd)):
         _one_line(name, value)
-    settings = {"SHARDKIT_PYTHON": spec.python, "NPROC_PER_NODE": str(spec.nproc_per_node)}
-    settings["SHARDKIT_MAX_REQUEUES"] = str(spec.slurm.max_requeues)
-    if spec.slurm.signal_s is not None:
-        settings["SHARDKIT_SIGNAL_S"] = str(spec.slurm.signal_s)
-    if spec.max_restarts:
-        settings["SHARDKIT_MAX_RESTARTS"] = str(spec.max_restarts)
-    if spec.slurm.container:
-        settings["SHARDKIT_CONTAINER"] = spec.slurm.container
-    if spec.slurm.container_mounts:
-        settings["SHARDKIT_CONTAINER_MOUNTS"] = spec.slurm.container_mounts
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]
+    slurm = spec.slurm
+    settings: dict[str, object] = {
+        "SHARDKIT_PYTHON": spec.python,
+        "NPROC_PER_NODE": spec.nproc_per_node,
+        "SHARDKIT_MAX_REQUEUES": slurm.max_requeues,
+        "SHARDKIT_SIGNAL_S": slurm.signal_s,
+        "SHARDKIT_MAX_RESTARTS": spec.max_restarts or None,
+        "SHARDKIT_CONTAINER": slurm.container or None,
+        "SHARDKIT_CONTAINER_MOUNTS": slurm.container_mounts or None,
+    }
+    exports = [f"export {name}={shlex.quote(str(value))}" for name, value in settings.items() if value is not None]
     words = ["--script"] if spec.script is not None else []
     arguments = shlex.join([*words, spec.config or "-", *spec.overrides])
     header = [f"#SBATCH {_header_word(line)}" for line in header_options(spec)]
-    return "\n".join(["#!/bin/bash", *header, "", *exports, f"set -- {arguments}", "", _body(spec.slurm.style)])
+    return "\n".join(["#!/bin/bash", *header, "", *exports, f"set -- {arguments}", "", _body(slurm.style)])
 
 
 def header_options(spec: JobSpec) -> list[str]:

@@ -11,12 +11,12 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import __version__
-from ...errors import ConfigError, LaunchError
+from ...errors import ConfigError, LaunchError, system_errors
 from ...files import group_of_new_files, mode_like
 from ...files.children import read_git
 from ..cluster import CLUSTERS
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 FOLDER = "submit"
 CONFIG, SCRIPT, PATCH = "config.yaml", "script.json", "code.patch"
 _SLURM = CLUSTERS["slurm"]
+_WRITABLE = "set run.dir to a directory that you can write"
 
 
 def write_snapshot(folder: Path, config: str, script: str, name: str = CONFIG) -> list[Path]:
@@ -50,15 +51,11 @@ def write_snapshot(folder: Path, config: str, script: str, name: str = CONFIG) -
     patch = read_git("diff", "HEAD", "--binary")
     if patch:
         files[PATCH] = patch + "\n"
-    try:
+    with system_errors(LaunchError, f"cannot write {folder}", _WRITABLE):
         if patch:
             (folder / PATCH).touch(0o666 & mode_like(_changed_files(), group_of_new_files(folder)))
         for name, text in files.items():
             (folder / name).write_text(text)
-    except OSError as error:
-        raise LaunchError(
-            f"cannot write {folder}: {error.strerror}", "set run.dir to a directory that you can write"
-        ) from error
     return [folder / name for name in files]
 
 
@@ -76,7 +73,7 @@ def reserve(run_dir: Path) -> Path:
         LaunchError: the run directory cannot be written.
     """
     root = run_dir / FOLDER
-    try:
+    with system_errors(LaunchError, f"cannot write {root}", _WRITABLE):
         root.mkdir(parents=True, exist_ok=True)
         (run_dir / "logs").mkdir(exist_ok=True)
         while True:
@@ -84,10 +81,6 @@ def reserve(run_dir: Path) -> Path:
             with contextlib.suppress(FileExistsError):  # another submission was faster
                 folder.mkdir()
                 return folder
-    except OSError as error:
-        raise LaunchError(
-            f"cannot write {root}: {error.strerror}", "set run.dir to a directory that you can write"
-        ) from error
 
 
 def _next(run_dir: Path) -> Path:
@@ -146,80 +139,70 @@ class Submission:
         return CONFIG if self.spec.script is None else SCRIPT
 
 
-def prepare(
-    config: str,
-    overrides: Sequence[str],
-    *,
-    nodes: int,
-    ranks_per_node: int,
-    gpus_per_node: int,
-    max_restarts: int = 0,
-    name: str | None = None,
-    options: SlurmOptions = SlurmOptions(),  # noqa: B008 - immutable
-) -> Submission:
+@dataclass(frozen=True)
+class Request:
+    """What a job asks the cluster for.
+
+    Attributes:
+        name: the job's; None = by its run directory.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    gpus_per_node: int
+    max_restarts: int = 0
+    name: str | None = None
+    options: SlurmOptions = field(default_factory=SlurmOptions)
+
+    def spec(self, run_dir: Path, file_name: str) -> JobSpec:
+        """The job of a run directory, whose next snapshot has a file of that name."""
+        return JobSpec(
+            config=str(_next(run_dir) / file_name),
+            run_dir=str(run_dir),
+            nproc_per_node=self.ranks_per_node,
+            nodes=(self.nodes, self.nodes),
+            gpus_per_node=self.gpus_per_node,
+            max_restarts=self.max_restarts,
+            name=self.name or f"shardkit-{run_dir.name}",
+            slurm=self.options,
+        )
+
+
+def prepare(config: str, overrides: Sequence[str], request: Request) -> Submission:
     """Check the config for these nodes and GPUs, and render the script; writes nothing.
 
     Raises:
         ConfigError: the config is wrong or does not fit the number of ranks, or the run directory already holds a run.
         LaunchError: options that Slurm could not take.
     """
-    by_index = [item for item in overrides if "%a" in item and options.array is not None]
-    fixed = [item for item in overrides if item not in by_index]
-    loaded = _checked(config, fixed, by_index, options.array, nodes, ranks_per_node, gpus_per_node)
+    array = request.options.array
+    by_index = [item for item in overrides if "%a" in item and array is not None]
+    loaded = _checked(config, [item for item in overrides if item not in by_index], by_index, request)
     run_dir = Path(loaded.config.run.dir).absolute()
     folders = [run_dir]
-    if options.array is not None and loaded.config.run.resume is True:
-        folders = [run_dir / f"array_{index}" for index in array_indices(options.array)]
-    elif options.array is not None:
-        folders = array_folders(run_dir, options.array)
+    if array is not None and loaded.config.run.resume is True:
+        folders = [run_dir / f"array_{index}" for index in array_indices(array)]
+    elif array is not None:
+        folders = array_folders(run_dir, array)
     for folder in folders:
         _refuse_taken(folder, loaded)
-    spec = JobSpec(
-        config=str(_next(run_dir) / "config.yaml"),
-        overrides=tuple(by_index),
-        run_dir=str(run_dir),
-        nproc_per_node=ranks_per_node,
-        nodes=(nodes, nodes),
-        gpus_per_node=gpus_per_node,
-        max_restarts=max_restarts,
-        name=name or f"shardkit-{run_dir.name}",
-        slurm=options,
-    )
+    spec = replace(request.spec(run_dir, CONFIG), overrides=tuple(by_index))
     return _ready(spec, loaded.render(), loaded.config.run.source, loaded.config.checkpoint.is_periodic)
 
 
-def prepare_script(
-    script: Script,
-    run_dir: str,
-    *,
-    nodes: int,
-    ranks_per_node: int,
-    gpus_per_node: int,
-    max_restarts: int = 0,
-    name: str | None = None,
-    options: SlurmOptions = SlurmOptions(),  # noqa: B008 - immutable
-) -> Submission:
+def prepare_script(script: Script, run_dir: str, request: Request) -> Submission:
     """Render the job of a script that `launch.script.check` accepted; writes nothing.
 
     Raises:
         LaunchError: options that Slurm could not take, or that contradict the script's.
     """
-    if nodes < 1 or ranks_per_node < 1:
-        raise LaunchError(f"--nodes {nodes} with {ranks_per_node} rank(s) per node", "ask for at least one of each")
-    if options.style == "srun" and script.heartbeat is not None:
+    if request.nodes < 1 or request.ranks_per_node < 1:
+        raise LaunchError(
+            f"--nodes {request.nodes} with {request.ranks_per_node} rank(s) per node", "ask for at least one of each"
+        )
+    if request.options.style == "srun" and script.heartbeat is not None:
         raise LaunchError("--heartbeat with --style srun: no launcher looks at the files", "leave --style at torchrun")
-    path = Path(run_dir).absolute()
-    spec = JobSpec(
-        config=str(_next(path) / SCRIPT),
-        run_dir=str(path),
-        nproc_per_node=ranks_per_node,
-        nodes=(nodes, nodes),
-        gpus_per_node=gpus_per_node,
-        max_restarts=max_restarts,
-        name=name or f"shardkit-{path.name}",
-        slurm=options,
-        script=script,
-    )
+    spec = replace(request.spec(Path(run_dir).absolute(), SCRIPT), script=script)
     job = _ready(spec, script.as_json(), None, is_periodic=True)
     if script.checkpoints is not None:
         return job
@@ -272,24 +255,17 @@ def submit(job: Submission, launch: str = commands.LAUNCH) -> tuple[str, Path]:
     return job_id, folder
 
 
-def _checked(
-    config: str,
-    fixed: Sequence[str],
-    by_index: Sequence[str],
-    array: str | None,
-    nodes: int,
-    ranks_per_node: int,
-    gpus_per_node: int,
-) -> LoadedConfig:
+def _checked(config: str, fixed: Sequence[str], by_index: Sequence[str], request: Request) -> LoadedConfig:
+    """The config with the overrides of all tasks; it is checked as the first task of an array has it."""
     from ...config.load import load_config
 
     path = None if config == "-" else config
     loaded = load_config(path, fixed)
-    first_index = re.match(r"\d+", array or "")
+    first_index = re.match(r"\d+", request.options.array or "")
     first_task = load_config(
         path, [*fixed, *(item.replace("%a", first_index[0] if first_index else "0") for item in by_index)]
     )
-    check_fits(first_task.config, nodes, ranks_per_node, gpus_per_node)
+    check_fits(first_task.config, request.nodes, request.ranks_per_node, request.gpus_per_node)
     return loaded
 
 

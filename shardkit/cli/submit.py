@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import LaunchError
 from .program import Config, Count, Overrides, Program, RankOptions, RunDir, Text, Words, read_program, refuse_options
 from .rehearse_first import card_of_cluster, rehearse_first
 from .submit_plan import PlanOptions, files_of_script, plan_first
@@ -68,11 +69,9 @@ class ClusterOptions:
         Raises:
             LaunchError: an unknown style, a number that is negative, or something other than an option for sbatch.
         """
-        from ..errors import LaunchError
-
-        for option, number in (("--gpus-per-node", self.gpus_per_node), ("--max-restarts", self.max_restarts)):
-            if number < 0:
-                raise LaunchError(f"{option} {number} is negative", "pass 0 or more")
+        for option in ("gpus_per_node", "max_restarts", "max_requeues"):
+            if (number := getattr(self, option)) < 0:
+                raise LaunchError(f"--{option.replace('_', '-')} {number} is negative", "pass 0 or more")
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
             raise LaunchError(f"--cpus-per-task {self.cpus_per_task} is no number of CPUs", "pass 1 or more")
         if self.array is not None and not re.fullmatch(r"[\d,:%-]*\d", self.array):
@@ -80,11 +79,8 @@ class ClusterOptions:
         for option in self.sbatch or []:
             if not option.startswith("-"):
                 raise LaunchError(f"--sbatch {option!r} is not an option", f"write it as --sbatch=--{option}")
-
         if self.style not in ("torchrun", "srun"):
             raise LaunchError(f"--style {self.style!r} is not a way to start ranks", "pass torchrun or srun")
-        if self.max_requeues < 0:
-            raise LaunchError(f"--max-requeues {self.max_requeues} is negative", "pass 0 or more")
         if self.time is not None and self.time.startswith("-"):
             raise LaunchError(
                 f"--time {self.time!r} is negative", "pass minutes, H:MM:SS, or DAYS-HOURS; 0 = unlimited"
@@ -112,7 +108,6 @@ class ClusterOptions:
         Raises:
             LaunchError: a time limit or a size that Kubernetes does not accept.
         """
-        from ..errors import LaunchError
         from ..launch.slurm.preemption_warning import limit_s
         from ..launch.spec import KubernetesOptions
 
@@ -192,20 +187,15 @@ def submit(
 
 def _prepare(program: Program, cluster: ClusterOptions) -> Submission:
     """The job of a program, checked for the cluster's nodes; writes nothing."""
-    from ..launch.slurm.submit import prepare, prepare_script
+    from ..launch.slurm.submit import Request, prepare, prepare_script
 
-    settings: dict[str, Any] = {
-        "nodes": cluster.nodes,
-        "gpus_per_node": cluster.gpus_per_node,
-        "ranks_per_node": cluster.ranks_per_node or cluster.gpus_per_node or 1,
-        "max_restarts": cluster.max_restarts,
-        "name": cluster.name,
-        "options": cluster.slurm_options(),
-    }
+    ranks_per_node = cluster.ranks_per_node or cluster.gpus_per_node or 1
+    sizes = cluster.nodes, ranks_per_node, cluster.gpus_per_node, cluster.max_restarts
+    request = Request(*sizes, cluster.name, cluster.slurm_options())
     if program.script is not None:
-        return prepare_script(program.script, program.run_dir, **settings)
+        return prepare_script(program.script, program.run_dir, request)
     program.load()  # an error here names another tool's file, which `prepare` does not know
-    return prepare(str(program.config), program.overrides, **settings)
+    return prepare(str(program.config), program.overrides, request)
 
 
 def _print_manifest(
@@ -247,8 +237,6 @@ def _quantity(size: str | None) -> str | None:
     Raises:
         LaunchError: it is no size.
     """
-    from ..errors import LaunchError
-
     if size is None:
         return None
     match = re.fullmatch(r"([1-9]\d*)(?:([KMGT])(iB?|B)?)?", size)

@@ -132,9 +132,9 @@ class Feature:
         self._missing: list[Private] = []
         self._warned: set[str] = set()
 
-    def take(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False, since: str = "") -> Any:
+    def take(self, path: str, upstream: str = NO_ISSUE, until: str = "") -> Any:
         """The object of that name; if it is gone, a class that cannot be instantiated."""
-        private = self.use(path, upstream, until, cuda, since)
+        private = self.use(path, upstream, until)
         try:
             return private.find()
         except NameGone as error:

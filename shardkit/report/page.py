@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from ..errors import ShardkitError
+from ..errors import ShardkitError, system_errors
 from ..files import write_whole
 from ..memory.rows import KINDS, quantized_bytes
 from ..memory.spread import LABELS, pressure, summary
@@ -288,9 +288,5 @@ def save(text: str, path: Path) -> None:
     Raises:
         ShardkitError: the file cannot be written.
     """
-    try:
+    with system_errors(ShardkitError, f"cannot write {path}", "pass --out with a place you can write"):
         write_whole(path, text.encode(errors="replace"))
-    except OSError as error:
-        raise ShardkitError(
-            f"cannot write {path}: {error.strerror}", "pass --out with a place you can write"
-        ) from error

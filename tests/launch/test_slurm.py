@@ -189,10 +189,10 @@ def test_without_slurm_the_error_says_so(command: list[str], tmp_path: Path) -> 
 
 def test_a_directory_with_a_run_is_refused_unless_it_goes_on(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    sizes = {"nodes": 1, "ranks_per_node": 2, "gpus_per_node": 2}
+    sizes = submit.Request(nodes=1, ranks_per_node=2, gpus_per_node=2)
     with pytest.raises(ConfigError, match="already holds a run"):
-        submit.prepare("-", [f"run.dir={tmp_path}"], **sizes)  # type: ignore[arg-type]
-    submit.prepare("-", [f"run.dir={tmp_path}", "run.resume=true"], **sizes)  # type: ignore[arg-type]
+        submit.prepare("-", [f"run.dir={tmp_path}"], sizes)
+    submit.prepare("-", [f"run.dir={tmp_path}", "run.resume=true"], sizes)
 
 
 def test_a_person_may_not_submit_the_continuation_of_no_run_nor_train_in_a_folder_of_other_things(
@@ -200,7 +200,7 @@ def test_a_person_may_not_submit_the_continuation_of_no_run_nor_train_in_a_folde
 ) -> None:
     def prepare(*overrides: str, **options: Any) -> None:
         settings = [f"run.dir={tmp_path}/run", *overrides]
-        submit.prepare("-", settings, nodes=1, ranks_per_node=2, gpus_per_node=2, **options)
+        submit.prepare("-", settings, submit.Request(1, 2, 2, **options))
 
     with pytest.raises(ConfigError, match=r"run.resume=true, but run.dir=.*/run does not exist"):
         prepare("run.resume=true")
@@ -264,9 +264,9 @@ def test_a_later_submission_leaves_an_earlier_job_its_config(tmp_path: Path, mon
     write_program(tmp_path / "bin/sbatch", FAKE_SBATCH)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE", f"{tmp_path}/jobs")
-    sizes: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "gpus_per_node": 1}
+    sizes = submit.Request(nodes=1, ranks_per_node=1, gpus_per_node=1)
     for rate in ("0.25", "0.5"):
-        submit.submit(submit.prepare("-", [f"run.dir={tmp_path}/run", f"optim.lr={rate}"], **sizes))
+        submit.submit(submit.prepare("-", [f"run.dir={tmp_path}/run", f"optim.lr={rate}"], sizes))
     for number, rate in enumerate((0.25, 0.5)):
         line = next(x for x in (tmp_path / f"jobs/job.{number}").read_text().splitlines() if x.startswith("set -- "))
         assert load_config(line.split()[2], []).config.optim.lr == rate
