@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import ConfigError
 from .program import Overrides, Text, Words, load
 
 if TYPE_CHECKING:
@@ -59,8 +60,6 @@ class JobWords:
         return FilesJob(read_job(files, self.model, gpus, self.peft, settings), tuple(settings))
 
     def _config_job(self) -> ConfigJob:
-        from ..errors import ConfigError
-
         if self.model is not None:
             raise ConfigError(
                 f"--model {self.model} belongs to --from; a config has model.hf_config",
@@ -106,6 +105,12 @@ class ConfigJob:
         """The config with more overrides."""
         return self.load(changes).config
 
+    def changes(self, estimate: MemoryEstimate, planner: Planner) -> Changes:
+        """Changes of the config that need less memory, each planned."""
+        from ..plan.advise import changes_that_fit
+
+        return changes_that_fit(self.config(), estimate, planner, lambda changes: (self.config(changes), None))
+
     def tried(self, ranks: int, folder: Path, steps: int, memory_cap: str | None) -> Try:
         """Runs the job with more overrides, each attempt in fresh processes and in `folder/NUMBER`.
 
@@ -124,16 +129,11 @@ class ConfigJob:
 
     def to_plan(self, cards: CardOptions, as_json: bool) -> PlanJob:
         """The job on its cards; a note on stderr says why it would not start in this directory."""
-        from ..plan.advise import changes_that_fit
         from .plan_job import PlanJob, note_refused_start
 
         config = self.config()
         note_refused_start(config.run)
-
-        def advisor(estimate: MemoryEstimate, planner: Planner) -> Changes:
-            return changes_that_fit(config, estimate, planner, lambda changes: (self.config(changes), None))
-
-        return PlanJob(self.name, config, cards.target(config), advisor)
+        return PlanJob(self.name, config, cards.target(config), self.changes)
 
     def search(self, cards: CardOptions, options: SearchOptions, as_json: bool) -> None:
         """Search from the config, print the result, and write it."""

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import LaunchError, printable_lines
 from .launch import launch
 from .option_groups import with_option_groups
 from .program import JobCommand, load
@@ -16,7 +17,6 @@ from .submit import submit
 
 def jobs() -> None:
     """List the jobs that were submitted here and have not ended."""
-    from ..errors import printable_lines
     from ..launch.slurm import queue
 
     typer.echo(printable_lines(queue.table(queue.jobs())))
@@ -49,7 +49,6 @@ def doctor(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Device to measure.")] = "auto",
 ) -> None:
     """Look for problems that make training fail or crawl; under torchrun or srun also measure the ranks together."""
-    from ..errors import LaunchError
     from ..files import cache_dir
     from ..hardware import calibration
     from ..launch.doctor import finding, speeds

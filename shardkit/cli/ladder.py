@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import ConfigError, gib
 from .job_words import ConfigJob, FilesJob, JobWords
 from .plan import CardOptions, GpuMemory, GpuName, HostMemory, JobGpus, MemoryCap
 from .program import Overrides, Words
@@ -78,7 +79,6 @@ def _ladder_of_files(described: FilesJob, cards: CardOptions, rungs: Sequence[st
 
 def _print_and_save(steps: Iterator[Step], limit: int | None, out: Path) -> None:
     """Print the steps of a ladder as they are done, then write the table and the plot."""
-    from ..errors import ConfigError
     from ..plan.search import ladder as ladders
     from ..report.plot import save_ladder
 
@@ -95,8 +95,6 @@ def _print_and_save(steps: Iterator[Step], limit: int | None, out: Path) -> None
 
 
 def _refuse_gpu_memory(gpu_memory: str | None) -> None:
-    from ..errors import ConfigError
-
     if gpu_memory is not None:
         raise ConfigError(
             f"--gpu-memory {gpu_memory}: real runs have the memory of this machine's cards",
@@ -119,7 +117,6 @@ def max_model(
 ) -> None:
     """Find the largest model, or micro-batch, that CONFIG's settings can train, by prediction or real steps."""
     from ..config.load import resolve_batch
-    from ..errors import ConfigError
     from ..plan.search.max_model import batch_sizes, largest, model_sizes
     from ..plan.target import target_here
 
@@ -149,8 +146,6 @@ def max_model(
 
 
 def _print_largest(answer: Boundary, unit: str, limit: int, is_confirmed: bool) -> None:
-    from ..errors import gib
-
     size, next_size = answer.largest, answer.next_up
     typer.echo(f"largest   {size.amount:,} {unit}: {' '.join(size.settings)}")
     short = "; the next one is short of host memory" if answer.limited_by == "host" else ""

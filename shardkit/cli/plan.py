@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import ConfigError
 from .job_words import JobWords
 from .program import Count, Number, Text
 
@@ -74,8 +75,6 @@ class SearchOptions:
         Raises:
             ConfigError: one of them was given without --auto.
         """
-        from ..errors import ConfigError
-
         if not self.auto and self != SearchOptions():
             raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 from typer.core import TyperCommand
 
+from ..errors import LaunchError
+
 if TYPE_CHECKING:
     from ..config.load import LoadedConfig
     from ..launch.script import Script
@@ -50,8 +52,6 @@ class JobCommand(TyperCommand):
         Raises:
             LaunchError: a script without `--` before it; the script's own options are unknown here.
         """
-        from ..errors import LaunchError
-
         words = args[: args.index("--")] if "--" in args else list(args)
         ctx.meta[OPTION_WORDS] = words
         ctx.meta[SCRIPT_WORDS] = args[len(words) + 1 :] if len(words) < len(args) else None
@@ -165,7 +165,6 @@ def read_program(
     Raises:
         LaunchError: both a config and a script, or neither; a script that cannot start; an option that does not apply.
     """
-    from ..errors import LaunchError
     from ..launch import script as scripts
 
     words, command = ctx.meta[SCRIPT_WORDS], str(ctx.info_name)
@@ -203,8 +202,6 @@ def refuse_options(ctx: typer.Context, names: Sequence[str], reason: str, fix: s
     Raises:
         LaunchError: the first of `names` that was set.
     """
-    from ..errors import LaunchError
-
     for name in names:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from ..errors import ConfigError, LaunchError, gib
 from .program import SCRIPT_WORDS, Count, MaybePath, Text
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ def pretend_weights(
     """Write a model folder whose weights are all zero and take no space, for programs to load in a rehearsal."""
     from ..checkpoint.formats.pretended import write_pretended_weights
     from ..checkpoint.formats.targets import DTYPES
-    from ..errors import ConfigError, gib
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is no type of weights", f"choose one of {', '.join(DTYPES)}")
@@ -99,7 +99,6 @@ def rehearse(
     """
     import json
 
-    from ..errors import LaunchError
     from ..hardware.cards import find_gpu, parse_bytes
     from ..plan.target import known_here
     from ..rehearse.expect import parse_expectation
@@ -148,8 +147,6 @@ def _refuse_with_compute(options: RehearsalOptions) -> None:
     Raises:
         LaunchError: one is given with --compute.
     """
-    from ..errors import LaunchError
-
     events = {"--until": options.until, "--expect": options.expect}
     set_options = {"--ranks": options.ranks, "--live": options.live, **events}
     names = [name for name, setting in set_options.items() if setting is not None]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import ConfigError, LaunchError
 from .program import Program, Text, refuse_options
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ def card_here(config: RunConfig, spec: JobSpec, options: RehearseHere) -> Gpu:
         LaunchError: the job would run on CPUs.
         ConfigError: this machine's card is not in the table, and no option names another one.
     """
-    from ..errors import ConfigError, LaunchError
     from ..hardware.cards import GPUS
     from ..launch.ranks.gpus import model_names
     from ..plan.target import choose_target
@@ -67,7 +67,6 @@ def card_of_cluster(spec: JobSpec, gpu: str | None, gpu_memory: str | None) -> G
         LaunchError: nobody named it, or the job asks for no GPU.
     """
     from ..config.schema import RunConfig
-    from ..errors import LaunchError
     from ..plan.target import choose_target
 
     if not spec.gpus_per_node:

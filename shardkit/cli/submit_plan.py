@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .job_words import JobWords, Model, Peft
+from ..errors import ConfigError, LaunchError, NotPlannedError, gib
+from .job_words import ConfigJob, JobWords, Model, Peft
 from .program import OPTION_WORDS, SCRIPT_WORDS, Program, Text, Words, index_of_script, missing_dashes
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
     from ..foreign.translate import ForeignJob
     from ..launch.spec import JobSpec
-    from ..plan.advise import Changes
-    from ..plan.client import Planner
     from ..plan.model.estimate import MemoryEstimate
 
 
@@ -48,8 +47,6 @@ class PlanOptions:
         Raises:
             LaunchError: --rehearse and --force.
         """
-        from ..errors import LaunchError
-
         if self.rehearse and self.force:
             raise LaunchError("--force submits a job that does not fit, and --rehearse one that does", "remove one")
 
@@ -60,8 +57,6 @@ def files_of_script(ctx: typer.Context, config: str | None, overrides: Sequence[
     Raises:
         LaunchError: there is no script, no file, or no card to plan for.
     """
-    from ..errors import LaunchError
-
     if not options.from_files:
         option = "--model" if options.model else "--peft"
         raise LaunchError(f"{option} belongs to --from, which is missing", "add --from with the files of the trainer")
@@ -98,8 +93,6 @@ def plan_job(
         ConfigError: the job does not fit, asks for no GPU, or its files leave something open.
         NotPlannedError: a key of the files changes memory, and no plan models it.
     """
-    from ..errors import ConfigError
-    from ..plan.advise import changes_that_fit
     from ..plan.submit_check import refuse_misfit
     from ..plan.target import choose_target
 
@@ -109,14 +102,10 @@ def plan_job(
     host_memory = f"{mem}M" if mem is not None and mem.isdigit() else mem
     if files is not None:
         return _plan_by_files(files, spec, options, host_memory)
-    config = program.load().config
-    n_ranks = spec.nproc_per_node * spec.nodes[1]
+    described = ConfigJob(str(program.config), tuple(program.overrides_of_all_tasks))
+    config, n_ranks = described.config(), spec.nproc_per_node * spec.nodes[1]
     target = choose_target(config, n_ranks, spec.nproc_per_node, options.gpu, options.gpu_memory, host_memory)
-
-    def advisor(estimate: MemoryEstimate, planner: Planner) -> Changes:
-        return changes_that_fit(config, estimate, planner, lambda changes: (program.load(changes).config, None))
-
-    return refuse_misfit(config, target, advisor), config
+    return refuse_misfit(config, target, described.changes), config
 
 
 def plan_first(
@@ -129,8 +118,6 @@ def plan_first(
     Args:
         err: whether the verdict goes to stderr.
     """
-    from ..errors import NotPlannedError
-
     if not (options.gpu or options.gpu_memory) or options.force:
         return None
     if options.rehearse and files is None and program.script is not None:
@@ -148,8 +135,6 @@ def plan_first(
 
 def verdict(estimate: MemoryEstimate) -> str:
     """One line: the memory that the job needs, and whether it fits."""
-    from ..errors import gib
-
     return f"planned: {gib(estimate.needed)} of {gib(estimate.device_memory or 0)} on each GPU: {estimate.verdict}"
 
 
@@ -157,7 +142,6 @@ def _plan_by_files(
     files: JobWords, spec: JobSpec, options: PlanOptions, host_memory: str | None
 ) -> tuple[MemoryEstimate, RunConfig]:
     """Plan a script's job by the files of its trainer: its steps, its loading and its saving."""
-    from ..errors import ConfigError
     from ..foreign.show import left_out, misfits, moments
     from ..plan.submit_check import refuse_misfit
     from ..plan.target import choose_target

@@ -189,7 +189,7 @@ def _inner(tree: dict[str, Any], path: Path) -> dict[str, Any]:
     return tree
 
 
-def split_override(item: Any) -> tuple[Any, str]:
+def split_override(item: Any) -> tuple[str, str]:
     """Split `section.key=value` into key and value."""
     dotted, sign, value = item.partition("=") if isinstance(item, str) else ("", "", "")
     if not sign and str(item).endswith((".yaml", ".yml")):
@@ -202,6 +202,13 @@ def split_override(item: Any) -> tuple[Any, str]:
             "give it a value (a variable of the shell may be empty), or remove it",
         )
     return dotted, value
+
+
+def as_override(value: Any) -> str:
+    """A plain value as an override has it: `true`, `null`, `1e-05`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
 
 
 def _malformed(name: str, hint: str = "") -> ConfigError:

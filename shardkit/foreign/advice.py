@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import yaml
 
+from ..config.layers import merged
 from ..config.schema import RunConfig
 from ..errors import ShardkitError, gib
 from ..oom.advice import Advice
@@ -18,7 +20,7 @@ from ..plan.model.estimate import MemoryEstimate
 from ..plan.search.ladder import Rung, Step
 from ..plan.target import Target
 from .phrases import BUCKETS, Tool, phrase
-from .rewrite import READERS, ChangedJob, NoKey, as_mapping, change_files, merge, without_techniques
+from .rewrite import READERS, ChangedJob, NoKey, as_mapping, change_files, without_techniques
 from .translate import ForeignJob
 
 LIMIT_S = 90.0
@@ -172,7 +174,5 @@ def _joined(texts: list[str]) -> str:
     trees = [as_mapping(text) for text in texts]
     if len(texts) < 2 or None in trees:
         return ", ".join(texts)
-    merged: dict[str, Any] = {}
-    for tree in trees:
-        merge(merged, tree or {})
-    return yaml.safe_dump(merged, default_flow_style=True, sort_keys=False, width=10_000).strip()[1:-1]
+    tree = reduce(merged, (tree or {} for tree in trees))
+    return yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=10_000).strip()[1:-1]

@@ -60,31 +60,28 @@ def gather(names: Iterable[Any]) -> tuple[list[File], list[Problem]]:
 
 
 def _follow(file: File, key: str, path: str, files: list[File], problems: list[Problem]) -> None:
+    if candidate := _named_file(file, key, path, problems):
+        named_file = read(candidate)
+        values, lines = prefixed(named_file.tool, named_file.values), prefixed(named_file.tool, named_file.lines)
+        files.append(replace(named_file, values=values, lines=lines))
+
+
+def _named_file(file: File, key: str, path: str, problems: list[Problem]) -> str:
+    """The path of a file that a key names, from here or from beside its own file; empty, with a problem, if neither."""
     for candidate in (Path(path), file.folder / path):
         if candidate.is_file():
-            named_file = read(str(candidate))
-            values, lines = prefixed(named_file.tool, named_file.values), prefixed(named_file.tool, named_file.lines)
-            files.append(replace(named_file, values=values, lines=lines))
-            return
-    problems.append(_missing(file, key, path))
-
-
-def _missing(file: File, key: str, path: str) -> Problem:
-    return Problem(
-        "missing file", f"{file.name}: {key}={one_line(path)} names a file that does not exist",
-        "correct the path, or pass that file too", keys=(key,),
-    )  # fmt: skip
+            return str(candidate)
+    cause = f"{file.name}: {key}={one_line(path)} names a file that does not exist"
+    problems.append(Problem("missing file", cause, "correct the path, or pass that file too", keys=(key,)))
+    return ""
 
 
 def _fsdp_file(file: File, values: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
     path = values.pop("fsdp_config")
     if path.startswith("{"):
         return flatten({"fsdp_config": parse(path, f"{file.name}: fsdp_config")})
-    for candidate in (Path(path), file.folder / path):
-        if candidate.is_file():
-            return flatten({"fsdp_config": parse(read_text(str(candidate)), str(candidate))})
-    problems.append(_missing(file, "fsdp_config", path))
-    return {}
+    candidate = _named_file(file, "fsdp_config", path, problems)
+    return flatten({"fsdp_config": parse(read_text(candidate), candidate)}) if candidate else {}
 
 
 def prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..config.layers import split_override
+from ..config.layers import as_override, split_override
 from ..config.load import LoadedConfig
 from ..errors import ConfigError
 from .files import File, flatten
@@ -73,7 +73,7 @@ def change_files(
     files, all_overrides, script_changes = list(job.files), list(overrides), list[str]()
     for key, value in sorted(requested.items(), key=lambda setting: setting[0] != "parallel.strategy"):
         if key == "parallel.strategy" and _kind(engine) != _kind(engine_before) and key not in overridden_keys:
-            files = _without_engine(job, engine)
+            files = _without_engine(job)
             if _kind(engine) == "":
                 continue
         phrase_engine = engine_before if key == "parallel.strategy" else engine
@@ -103,10 +103,9 @@ def change_files(
 
 def without_techniques(job: ForeignJob, overrides: Sequence[str]) -> ChangedJob:
     """The job without engine, half precision and checkpointing, as far as its files decide them."""
-    data_parallel = "ddp" if job.gpus > 1 else "single"
     is_sharded = _kind(job.settings["parallel.strategy"]) != ""
     files = []
-    for file in _without_engine(job, data_parallel) if is_sharded else job.files:
+    for file in _without_engine(job) if is_sharded else job.files:
         off: dict[str, Any] = {}
         for key in file.values if file.tool != "model" else ():
             if key == "mixed_precision" and file.values[key] in ("fp16", "bf16"):
@@ -168,11 +167,11 @@ def _tools_to_change(job: ForeignJob, files: Sequence[File], key: str, engine: s
 
 def _means(setting: Any, requested: str) -> bool:
     """Whether a config's setting is the requested one, as written on the command line."""
-    text = str(setting).lower() if isinstance(setting, bool) else "null" if setting is None else str(setting)
+    text = as_override(setting)
     return text == requested or (requested, text) == ("bf16", "pure_bf16")  # a bf16 model keeps its type there
 
 
-def _without_engine(job: ForeignJob, strategy: str) -> list[File]:
+def _without_engine(job: ForeignJob) -> list[File]:
     """The files of plain data parallelism; DeepSpeed's own is kept, at stage 0, if there is no other."""
     tools = {file.tool for file in job.files}
     files = []
@@ -249,12 +248,3 @@ def as_mapping(text: str) -> dict[str, Any] | None:
     except yaml.YAMLError:
         return None
     return tree if isinstance(tree, dict) and None not in tree.values() else None
-
-
-def merge(tree: dict[str, Any], addition: Mapping[str, Any]) -> None:
-    """Add the keys of one tree to another, section by section, in place."""
-    for key, value in addition.items():
-        if isinstance(value, dict) and isinstance(tree.get(key), dict):
-            merge(tree[key], value)
-        else:
-            tree[key] = value

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..config.schema import RunConfig
-    from ..plan.model.estimate import MemoryEstimate
-    from .together import FileKey
-    from .translate import ForeignJob
+import yaml
+
+from ..config.capability import mesh_shape
+from ..config.errors import shown
+from ..config.schema import RunConfig
+from ..errors import gib, printable
+from ..plan.model.estimate import MemoryEstimate
+from ..plan.search.trial import writing
+from ..plan.show import columns
+from .combine import unknown_key
+from .files import family
+from .together import FileKey
+from .transfers import Sizes
+from .translate import OF_ONE_ENGINE, ForeignJob, nested
 
 OVERRIDES = ("train.eval_samples=0",)
 """Overrides of every job of other tools: shardkit's evaluation is not part of their loops."""
@@ -20,8 +29,6 @@ _WIDTH = 46
 
 def mapping(job: ForeignJob) -> Iterator[str]:
     """Line by line, where every key of the files ended."""
-    from .files import family
-
     for name in dict.fromkeys(file_key.file for file_key in job.file_keys):
         keys = [file_key for file_key in job.file_keys if file_key.file == name]
         yield name if "default" in name else f"{name} ({family(keys[0].tool)})"
@@ -41,8 +48,6 @@ def show_notes(job: ForeignJob) -> Iterator[str]:
 
 def left_out(job: ForeignJob, config: RunConfig, estimate: MemoryEstimate) -> Iterator[str]:
     """Differences that the plan does not have, each with its most bytes, and whether these still fit."""
-    from ..errors import gib
-
     if job.left_out:
         yield "\nnot part of the plan"
     total = 0
@@ -74,9 +79,6 @@ class Moment:
 
 def moments(job: ForeignJob, config: RunConfig, estimate: MemoryEstimate) -> list[Moment]:
     """Loading and saving in the tool's loop, in bytes of one rank."""
-    from ..config.capability import mesh_shape
-    from .transfers import Sizes
-
     shards = estimate.world_size
     if config.parallel.strategy == "hsdp":
         shards = mesh_shape(config, shards, min(shards, job.gpus_per_node or 8))[-1]
@@ -91,9 +93,6 @@ def moments(job: ForeignJob, config: RunConfig, estimate: MemoryEstimate) -> lis
 
 def show_moments(rows: list[Moment]) -> Iterator[str]:
     """A table of the moments, each followed by its reason."""
-    from ..errors import gib
-    from ..plan.show import columns
-
     cells = [("beside the steps", "ranks", "device", "host", "mapped")]
     for row in rows:
         phase = row.phase if row.expected else f"({row.phase})"
@@ -106,8 +105,6 @@ def show_moments(rows: list[Moment]) -> Iterator[str]:
 
 def misfits(rows: list[Moment], estimate: MemoryEstimate, ranks_per_node: int) -> Iterator[str]:
     """Moments that need more memory than the device or the host has, each with a change of the files that helps."""
-    from ..errors import gib
-
     for row in (row for row in rows if row.expected):
         device = row.device + estimate.overhead
         if estimate.device_memory is not None and device > estimate.device_memory:
@@ -158,8 +155,6 @@ def _shown(job: ForeignJob, setting: str, value: Any) -> str:
 
 def _without_counterpart(keys: list[FileKey]) -> Iterator[str]:
     """The rows of keys that set nothing here: each fate together."""
-    from .combine import unknown_key
-
     by_fate: dict[str, list[FileKey]] = {}
     for file_key in keys:
         by_fate.setdefault(file_key.fate, []).append(file_key)
@@ -181,8 +176,6 @@ def _row(key: str, fate: str) -> str:
 
 
 def _value(value: Any) -> str:
-    from ..config.errors import shown
-
     return value if isinstance(value, str) else shown(value)
 
 
@@ -209,8 +202,6 @@ def details(
     Returns:
         (lines below the estimate, those among them that say that loading or saving does not fit, fields of the JSON).
     """
-    from ..errors import printable
-
     transfers = moments(job, config, estimate)
     too_large = list(misfits(transfers, estimate, ranks_per_node))
     lines = [*map(printable, show_notes(job)), "", *show_moments(transfers), *too_large]
@@ -222,11 +213,6 @@ def details(
 
 def save(job: ForeignJob, folder: Path) -> Path:
     """Write the job's config as `from.yaml`, for a search over engines: without keys that only some of them take."""
-    import yaml
-
-    from ..plan.search.trial import writing
-    from .translate import OF_ONE_ENGINE, nested
-
     path = folder / "from.yaml"
     settings = {key: value for key, value in job.settings.items() if not key.startswith(OF_ONE_ENGINE)}
     with writing(folder):

@@ -127,16 +127,15 @@ class ForeignJob:
         Raises:
             ConfigError: the files contradict each other or leave something open, or a value is refused.
         """
-        keys = {str(split_override(item)[0]) for item in overrides}
+        pairs = [split_override(item) for item in overrides]
+        keys = [key for key, _ in pairs]
         still = [problem for problem in self.problems if problem.setting not in keys]
         if still:
             raise combined([ConfigError(cause, fix) for cause, fix in in_few_lines(still)])
-        pairs = [split_override(item) for item in overrides]
         settings = dict(self.settings)
-        if ("adapter.type", "lora") in [(str(key), value) for key, value in pairs]:
+        if ("adapter.type", "lora") in pairs:
             settings |= self.adapter
-        on_cpu = ("run.device", "cpu") in [(str(key), value) for key, value in pairs]
-        if on_cpu and settings.get("optim.implementation") == "foreach":
+        if ("run.device", "cpu") in pairs and settings.get("optim.implementation") == "foreach":
             settings["optim.implementation"] = "for_loop"  # torch's own choice there
         layers = Layers()
         layers.add_file(self.name, Document(nested(settings)))
@@ -172,7 +171,7 @@ def read_job(
         model = next((file.name for file in sources if file.tool == "model"), None) or model_named(sources)[0] or None
     path = None if model is None else str(model)
     config = {} if path is None else read_model(path)
-    command_line = {str(key): value for key, value in map(split_override, overrides)}
+    command_line = dict(map(split_override, overrides))
 
     def made(files: Sequence[File]) -> ForeignJob:
         job = translate(combine(list(files), config, list(problems), command_line), path, gpus)
