@@ -190,13 +190,9 @@ def _nearby(path: FilePath) -> str:
     return one_line(f"in {path.parent}: {', '.join(names)}")
 
 
-def _write_schema(path: str) -> None:
-    FilePath(path).write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
     try:
-        _write_schema(sys.argv[1])
+        FilePath(sys.argv[1]).write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
     except (IndexError, OSError) as problem:
         print(f"usage: python -m shardkit.config.load configs/schema.json ({problem})", file=sys.stderr)
         sys.exit(2)

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..config import capability
+from ..config.layers import as_override
 from ..config.load import resolve_batch
 from ..config.schema import RunConfig
 from ..errors import ConfigError, gib
@@ -62,7 +63,7 @@ def advise(config: RunConfig, world_size: int, local_world_size: int, device: st
     advice = [Advice(*rule) for rule in outside(n)] if used.short_of == "device" else []
     for settings, saving, cost, reason in rules(n):
         if (saving is None or saving >= 1) and _allowed(config, settings, world_size, local_world_size, device):
-            change = " ".join(f"{key}={_shown(value)}" for key, value in settings.items())
+            change = " ".join(f"{key}={as_override(value)}" for key, value in settings.items())
             advice.append(Advice(change, None if saving is None else round(saving), cost, reason))
     return sorted(advice, key=lambda advice: -(advice.saving_bytes or 0))
 
@@ -80,9 +81,3 @@ def _allowed(config: RunConfig, settings: Mapping[str, Any], world: int, local_w
     except (ConfigError, ValidationError):
         return False
     return new != config
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

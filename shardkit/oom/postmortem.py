@@ -120,7 +120,7 @@ class PostMortem:
             plan = self._planned
             advice = self._attempt("planned advice", lambda: plan(advice), advice)
             problem = self._write({**record, "advice": [tip.to_json() for tip in advice]})
-        return OutOfMemoryError(_cause(record, self._config.memory.cap), _fix(advice, shortage, self.path, problem))
+        return OutOfMemoryError(_cause(record, self._config.memory.cap), _fix(advice, self.path, problem))
 
     def at_risk(self, row: RankRow) -> None:
         """Write a post-mortem while the host's memory is almost used up: a rank that is killed cannot."""
@@ -263,7 +263,7 @@ def _cause(record: dict[str, Any], cap: str | None) -> str:
     return f"rank {record['rank']} ran out of memory {doing}{inside}: {request_text} of {memory_name}{free}{pieces}"
 
 
-def _fix(advice: list[Advice], shortage: Shortage, path: Path, problem: str | None) -> str:
+def _fix(advice: list[Advice], path: Path, problem: str | None) -> str:
     best = [f"{tip.change} ({tip.effect})" for tip in advice[:2] if tip.effect and tip.verdict != "does not fit"]
     tips = "set " + ", or ".join(best) if best else "use more ranks, or a smaller model"
     file = f"see {path}" if problem is None else f"{path} could not be written: {problem}"

@@ -60,16 +60,14 @@ class Changes(list[Change]):
     left_out: Sequence[str] = ()
 
 
-def changes_that_fit(
-    config: RunConfig, estimate: MemoryEstimate, planner: Planner, changed: Changed, limit_s: float = LIMIT_S
-) -> Changes:
+def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Planner, changed: Changed) -> Changes:
     """Changes that save memory, those that fit first; pairs of changes too if no single one fits.
 
     Changes of a deep model are predicted from a few of its layers, and corrected by what that misses of the job itself.
+    After `LIMIT_S` the planner is stopped, and changes without a prediction are left out.
 
     Args:
         config: without changes; `estimate` is its prediction.
-        limit_s: seconds after which the planner is stopped, and changes without a prediction are left out.
     """
     target = planner.target
     scarce = "host" if estimate.device_memory is None or estimate.needed <= estimate.device_memory else "device"
@@ -81,7 +79,7 @@ def changes_that_fit(
     ]
     if config.activation.policy == "none" and scarce == "device":
         candidates.insert(0, ("activation.policy=selective", "attention runs twice: a few percent more compute"))
-    with planner.stopping_after(limit_s):
+    with planner.stopping_after(LIMIT_S):
         plans = _Plans(config, estimate, planner, changed, scarce)
         changes = plans.of(candidates)
         if changes and not any(change.estimate.verdict in ("fits", "tight") for change in changes):

@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..files import cache_dir, locked, read_objects, write_whole
+from ..hardware import calibration
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
@@ -24,6 +25,11 @@ _BESIDE = {"run", "logging", "checkpoint", "profile"}
 
 def path() -> Path:
     return cache_dir() / "past.jsonl"
+
+
+def this_cpu() -> str:
+    """The device name of CPU runs on this machine; GPU runs use the card's name."""
+    return calibration.cpu_name()
 
 
 def digest(config: RunConfig) -> str:

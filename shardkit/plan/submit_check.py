@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..config.schema import RunConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, gib
 from .advise import Changes
 from .client import Planner
 from .model.estimate import MemoryEstimate
@@ -49,8 +49,6 @@ def _refused(estimate: MemoryEstimate, changes: Changes) -> ConfigError:
 
 def misfit(estimate: MemoryEstimate) -> str:
     """One line that says which memory is short, by how much and where."""
-    from ..errors import gib
-
     peak = estimate.peak
     if estimate.device_memory is not None and estimate.needed > estimate.device_memory:
         moment = peak.phase + (f", {peak.module}" if peak.module else "")

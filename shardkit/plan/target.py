@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ..config.schema import RunConfig
 from ..errors import ConfigError
 from ..hardware import calibration
@@ -45,8 +47,7 @@ class Target:
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> Target:
-        gpu = obj["gpu"]
-        return cls(**{**obj, "gpu": Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) if gpu else None})
+        return TypeAdapter(cls).validate_python(obj)
 
 
 def choose_target(

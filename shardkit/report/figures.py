@@ -35,11 +35,11 @@ RunsByLabel = Mapping[str, Run]
 """Runs by their label in a plot; a single run has the label ""."""
 
 
-def thin(xs: Sequence[float], ys: Sequence[float], limit: int = POINTS) -> tuple[list[float], list[float]]:
-    """At most about `limit` points of a line: the smallest and largest of each stretch, and the last point."""
-    if len(xs) <= limit:
+def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most about `POINTS` points of a line: the smallest and largest of each stretch, and the last point."""
+    if len(xs) <= POINTS:
         return list(xs), list(ys)
-    width = -(-2 * len(xs) // limit)
+    width = -(-2 * len(xs) // POINTS)
     shown = set[int]()
     for start in range(0, len(xs), width):
         stretch = range(start, min(start + width, len(xs)))
@@ -57,6 +57,16 @@ def line(
     return {
         "type": "scatter", "mode": mode, "name": label(name), "x": xs_shown, "y": ys_shown, "line": {"color": colour},
         "yaxis": _axis(panel), "hovertemplate": "%{y:.6g}<br>step %{x}", **trace_settings,
+    }  # fmt: skip
+
+
+def bar(
+    name: str, xs: Sequence[Any], ys: Sequence[float | None], colour: str, unit: str, **trace_settings: Any
+) -> dict[str, Any]:
+    """Bars of one colour."""
+    return {
+        "type": "bar", "name": label(name), "x": xs, "y": ys, "marker": {"color": colour},
+        "hovertemplate": f"%{{y:.6g}} {unit}", **trace_settings,
     }  # fmt: skip
 
 
@@ -155,14 +165,10 @@ def categories(bars: Mapping[str, Mapping[str, Parts]]) -> Figure:
     unit, scale = unit_of(sum(parts.values()) for _, _, parts in columns)
     present = dict.fromkeys(kind for _, _, parts in columns for kind, n_bytes in parts.items() if n_bytes)
     order = [kind for kind in COLOURS if kind in present] + [kind for kind in present if kind not in COLOURS]
+    places = [[label(name) for name, _, _ in columns], [label(location) for _, location, _ in columns]]
     traces = [
-        {
-            "type": "bar", "name": label(kind.replace("_", " ")),
-            "x": [[label(name) for name, _, _ in columns], [label(location) for _, location, _ in columns]],
-            "y": [parts.get(kind, 0) / scale for _, _, parts in columns],
-            "marker": {"color": COLOURS.get(kind, LINES[number % len(LINES)])},
-            "hovertemplate": f"%{{y:.6g}} {unit}",
-        }
+        bar(kind.replace("_", " "), places, [parts.get(kind, 0) / scale for _, _, parts in columns],
+            COLOURS.get(kind, LINES[number % len(LINES)]), unit)
         for number, kind in enumerate(order)
     ]  # fmt: skip
     return Figure(traces, {**panels([unit], ""), "barmode": "stack", "height": 380}, "no state was counted")
@@ -172,11 +178,8 @@ def phases(peaks: Mapping[str, Mapping[str, int]], metric: str) -> Figure:
     """Grouped bars: the peak in each phase, one colour per name."""
     unit, scale = unit_of(peak for peak_by_phase in peaks.values() for peak in peak_by_phase.values())
     traces = [
-        {
-            "type": "bar", "name": label(name), "x": list(peak_by_phase),
-            "y": [peak / scale for peak in peak_by_phase.values()],
-            "marker": {"color": LINES[index % len(LINES)]}, "hovertemplate": f"%{{y:.6g}} {unit} in %{{x}}",
-        }
+        bar(name, list(peak_by_phase), [peak / scale for peak in peak_by_phase.values()], LINES[index % len(LINES)],
+            f"{unit} in %{{x}}")
         for index, (name, peak_by_phase) in enumerate(peaks.items())
         if peak_by_phase
     ]  # fmt: skip
@@ -189,21 +192,13 @@ def ranks(rows: Sequence[RankRow], times: Mapping[int, RankStepTime]) -> Figure:
     peaks = [row.host_mem.peak_rss if row.device_mem is None else row.device_mem.peak_allocated for row in rows]
     unit, scale = unit_of(peaks)
     metric = "peak allocated" if any(row.device_mem for row in rows) else "peak RSS"
-    bars: list[tuple[str, list[float | None], str, str, str]] = [
-        (metric, [peak / scale for peak in peaks], LINES[0], "y", unit)
-    ]
+    traces = [bar(metric, names, [peak / scale for peak in peaks], LINES[0], unit, yaxis="y")]
     spent = [times.get(row.identity.rank) for row in rows]
     for name, key, colour in (
         ("waiting for data", "data", LINES[3]),
         ("forward", "forward", LINES[2]),
         ("backward, update, waiting for ranks", "remainder", LINES[7]),
     ):
-        bars.append((name, [None if t is None else 1e3 * getattr(t, key) for t in spent], colour, "y2", "ms"))
-    traces = [
-        {
-            "type": "bar", "name": name, "x": names, "y": ys, "yaxis": axis, "marker": {"color": colour},
-            "hovertemplate": f"%{{y:.6g}} {of}",
-        }
-        for name, ys, colour, axis, of in bars
-    ]  # fmt: skip
+        ms = [None if t is None else 1e3 * getattr(t, key) for t in spent]
+        traces.append(bar(name, names, ms, colour, "ms", yaxis="y2"))
     return Figure(traces, {**panels([f"{metric}, {unit}", "step time, ms"], "", 170), "barmode": "stack"}, "no ranks")

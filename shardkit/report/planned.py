@@ -11,15 +11,16 @@ from statistics import median
 from typing import Any
 
 from ..errors import ShardkitError, gib
-from ..hardware import calibration
 from ..memory.rows import KINDS, RankRow, phase_name
 from ..memory.spread import pressure
 from ..plan import history
-from .figures import COLOURS
+from .figures import COLOURS, bar
 from .html.page import LINES, Figure, unit_of
 from .measure import UNATTRIBUTED, phase_peaks
 from .read import Gather, Run, mapping, number, read_run, sequence
 from .traced import categories_of, peak_of
+
+PEAK = "peak allocated"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _peaks(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace: Mapp
     allocated = number(peak_of(trace).get("bytes")) if device is None else float(device.peak_allocated)
     on_host = sum(n_bytes.host for n_bytes in row.state.values()) if row and row.state else None
     comparisons = [
-        Compared(rank, "peak allocated", number(peak.get("allocated")), allocated),
+        Compared(rank, PEAK, number(peak.get("allocated")), allocated),
         Compared(rank, "tensors on the host", number(entry.get("host_peak")) or None, on_host),
     ]
     if device is not None:  # the CPU's allocator reserves nothing
@@ -117,23 +118,18 @@ def _categories(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace:
     return comparisons
 
 
-def predicted(comparisons: Sequence[Compared], figure: str = "peak allocated") -> Figure:
-    """Bars of one figure, predicted beside measured, for every rank."""
-    shown = [c for c in comparisons if c.figure == figure and (c.predicted is not None or c.measured is not None)]
+def predicted(comparisons: Sequence[Compared]) -> Figure:
+    """Bars of the peak, predicted beside measured, for every rank."""
+    peaks = [c for c in comparisons if c.figure == PEAK]
+    shown = [c for c in peaks if c.predicted is not None or c.measured is not None]
     unit, scale = unit_of(v for c in shown for v in (c.predicted, c.measured))
+    ranks = [f"rank {c.rank}" for c in shown]
     traces = [
-        {
-            "type": "bar", "name": name, "x": [f"rank {c.rank}" for c in shown], "marker": {"color": colour},
-            "y": [None if (v := getattr(c, name)) is None else v / scale for c in shown],
-            "hovertemplate": f"%{{y:.6g}} {unit}",
-        }
+        bar(name, ranks, [None if (v := getattr(c, name)) is None else v / scale for c in shown], colour, unit)
         for name, colour in (("predicted", COLOURS[UNATTRIBUTED]), ("measured", LINES[0]))
-    ]  # fmt: skip
-    layout = {
-        "barmode": "group",
-        "height": 300,
-        "yaxis": {"title": {"text": f"{figure}, {unit}"}, "rangemode": "tozero"},
-    }
+    ]
+    axis = {"title": {"text": f"{PEAK}, {unit}"}, "rangemode": "tozero"}
+    layout = {"barmode": "group", "height": 300, "yaxis": axis}
     return Figure(traces if shown else [], layout, "the plan names no rank")
 
 
@@ -197,7 +193,7 @@ def entry(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
         "time": round(time.time()),
         "config": plan.get("config"),
         "settings": {name: run.setting(name) for name in _SETTINGS},
-        "device": row.identity.device if on_gpu else calibration.cpu_name(),
+        "device": row.identity.device if on_gpu else history.this_cpu(),
         "world_size": len(run.last_rows),
         "versions": {"torch": packages.get("torch"), "shardkit": packages.get("shardkit"),
                      "deepspeed": packages.get("deepspeed"), "cuda": run.environment.get("cuda")},

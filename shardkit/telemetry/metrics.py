@@ -53,10 +53,11 @@ class MetricsWriter:
     def write(self, record: dict[str, float]) -> None:
         clean = {k: v if math.isfinite(v) else None for k, v in record.items()}
         append_jsonl(self._path, clean)
+        step, figures = int(record["step"]), {f"train/{k}": v for k, v in record.items() if k != "step"}
         if self._wandb is not None:
-            self._wandb.log({f"train/{k}": v for k, v in record.items() if k != "step"}, step=int(record["step"]))
+            self._wandb.log(figures, step=step)
         if self._tensorboard_dir is not None:
-            self._picture({f"train/{key}": v for key, v in record.items() if key != "step"}, int(record["step"]))
+            self._picture(figures, step)
 
     def write_samples(self, texts: Sequence[Mapping[str, Any]]) -> None:
         """Append texts of an evaluation to `samples.jsonl` ("step", "prompt", "text", "tokens"), and to TensorBoard."""

@@ -205,10 +205,6 @@ class TimeEstimate:
     def tokens_per_s(self) -> float:
         return self.targets / self.seconds
 
-    @classmethod
-    def from_json(cls, obj: Mapping[str, Any]) -> TimeEstimate:
-        return cls(**obj)
-
 
 def step_time(
     segments: Sequence[Segment], micro_batches: int, targets: float, overlap: bool, measured: bool

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import TypeAdapter
+
 from ...errors import ConfigError
 from ...files import write_whole
 from ...hardware.cards import TYPICAL
@@ -155,18 +157,7 @@ class MemoryEstimate:
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> MemoryEstimate:
         """Inverse of `to_json`."""
-        fields = {key: value for key, value in obj.items() if key in cls.__dataclass_fields__}
-        return cls(
-            **{
-                **fields,
-                "phases": {name: PhaseEstimate(**phase) for name, phase in obj["phases"].items()},
-                "peak": PeakEstimate(**obj["peak"]),
-                "categories": {name: CategoryEstimate(**category) for name, category in obj["categories"].items()},
-                "extrapolated_from": tuple(obj["extrapolated_from"]),
-                "notes": tuple(obj["notes"]),
-                "time": TimeEstimate.from_json(obj["time"]) if obj.get("time") else None,
-            }
-        )
+        return TypeAdapter(cls).validate_python(obj)
 
 
 def _verdict(need: int, limit: int, uncertainty: float) -> Verdict:

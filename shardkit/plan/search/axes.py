@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from ...config.layers import as_override
 from ...config.schema import ParallelConfig, RunConfig
 from ...errors import ConfigError
 from ..target import Target
@@ -78,7 +79,7 @@ def engines(config: RunConfig, target: Target) -> Iterator[tuple[str, dict[str, 
             defaults = ParallelConfig()
             changes = {**_changed_from(parallel, defaults), **changes}
         settings |= {
-            f"parallel.{key}": value for key, value in changes.items() if value != _text(getattr(parallel, key))
+            f"parallel.{key}": value for key, value in changes.items() if value != as_override(getattr(parallel, key))
         }
         yield _engine_name(strategy, keys), settings
 
@@ -129,7 +130,9 @@ def _precisions(config: RunConfig, target: Target) -> Sequence[str]:
 def _changed_from(parallel: ParallelConfig, defaults: ParallelConfig) -> dict[str, str]:
     """The settings that put the section back to its defaults."""
     fields = [key for key in ParallelConfig.model_fields if key != "strategy"]
-    return {key: _text(getattr(defaults, key)) for key in fields if getattr(parallel, key) != getattr(defaults, key)}
+    return {
+        key: as_override(getattr(defaults, key)) for key in fields if getattr(parallel, key) != getattr(defaults, key)
+    }
 
 
 def _engine_name(strategy: str, keys: dict[str, str]) -> str:
@@ -148,10 +151,4 @@ def _doublings(number: int, limit: int) -> Iterator[int]:
 
 def _value(config: RunConfig, key: str) -> str:
     section, name = key.split(".")
-    return _text(getattr(getattr(config, section), name))
-
-
-def _text(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)
+    return as_override(getattr(getattr(config, section), name))

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from ...config.schema import RunConfig
 from ...errors import ConfigError
@@ -118,6 +118,7 @@ def read_trial(folder: Path, exit_code: int, output: str = "") -> Trial:
             return Trial("out of memory", message=_last_line(output))
         return Trial("failed", message=_last_line(output))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    speeds = [record["tokens_per_s"] for record in metrics if record["step"] > TRACED]
     rows = [row for _, gathered in read_jsonl(folder / "memory.jsonl") for row in gathered]
     on_device = [row.device_mem for row in rows if row.device_mem is not None]
     traces = [json.loads(path.read_text()) for path in sorted((folder / "trace").glob("rank*.json"))]
@@ -126,14 +127,9 @@ def read_trial(folder: Path, exit_code: int, output: str = "") -> Trial:
         "ok",
         peak=max(peaks, default=None),
         reserved=max((memory.peak_reserved for memory in on_device), default=None),
-        tokens_per_s=_speed(metrics),
+        tokens_per_s=median(speeds) if speeds else None,
         losses=tuple(record["loss"] for record in metrics),
     )
-
-
-def _speed(metrics: Sequence[dict[str, Any]]) -> float | None:
-    speeds = [record["tokens_per_s"] for record in metrics if record["step"] > TRACED]
-    return median(speeds) if speeds else None
 
 
 def _last_line(output: str) -> str:
