@@ -139,7 +139,8 @@ def _from_rank_variables(environ: Mapping[str, str], task: Placement | None) -> 
     local_rank, local_size = _local(environ, rank, world_size)
     node_rank, n_nodes = _node(environ, rank, world_size, local_rank, local_size)
     places = rank, world_size, local_rank, local_size, node_rank, n_nodes
-    rank_env = RankEnv(*places, "env", *_master(environ, world_size), _requeues(environ))
+    master_addr, master_port = _master(environ, world_size)
+    rank_env = RankEnv(*places, "env", master_addr, master_port, _requeues(environ))
     return _checked(rank_env, "CROSS_RANK", "CROSS_SIZE")
 
 
@@ -151,7 +152,8 @@ def _from_task(environ: Mapping[str, str], task: Placement, source: Source) -> R
             f"unset LOCAL_RANK to use {name}",
         )
     places = task.rank, task.size, task.local_rank, task.local_size, task.node_rank, task.n_nodes
-    rank_env = RankEnv(*places, source, *_master(environ, task.size), _requeues(environ))
+    master_addr, master_port = _master(environ, task.size)
+    rank_env = RankEnv(*places, source, master_addr, master_port, _requeues(environ))
     return _checked(rank_env, "CROSS_RANK", "CROSS_SIZE")
 
 

@@ -189,9 +189,11 @@ def _prepare(program: Program, cluster: ClusterOptions) -> Submission:
     """The job of a program, checked for the cluster's nodes; writes nothing."""
     from ..launch.slurm.submit import Request, prepare, prepare_script
 
-    ranks_per_node = cluster.ranks_per_node or cluster.gpus_per_node or 1
-    sizes = cluster.nodes, ranks_per_node, cluster.gpus_per_node, cluster.max_restarts
-    request = Request(*sizes, cluster.name, cluster.slurm_options())
+    request = Request(
+        nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node or cluster.gpus_per_node or 1,
+        gpus_per_node=cluster.gpus_per_node, max_restarts=cluster.max_restarts, name=cluster.name,
+        options=cluster.slurm_options(),
+    )  # fmt: skip
     if program.script is not None:
         return prepare_script(program.script, program.run_dir, request)
     program.load()  # an error here names another tool's file, which `prepare` does not know

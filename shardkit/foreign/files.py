@@ -65,14 +65,20 @@ def read(name: str) -> File:
         ConfigError: the file cannot be read, is cut off or is not a mapping, or no tool has its keys.
     """
     text, shown_name = read_text(name), one_line(name)
-    value = parse(text, shown_name)
-    tool = recognise(value, shown_name)
-    flat = {} if tool == "model" else flatten(value)
-    _refuse_infinite(flat, shown_name, text)
-    if tool == "accelerate":
-        flat = flatten(read_content(value, shown_name))
-    values, lines = (value, {}) if tool == "model" else (flat, line_numbers(text, shown_name))
-    return File(shown_name, tool, values, _text_numbers(text, flat), Path(name).parent, lines)
+    content = parse(text, shown_name)
+    tool = recognise(content, shown_name)
+    values = _values(content, tool, shown_name, text)
+    lines = {} if tool == "model" else line_numbers(text, shown_name)
+    return File(shown_name, tool, values, _text_numbers(text, values), Path(name).parent, lines)
+
+
+def _values(content: dict[str, Any], tool: str, name: str, text: str = "") -> dict[str, Any]:
+    """The values of a file by their dotted keys; a model's config stays a tree."""
+    if tool == "model":
+        return content
+    flat = flatten(content)
+    _refuse_infinite(flat, name, text)
+    return flatten(read_content(content, name)) if tool == "accelerate" else flat
 
 
 def _refuse_infinite(values: dict[str, Any], name: str, text: str = "") -> None:
@@ -128,12 +134,9 @@ def read_object(value: Any) -> File:
     tool = recognise(tree, f"the {name}")
     if tool == "trainer" and type(value).__module__.startswith("trl."):
         tool = "trl"
-    flat = {} if tool == "model" else flatten(tree)
-    _refuse_infinite(flat, f"the {name}")
-    if tool == "accelerate":
-        flat = flatten(read_content(tree, f"the {name}"))
+    values = _values(tree, tool, f"the {name}")
     shown_name = f"dict of {family(tool)}" if name == "dict" else name
-    return File(shown_name, tool, tree if tool == "model" else flat, _text_numbers("{", flat))
+    return File(shown_name, tool, values, _text_numbers("{", values))
 
 
 def given(value: Any) -> dict[str, Any]:

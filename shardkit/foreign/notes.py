@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from . import tables
 from .combine import SCRIPTS_OWN, unknown_key
@@ -37,10 +36,6 @@ class Note:
 def notes(job: Together) -> tuple[Note, ...]:
     """Every note on the files of one job; unknown keys first."""
     return (*_unknown_keys(job), *(note for rule in RULES for note in rule(job)))
-
-
-def _is_true(value: Any) -> bool:
-    return str(value).lower() == "true"
 
 
 def _unknown_keys(job: Together) -> Iterator[Note]:
@@ -128,7 +123,7 @@ def _unfilled_autos(job: Together) -> Iterator[Note]:
 def _weights_on_rank_0_alone(job: Together) -> Iterator[Note]:
     tool, prefix = ("accelerate", "fsdp_config.fsdp_") if job.kind == "FSDP" else ("trainer", "fsdp_config.")
     loads, syncs = f"{prefix}cpu_ram_efficient_loading", f"{prefix}sync_module_states"
-    if job.fsdp_version() == 1 and _is_true(job.value(tool, loads)) and not _is_true(job.value(tool, syncs, True)):
+    if job.fsdp_version() == 1 and job.is_on(tool, loads) and not job.is_on(tool, syncs, True):
         loads, syncs = loads.partition(".")[2], syncs.partition(".")[2]
         yield Note(
             f"{job.line_of(tool, f'fsdp_config.{syncs}')}: {loads}=true, {syncs}=false: only rank 0 has the weights",
@@ -190,7 +185,7 @@ def _fp16_overflows(job: Together) -> Iterator[Note]:
 
 
 def _saved_after_the_update(job: Together) -> Iterator[Note]:
-    if _is_true(job.value("trainer", "enable_jit_checkpoint")) and (job.stage is not None or job.has("deepspeed")):
+    if job.is_on("trainer", "enable_jit_checkpoint") and (job.stage is not None or job.has("deepspeed")):
         yield Note(
             f"{job.line_of('trainer', 'enable_jit_checkpoint')}: enable_jit_checkpoint=true under DeepSpeed, which "
             "updates the model in backward: a checkpoint between backward and the Trainer's own step holds one update "

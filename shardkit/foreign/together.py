@@ -74,6 +74,10 @@ class Together:
             value = _of_axolotls_fsdp(file, key)
         return default if value is None else value
 
+    def is_on(self, tool: str, key: str, default: bool = False) -> bool:
+        """Whether a switch is true, or text that says so."""
+        return str(self.value(tool, key, default)).lower() == "true"
+
     def accelerate_defaults(self) -> Settings:
         """Accelerate's defaults of the section that the job's `distributed_type` reads."""
         file = self.file("accelerate")
@@ -118,7 +122,7 @@ class Together:
 
     @property
     def on_cpu(self) -> bool:
-        return any(str(self.value(tool, "use_cpu")).lower() == "true" for tool in ("accelerate", "trainer"))
+        return self.is_on("accelerate", "use_cpu") or self.is_on("trainer", "use_cpu")
 
     def fsdp_version(self) -> int | None:
         """1 or 2; `None` without FSDP, which Accelerate leaves out on CPUs."""

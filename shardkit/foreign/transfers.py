@@ -130,7 +130,8 @@ def _loading(job: Together, strategy: str, half: bool, stored: int) -> Iterator[
         loaded = 4 if half else stored
         cast = loaded if loaded != stored else 0
         into = f"{maps}, casts it to fp32 on the host" if cast else maps
-        if _loads_on_rank_0(job):
+        option = "cpu_ram_efficient_loading"
+        if job.is_on("accelerate", f"fsdp_config.fsdp_{option}") or job.is_on("trainer", f"fsdp_config.{option}"):
             text = f"{into}; rank 0 sends one parameter after another"
             yield Transfer("loading", "every rank", text, mapped=stored, host=cast, shard=loaded, gathered=loaded)
         else:
@@ -139,7 +140,7 @@ def _loading(job: Together, strategy: str, half: bool, stored: int) -> Iterator[
             )
             yield Transfer(
                 "loading", "every rank", text, mapped=stored, host=cast, shard=loaded, unit=loaded,
-                fix=f"set {_fsdp_key(job, 'cpu_ram_efficient_loading')}: true",
+                fix=f"set {_fsdp_key(job, option)}: true",
             )  # fmt: skip
     else:
         yield Transfer(
@@ -176,10 +177,8 @@ _GATHER = tables.GATHER.partition(".")[2]
 
 def makes_config_first(job: Together) -> bool:
     """Whether transformers knows of ZeRO-3 before it makes the model, so that each layer is sharded at once."""
-    if job.has("trainer"):
-        return True
-    file_key = job.value("accelerate", "deepspeed_config.zero3_init_flag", "false")
-    return job.kind == "DEEPSPEED" and str(file_key).lower() == "true"
+    is_early = job.kind == "DEEPSPEED" and job.is_on("accelerate", "deepspeed_config.zero3_init_flag")
+    return is_early or job.has("trainer")
 
 
 def _early(job: Together) -> str:
@@ -215,16 +214,6 @@ def _gather_key(job: Together) -> str:
     return tables.GATHER if job.has("deepspeed") else "deepspeed_config.zero3_save_16bit_model"
 
 
-def _loads_on_rank_0(job: Together) -> bool:
-    return any(
-        str(job.value(tool, key)).lower() == "true"
-        for tool, key in (
-            ("accelerate", "fsdp_config.fsdp_cpu_ram_efficient_loading"),
-            ("trainer", "fsdp_config.cpu_ram_efficient_loading"),
-        )
-    )
-
-
 def saves_whole(job: Together, strategy: str) -> bool:
     """Whether a sharded model is gathered on rank 0 to be saved."""
     if strategy in _SHARDED:
@@ -232,7 +221,5 @@ def saves_whole(job: Together, strategy: str) -> bool:
         tool, prefix = ("accelerate", "fsdp_config.fsdp_") if of_accelerate else ("trainer", "fsdp_config.")
         default = "SHARDED_STATE_DICT" if of_accelerate and job.fsdp_version() == 2 else "FULL_STATE_DICT"
         return str(job.value(tool, f"{prefix}state_dict_type", default)) == "FULL_STATE_DICT"
-    inline = job.value("accelerate", "deepspeed_config.zero3_save_16bit_model")
-    return job.stage == 3 and any(
-        str(switch).lower() == "true" for switch in (job.value("deepspeed", tables.GATHER), inline)
-    )
+    inline = job.is_on("accelerate", "deepspeed_config.zero3_save_16bit_model")
+    return job.stage == 3 and (inline or job.is_on("deepspeed", tables.GATHER))

@@ -253,7 +253,7 @@ class _Translation:
                     "wrong value", f"{key}={version} is neither FSDP1 nor FSDP2",
                     "set it to 2, or parallel.strategy on the command line", "parallel.strategy", (key,),
                 )  # fmt: skip
-        on_cpu = str(self.job.value("accelerate", "use_cpu")).lower() == "true"
+        on_cpu = self.job.is_on("accelerate", "use_cpu")
         if stage is not None and self.job.has("trainer") and self.job.kind in ("NO", "MULTI_CPU") and on_cpu:
             self.job.problem(
                 "contradiction",
