@@ -67,19 +67,19 @@ def _speeds(world: World) -> dict[str, Any]:
         for kind in matmul_types(world.device)
         if all(kind in supported for supported in kinds)
     }
-    memory = statistics.median(_measured_on_each(world, lambda: memory_speed(world.device)))
+
+    def median(figure: Callable[[], float]) -> float:
+        return statistics.median(_measured_on_each(world, figure))
+
+    memory = median(lambda: memory_speed(world.device))
     return {
         "matmul_flops": products["bf16" if world.device.type == "cuda" else "fp32"],
         "matmul_flops_by_dtype": {kind: statistics.median(speeds) for kind, speeds in products.items()},
         "memory_bytes_per_s": memory,
-        "host_bytes_per_s": (
-            memory
-            if world.device.type == "cpu"
-            else statistics.median(_measured_on_each(world, lambda: memory_speed(on_cpu)))
-        ),
-        "new_page_bytes_per_s": statistics.median(_measured_on_each(world, new_page_speed)),
+        "host_bytes_per_s": memory if world.device.type == "cpu" else median(lambda: memory_speed(on_cpu)),
+        "new_page_bytes_per_s": median(new_page_speed),
         "copy_bytes_per_s": _measured_on_each(world, lambda: copy_speed(world.device)),
-        "operator_s": statistics.median(_measured_on_each(world, lambda: operator_seconds(world.device))),
+        "operator_s": median(lambda: operator_seconds(world.device)),
     }
 
 

@@ -61,7 +61,7 @@ def install(gpu: Gpu, n_devices: int = 8) -> None:
     """
     install_fake_cuda(_cuda_api(gpu, n_devices), _attention)
     register_cuda_kernels()
-    register_batch_norm({f"batch_norm{shapes.__name__}": shapes for shapes in _BATCH_NORM})
+    register_batch_norm(_BATCH_NORM)
     _check()
 
 
@@ -195,16 +195,14 @@ def _attention(
             padding = -width % 8
             if padding:
                 query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
-            out = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale or 1 / math.sqrt(width))[
-                0
-            ]
+            factor = scale or 1 / math.sqrt(width)
+            out, *_ = flash_attention(query, key, value, dropout_p, is_causal, False, scale=factor)
             return out[..., :width] if padding else out  # type: ignore[no-any-return]
         if kernel == "efficient":
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             bias = None if attn_mask is None else _bias(attn_mask, query, key)
-            return efficient_attention(  # type: ignore[no-any-return]
-                query, key, value, bias, grad, dropout_p, is_causal, scale=scale
-            )[0]
+            out, *_ = efficient_attention(query, key, value, bias, grad, dropout_p, is_causal, scale=scale)
+            return out  # type: ignore[no-any-return]
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, shared)
 
 
@@ -275,40 +273,25 @@ def _of_channels(like: Tensor) -> Tensor:
     return like.new_empty(like.shape[1], dtype=dtype)
 
 
-def _stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _statistics(input: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return _of_channels(input), _of_channels(input)
-
-
-def _gather_stats_with_counts(
-    input: Tensor, mean: Tensor, invstd: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    momentum: float, eps: float, counts: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _of_channels(input), _of_channels(input)
-
-
-def _elemt(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
-) -> Tensor:
-    return torch.empty_like(input)
 
 
 def _backward_reduce(
-    grad_out: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, input_g: bool, weight_g: bool,
-    bias_g: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     affine = input.new_empty(0) if weight is None else torch.empty_like(weight)
     return _of_channels(input), _of_channels(input), affine, torch.empty_like(affine)
 
 
-def _backward_elemt(
-    grad_out: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, sum_dy: Tensor,
-    sum_dy_xmu: Tensor, count: Tensor,
-) -> Tensor:  # fmt: skip
-    return torch.empty_like(input)
-
-
-_BATCH_NORM = (_stats, _gather_stats_with_counts, _elemt, _backward_reduce, _backward_elemt)
-"""For each kernel of `nn.SyncBatchNorm`, a function of its name that returns results of the same shapes."""
+_BATCH_NORM: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _statistics,
+    "batch_norm_gather_stats_with_counts": _statistics,
+    "batch_norm_elemt": lambda input, *_: torch.empty_like(input),
+    "batch_norm_backward_reduce": _backward_reduce,
+    "batch_norm_backward_elemt": lambda grad_out, input, *_: torch.empty_like(input),
+}
+"""Kernels of `nn.SyncBatchNorm`: for each a function that returns results of the same shapes."""
 
 
 def _check() -> None:
