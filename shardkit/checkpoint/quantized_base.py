@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from ..strategies.base import Shard
 from .formats.start import names_in
 from .formats.tensor_source import Source
 from .frozen_base import WordSums, as_checksum
-from .resume import agreed
+from .resume import agreed, together
 from .stored_packed import StoredLayers, holds_packed
 
 PIECE = 2**20
@@ -144,11 +145,7 @@ def fill_quantized(
     checksums: dict[str, int] = {}
     problem: CheckpointError | None = None
     with ExitStack() as at_end:
-        try:
-            source = open_reader(at_end)
-        except CheckpointError as error:
-            problem = error
-        agreed(group, problem)
+        source = together(group, partial(open_reader, at_end))
         try:
             if isinstance(source, StoredLayers):
                 weights = {name: quantizer.weights[layer] for name, layer in layers.items()}

@@ -7,12 +7,10 @@ import logging
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import CheckpointError
 from ..parallel.world import World
@@ -21,15 +19,11 @@ from ..strategies.base import Shard
 from . import rng
 from .native import layout
 from .native.manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
-from .native.planner import RangeLoadPlanner, Ranges, by_name, refuse_leftovers
-from .native.reader import CheckpointReader, RangeReader
-from .shared_reads import SharedReads, keys_of
+from .native.planner import matching_entry, refuse_leftovers
+from .native.reader import CheckpointReader
+from .shared_reads import SharedReads, key_of
 
-
-def first_failure(failure: CheckpointException) -> tuple[int, BaseException]:
-    """(rank, exception) of the lowest rank that failed in a collective save or load."""
-    rank = min(failure.failures)
-    return rank, failure.failures[rank][0]
+T = TypeVar("T")
 
 
 def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]) -> None:
@@ -50,19 +44,29 @@ def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]
     agreed(group, problem)
 
 
-def agreed(group: dist.ProcessGroup, problem: CheckpointError | None) -> None:
+def agreed(group: dist.ProcessGroup, problem: Exception | None) -> None:
     """Raise one rank's problem on every rank, so that all end alike; collective.
 
     A damaged checkpoint is raised before other problems, and the lowest rank's before others'.
 
     Raises:
-        CheckpointError: at least one rank passed a problem.
+        Exception: at least one rank passed a problem.
     """
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
-    raised = [p for p in problems if p is not None]
-    for error in sorted(raised, key=lambda p: not isinstance(p, CorruptCheckpoint)):
-        raise error
+    if raised := [error for error in problems if error is not None]:
+        raise min(raised, key=lambda error: not isinstance(error, CorruptCheckpoint)) from problem
+
+
+def together(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
+    """What `action` returns on this rank. If it raises on a rank, it does so on every rank; see `agreed`."""
+    problem: Exception | None = None
+    try:
+        returned = action()
+    except Exception as error:
+        problem = error
+    agreed(group, problem)
+    return returned
 
 
 _LOG = logging.getLogger(__name__)
@@ -164,30 +168,22 @@ def _load(
     left_out: Collection[str],
 ) -> RunState:
     """Load one checkpoint into the strategy; collective. See `resume` for the arguments."""
-    reader, problem = None, None
-    try:
-        reader = CheckpointReader(path)
-    except CheckpointError as error:
-        problem = error
-    try:
-        agreed(group, problem)
-        assert reader is not None
+    with together(group, partial(CheckpointReader, path)) as reader:
         manifest = reader.manifest
         if accept is not None:
             accept(manifest.run)
         strategy.create_optimizer_state(stateless(manifest))
-        ranges = by_name(shard for shard in strategy.load_targets() if shard.name not in left_out)
+        shards = [s for s in strategy.load_targets() if s.name not in left_out and s.local.numel()]
         everyone: list[Any] = [None] * world.size
-        dist.all_gather_object(everyone, (keys_of(ranges), world.env.node_rank), group=group)
+        dist.all_gather_object(everyone, ([*map(key_of, shards)], world.env.node_rank), group=group)
         # All ranks' names are needed: with flat partitions, a rank knows only its own.
         refuse_leftovers(manifest.tensors, [name for keys, _ in everyone for name, _, _ in keys])
-        reads = SharedReads(ranges, everyone, world.rank)
+        reads = SharedReads(shards, everyone, world.rank)
         generators = _rng_targets(manifest, world)
-        _read(reader, {**reads.to_read(), **{s.name: [s] for s in generators.values()}}, group)
+        to_read = [*reads.to_read(), *generators.values()]
+        together(group, lambda: [matching_entry(manifest.tensors, shard) for shard in to_read])
+        together(group, lambda: reader.fill(to_read))
         reads.exchange(group)
-    finally:
-        if reader is not None:
-            reader.close()
     strategy.after_load(manifest.scalars)
     if generators:
         rng.restore({kind: shard.local for kind, shard in generators.items()}, world.device)
@@ -222,17 +218,3 @@ def _rng_targets(manifest: Manifest, world: World) -> dict[str, Shard]:
         for name, t in manifest.tensors.items()
         if name.startswith(prefix)
     }
-
-
-def _read(reader: CheckpointReader, ranges: Ranges, group: dist.ProcessGroup) -> None:
-    """Fill this rank's ranges from the checkpoint; collective. Raises the error of the lowest rank that failed."""
-    try:
-        dcp.load(
-            dict(ranges),
-            storage_reader=RangeReader(reader),
-            planner=RangeLoadPlanner(reader.manifest),
-            process_group=group,
-        )
-    except CheckpointException as failure:
-        _, error = first_failure(failure)
-        raise error from failure

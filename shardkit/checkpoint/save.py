@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -22,12 +21,9 @@ from ..strategies.base import Shard
 from . import rng
 from .native import layout
 from .native.manifest import CHUNK_BYTES, RunState, storable
+from .native.writer import RangeWriter, RankFailure, data_file_name
 from .staging import Staging, give_way
 from .standstill import seen_on_disk, standstill_s
-
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import: not before the first save
-    from .native.planner import Ranges
-    from .native.writer import RangeWriter
 
 COST, LEAST_S = 0.02, 600.0
 """Automatic saves take at most this share of the time, and at least so many seconds pass from one to the next."""
@@ -134,8 +130,6 @@ class Checkpointer:
         """The phase of the save in which a rank is; for other ranks, as far as their files on disk show it."""
         if rank == self._world.rank:
             return "waiting for all ranks to begin" if self._writer is None else self._writer.phase
-        from .native.writer import data_file_name
-
         return seen_on_disk(self.root, rank, data_file_name(rank))
 
     @property
@@ -190,8 +184,6 @@ class Checkpointer:
         Raises:
             CheckpointError: the state cannot be saved at all, or ranks are missing (the message names them).
         """
-        from .native.writer import RangeWriter
-
         began = time.monotonic()
         self.wait()
         self._writer = None
@@ -203,10 +195,10 @@ class Checkpointer:
                 f"not all ranks came to save step {run.step} within {self._meeting_s:g} s: {missing}",
                 "look at the missing ranks' logs; every rank has to call save after the same step",
             ) from error
-        ranges, scalars = self._ranges(), self._strategy.scalars()
+        shards, scalars = self._shards(), self._strategy.scalars()
         run = storable(run, scalars)
         if self._config.async_save:
-            ranges = self._staging.copy(ranges)
+            shards = self._staging.copy(shards)
         self._writer = writer = RangeWriter(
             self.root / layout.folder_name(run.step),
             self._world.rank,
@@ -218,11 +210,11 @@ class Checkpointer:
         )
         self._last_save, self.last_step, self._run_ends = time.monotonic(), run.step, is_last
         if not self._config.async_save:
-            return self._finished(self._write(writer, ranges, run.step, began, None))
+            return self._finished(self._write(writer, shards, run.step, began, None))
         blocking = time.monotonic() - began
         self._thread = threading.Thread(
             target=self._write_in_thread,
-            args=(writer, ranges, run.step, began, blocking),
+            args=(writer, shards, run.step, began, blocking),
             name="checkpoint",
             daemon=True,
         )
@@ -238,14 +230,11 @@ class Checkpointer:
         self.wait()  # a save in the background uses the same group
         dist.monitored_barrier(self._group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
 
-    def _ranges(self) -> Ranges:
-        from .native.planner import by_name
-
-        ranges = by_name(shard for shard in self._strategy.shards() if shard.name not in self._left_out)
+    def _shards(self) -> list[Shard]:
+        shards = [s for s in self._strategy.shards() if s.name not in self._left_out and s.local.numel()]
         for kind, state in rng.capture(self._world.device).items():
-            name = f"rng.{self._world.rank}.{kind}"
-            ranges[name] = [Shard(name, tuple(state.shape), 0, state)]
-        return ranges
+            shards.append(Shard(f"rng.{self._world.rank}.{kind}", tuple(state.shape), 0, state))
+        return shards
 
     def _write_in_thread(self, *args: object) -> None:
         give_way()
@@ -255,26 +244,15 @@ class Checkpointer:
             self._ended = error
 
     def _write(
-        self, writer: RangeWriter, ranges: Ranges, step: int, began: float, blocking_s: float | None
+        self, writer: RangeWriter, shards: list[Shard], step: int, began: float, blocking_s: float | None
     ) -> SaveReport:
-        from torch.distributed.checkpoint import state_dict_saver as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        from .native.planner import RangeSavePlanner
-        from .resume import first_failure
-
         problem: str | None = None
         try:
-            dcp.save(
-                dict(ranges),
-                storage_writer=writer,
-                planner=RangeSavePlanner(self._chunk_bytes),
-                process_group=self._group,
-            )
+            writer.write(shards, self._chunk_bytes, self._group)
             if self._world.is_main:
                 self._after_save()
-        except CheckpointException as failure:
-            rank, error = first_failure(failure)
+        except RankFailure as failure:
+            rank, error = failure.rank, failure.error
             if self._world.is_main and not isinstance(error, SupersededError):  # its draft may be the new owner's
                 shutil.rmtree(writer.draft, ignore_errors=True)
             if not isinstance(error, OSError):

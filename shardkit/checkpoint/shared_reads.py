@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
-from .native.planner import Ranges
+from ..strategies.base import Shard
 
 MESSAGE_BYTES = 64 * 2**20
 """Most bytes that a rank reads and sends at once, and the host memory that the exchange takes."""
@@ -22,24 +22,22 @@ Piece = tuple[Range, int, int, int]
 share the range."""
 
 
-def keys_of(ranges: Ranges) -> list[Range]:
-    """The ranges that this rank fills, in a form that can be sent to other ranks and compared."""
-    return [(shard.name, shard.start, shard.local.numel()) for shards in ranges.values() for shard in shards]
+def key_of(shard: Shard) -> Range:
+    """A range that this rank fills, in a form that can be sent to other ranks and compared."""
+    return shard.name, shard.start, shard.local.numel()
 
 
 class SharedReads:
     """Divides the reading of ranges that several ranks of one node fill among these ranks.
 
     Args:
-        ranges: this rank's ranges.
-        everyone: each rank's `keys_of` and node, in the order of ranks.
+        shards: this rank's ranges.
+        everyone: the `key_of` each of a rank's ranges, and its node, in the order of ranks.
     """
 
-    def __init__(self, ranges: Ranges, everyone: Sequence[tuple[list[Range], int]], rank: int) -> None:
+    def __init__(self, shards: Sequence[Shard], everyone: Sequence[tuple[list[Range], int]], rank: int) -> None:
         self._rank = rank
-        self._shards = {
-            (shard.name, shard.start, shard.local.numel()): shard for shards in ranges.values() for shard in shards
-        }
+        self._shards = {key_of(shard): shard for shard in shards}
         holders: dict[tuple[int, Range], list[int]] = {}
         for holder, (keys, node) in enumerate(everyone):
             for key in dict.fromkeys(keys):
@@ -55,22 +53,18 @@ class SharedReads:
         for keys in self._shared.values():
             keys.sort()  # so that all ranks that share them divide them in the same way
 
-    def to_read(self) -> Ranges:
+    def to_read(self) -> list[Shard]:
         """The ranges that this rank reads itself: all that it shares with no rank, and its part of the shared ones."""
         shared = {key for keys in self._shared.values() for key in keys}
-        ranges: Ranges = {}
-        for key, shard in self._shards.items():
-            if key not in shared:
-                ranges.setdefault(shard.name, []).append(shard)
+        shards = [shard for key, shard in self._shards.items() if key not in shared]
         for ranks, keys in self._shared.items():
-            for (name, start, numel), offset, n_bytes, reader in self._pieces(ranks, keys):
-                if ranks[reader] != self._rank:
-                    continue
-                shard = self._shards[name, start, numel]
-                size = shard.local.element_size()
-                part = shard.local.narrow(0, offset // size, n_bytes // size)
-                ranges.setdefault(name, []).append(replace(shard, start=start + offset // size, local=part))
-        return ranges
+            for key, offset, n_bytes, reader in self._pieces(ranks, keys):
+                if ranks[reader] == self._rank:
+                    shard = self._shards[key]
+                    size = shard.local.element_size()
+                    part = shard.local.narrow(0, offset // size, n_bytes // size)
+                    shards.append(replace(shard, start=shard.start + offset // size, local=part))
+        return shards
 
     def exchange(self, group: dist.ProcessGroup) -> None:
         """Send what this rank has read to the ranks that share it, and fill the rest of its ranges; collective.

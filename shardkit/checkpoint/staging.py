@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..memory.state import page_locked
-
-if TYPE_CHECKING:
-    from .native.planner import Ranges
+from ..strategies.base import Shard
 
 
 def give_way() -> None:
@@ -34,22 +32,19 @@ class Staging:
         sizes = [buffer.nbytes for buffer in self._buffers.values()]
         return sum(map(page_locked, sizes) if self._pin else sizes)
 
-    def copy(self, ranges: Ranges) -> Ranges:
+    def copy(self, shards: Sequence[Shard]) -> list[Shard]:
         """Copy the ranges that this rank writes to the host; the copies are complete when this returns.
 
         Returns:
             The ranges, with the copy as `local` where this rank writes them.
         """
-        staged: Ranges = {}
-        for name, shards in ranges.items():
-            for shard in shards:
-                if shard.replica == 0:
-                    key = (name, shard.start, shard.local.numel(), shard.local.dtype)
-                    target = self._buffer(key)
-                    target.copy_(shard.local, non_blocking=self._pin)
-                    staged.setdefault(name, []).append(replace(shard, local=target))
-                else:
-                    staged.setdefault(name, []).append(shard)  # not written here, but its shape is checked
+        staged = []
+        for shard in shards:
+            if shard.replica == 0:  # others are not written here, but their shapes are checked
+                target = self._buffer((shard.name, shard.start, shard.local.numel(), shard.local.dtype))
+                target.copy_(shard.local, non_blocking=self._pin)
+                shard = replace(shard, local=target)
+            staged.append(shard)
         if self._pin:
             torch.cuda.synchronize()
         return staged

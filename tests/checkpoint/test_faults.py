@@ -309,7 +309,7 @@ def test_a_crash_before_any_change_on_disk(moment: str, saved: Path, tmp_path: P
 
 def _forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "tests.checkpoint.fakes"])
+    context.set_forkserver_preload(["torch", "tests.checkpoint.fakes"])
     return context
 
 

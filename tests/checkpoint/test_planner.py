@@ -6,16 +6,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
-from shardkit.checkpoint.native.manifest import Chunk, Manifest, TensorEntry
-from shardkit.checkpoint.native.planner import (
-    RangeLoadPlanner,
-    RangeSavePlanner,
-    by_name,
-    matching_entry,
-    refuse_leftovers,
-)
+from shardkit.checkpoint.native.manifest import Chunk, TensorEntry
+from shardkit.checkpoint.native.planner import check_plans, matching_entry, plan_save, refuse_leftovers
+from shardkit.checkpoint.native.reader import _parts
 from shardkit.errors import CheckpointError
 from shardkit.strategies.base import Shard
 
@@ -26,38 +20,19 @@ def shard(start: int, length: int, replica: int = 0, name: str = "model.w", tota
     return Shard(name, (total,), start, torch.arange(start, start + length, dtype=torch.float32), replica)
 
 
-def planner(*shards: Shard) -> RangeSavePlanner:
-    made = RangeSavePlanner(CHUNK_BYTES)
-    made.set_up_planner(by_name(iter(shards)))
-    return made
-
-
-def ranges(plan: SavePlan) -> list[tuple[int, int]]:
-    """(first element, number of elements) of each item."""
-    starts_and_lengths = []
-    for item in plan.items:
-        assert item.tensor_data is not None
-        starts_and_lengths.append((item.tensor_data.chunk.offsets[0], item.tensor_data.chunk.sizes[0]))
-    return starts_and_lengths
-
-
 def test_a_range_is_cut_into_chunks_and_each_holds_its_own_elements() -> None:
-    made = planner(shard(0, 2500), shard(3000, 2000))
-    plan = made.create_local_plan()
-    assert ranges(plan) == [(0, 1000), (1000, 1000), (2000, 500), (3000, 1000), (4000, 1000)]
-    for item, (start, length) in zip(plan.items, ranges(plan), strict=True):
-        data = made.resolve_data(item)
-        assert isinstance(data, torch.Tensor) and data.tolist() == list(range(start, start + length))
+    plan, contents = plan_save([shard(0, 2500), shard(3000, 2000)], CHUNK_BYTES)
+    ranges = [(0, 1000), (1000, 1000), (2000, 500), (3000, 1000), (4000, 1000)]
+    assert plan.chunks == [("model.w", *pair) for pair in ranges]
+    assert [content.tolist() for content in contents] == [[*range(start, start + n)] for start, n in ranges]
+    assert plan.n_bytes == 4 * 4500
 
 
-def test_replicas_write_nothing_and_the_whole_is_described_once() -> None:
-    owner, replica_holder = planner(shard(0, 3000)), planner(shard(3000, 2000), shard(0, 3000, replica=1))
-    plans = [replica_holder.create_local_plan(), owner.create_local_plan()]
-    assert ranges(plans[0]) == [(3000, 1000), (4000, 1000)]
-    _, metadata = owner.create_global_plan(plans)
-    assert metadata.planner_data == {"model.w": (5000,)}
-    starts = [chunk.offsets[0] for chunk in metadata.state_dict_metadata["model.w"].chunks]  # type: ignore[union-attr]
-    assert starts == [0, 1000, 2000, 3000, 4000]
+def test_replicas_write_nothing() -> None:
+    plan, contents = plan_save([shard(3000, 2000), shard(0, 3000, replica=1)], CHUNK_BYTES)
+    assert plan.chunks == [("model.w", 3000, 1000), ("model.w", 4000, 1000)] and len(contents) == 2
+    owner, _ = plan_save([shard(0, 3000)], CHUNK_BYTES)
+    check_plans([plan, owner])
 
 
 @pytest.mark.parametrize(
@@ -67,29 +42,21 @@ def test_replicas_write_nothing_and_the_whole_is_described_once() -> None:
         ([[shard(0, 2000)], [shard(1999, 3001)]], "element 1999 of model.w is held by no rank, or by two"),
         ([[shard(0, 5000, replica=1)]], "element 0 of model.w is held by no rank"),
         ([[shard(0, 2000)], [shard(2000, 3000, total=6000)]], "ranks disagree about the shape of model.w"),
+        (
+            [[shard(0, 2000)], [Shard("model.w", (5000,), 2000, torch.zeros(3000, dtype=torch.int32))]],
+            "ranks disagree about the dtype of model.w",
+        ),
     ],
 )
 def test_a_save_that_would_lack_an_element_is_refused(ranks: list[list[Shard]], problem: str) -> None:
-    plans = [planner(*shards).create_local_plan() for shards in ranks]
+    plans = [plan_save(shards, CHUNK_BYTES)[0] for shards in ranks]
     with pytest.raises(CheckpointError, match=problem):
-        planner().create_global_plan(plans)
+        check_plans(plans)
 
 
 def saved(name: str = "model.w", cuts: tuple[int, ...] = (0, 1000, 2000, 5000)) -> TensorEntry:
     chunks = [Chunk(low, high - low, file=0, offset=4 * low, crcs=(0,)) for low, high in pairwise(cuts)]
     return TensorEntry(name, "float32", (cuts[-1],), tuple(chunks))
-
-
-def reads(entry: TensorEntry, target: Shard) -> list[ReadItem]:
-    manifest = object.__new__(Manifest)
-    object.__setattr__(manifest, "tensors", {entry.name: entry})
-    made = RangeLoadPlanner(manifest)
-    made.set_up_planner(by_name(iter([target])))
-    items = made.create_local_plan().items
-    for item in items:
-        view = made.resolve_tensor(item)
-        assert view.tolist() == target.local[item.dest_offsets[0] :][: item.lengths[0]].tolist()
-    return items
 
 
 @pytest.mark.parametrize(
@@ -105,9 +72,11 @@ def test_a_load_reads_the_parts_of_chunks_that_overlap_and_no_more(
     start: int, length: int, expected: list[tuple[int, int, int, int]]
 ) -> None:
     """(chunk, first element in it, first element of the target, number of elements)."""
-    items = reads(saved(), shard(start, length))
-    planned = [(i.storage_index.index, i.storage_offsets[0], i.dest_offsets[0], i.lengths[0]) for i in items]
+    entry, target = saved(), shard(start, length).local
+    parts = [*_parts(entry, start, target)]
+    planned = [(entry.chunks.index(chunk), first, int(part[0]) - start, len(part)) for chunk, first, part in parts]
     assert planned == expected
+    assert torch.cat([part for _, _, part in parts]).tolist() == target.tolist()
 
 
 def test_another_shape_or_type_is_never_reshaped_or_cast() -> None:

@@ -102,6 +102,5 @@ def staged(waits: bool) -> list[str]:
         shards = list(job.strategy.shards())
         staging = Staging(job.world.device)
         with nullcontext() if waits else patch("torch.cuda.synchronize", lambda: None):
-            copies = staging.copy({shard.name: [shard] for shard in shards})
-            kept = {name: shard.local.clone() for name, (shard,) in copies.items()}
+            kept = {shard.name: shard.local.clone() for shard in staging.copy(shards)}
         return [shard.name for shard in shards if not torch.equal(kept[shard.name], shard.local.cpu())]

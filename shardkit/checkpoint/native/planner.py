@@ -1,49 +1,72 @@
-"""Plan which rank writes and reads which ranges of flattened tensors, as planners of torch.distributed.checkpoint."""
+"""Plan which ranges of flattened tensors a rank writes, and check what a run would load."""
 
 from __future__ import annotations
 
-import io
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
 from ...errors import CheckpointError
 from ...strategies.base import Shard
-from .manifest import CHUNK_BYTES, DTYPE_BYTES, Manifest, TensorEntry, find_hole
-
-Ranges = dict[str, list[Shard]]
-"""The local ranges of each logical tensor: the state dict of a save or a load."""
+from .manifest import CHUNK_BYTES, DTYPE_BYTES, TensorEntry, find_hole
 
 
-def by_name(shards: Iterable[Shard]) -> Ranges:
-    """Group shards by tensor; empty shards are left out."""
-    ranges: Ranges = {}
+@dataclass(frozen=True)
+class SavePlan:
+    """The part of a save that one rank does.
+
+    Attributes:
+        tensors: shape and dtype of each tensor of which the rank holds a part.
+        chunks: (tensor, first element, number of elements) of each chunk that it writes, in the order of its file.
+        n_bytes: of all its chunks.
+    """
+
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    chunks: list[tuple[str, int, int]]
+    n_bytes: int
+
+
+def plan_save(shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> tuple[SavePlan, list[torch.Tensor]]:
+    """Cut the ranges that this rank writes into chunks. Of ranks with the same range, replica 0 writes it.
+
+    Returns:
+        The plan, and the elements of each chunk.
+    """
+    chunks, contents = [], []
     for shard in shards:
-        if shard.local.numel():
-            ranges.setdefault(shard.name, []).append(shard)
-    return ranges
+        if shard.replica == 0:
+            step = max(1, chunk_bytes // shard.local.element_size())
+            for start in range(0, shard.local.numel(), step):
+                content = shard.local[start : start + step]
+                chunks.append((shard.name, shard.start + start, content.numel()))
+                contents.append(content)
+    tensors = {shard.name: (tuple(shard.shape), dtype_name(shard.local.dtype)) for shard in shards}
+    return SavePlan(tensors, chunks, sum(content.nbytes for content in contents)), contents
+
+
+def check_plans(plans: Iterable[SavePlan]) -> None:
+    """Check that the ranks' plans cover every element.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or its ranges leave a hole.
+    """
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for plan in plans:
+        for name, (shape, dtype) in plan.tensors.items():
+            first_shape, first_dtype = tensors.setdefault(name, (shape, dtype))
+            if shape != first_shape:
+                raise CheckpointError(f"ranks disagree about the shape of {name}: {first_shape} and {shape}")
+            if dtype != first_dtype:
+                raise CheckpointError(f"ranks disagree about the dtype of {name}")
+        for name, start, length in plan.chunks:
+            ranges.setdefault(name, []).append((start, length))
+    for name, (shape, _) in tensors.items():
+        hole = find_hole(math.prod(shape), sorted(ranges.get(name, [])))
+        if hole is not None:
+            raise CheckpointError(f"element {hole} of {name} is held by no rank, or by two")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -56,144 +79,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     if name not in DTYPE_BYTES:
         raise CheckpointError(f"tensors of {dtype} cannot be saved", f"use one of {', '.join(DTYPE_BYTES)}")
     return name
-
-
-class RangeSavePlanner(SavePlanner):
-    """Plans a save: each rank writes its ranges, cut into chunks. Of ranks with the same range, replica 0 writes it."""
-
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._ranges: Ranges = {}
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._ranges = state_dict
-
-    def create_local_plan(self) -> SavePlan:
-        items = [
-            self._item(shard, start, end)
-            for shards in self._ranges.values()
-            for shard in shards
-            if shard.replica == 0
-            for start, end in self._cuts(shard)
-        ]
-        return SavePlan(items, planner_data={name: shards[0].shape for name, shards in self._ranges.items()})
-
-    def _cuts(self, shard: Shard) -> Iterator[tuple[int, int]]:
-        step = max(1, self._chunk_bytes // shard.local.element_size())
-        for start in range(0, shard.local.numel(), step):
-            yield start, min(start + step, shard.local.numel())
-
-    def _item(self, shard: Shard, start: int, end: int) -> WriteItem:
-        dtype_name(shard.local.dtype)
-        offset = torch.Size([shard.start + start])
-        data = TensorWriteData(
-            chunk=ChunkStorageMetadata(offset, torch.Size([end - start])),
-            properties=TensorProperties(dtype=shard.local.dtype),
-            size=torch.Size([math.prod(shard.shape)]),
-        )
-        return WriteItem(MetadataIndex(shard.name, offset), WriteItemType.SHARD, tensor_data=data)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check on the coordinator that the ranks' plans cover every element, and merge their metadata.
-
-        Raises:
-            CheckpointError: ranks disagree about a tensor, or its ranges leave a hole.
-        """
-        shapes: dict[str, tuple[int, ...]] = {}
-        for plan in all_plans:
-            for name, shape in (plan.planner_data or {}).items():
-                if shapes.setdefault(name, shape) != shape:
-                    raise CheckpointError(f"ranks disagree about the shape of {name}: {shapes[name]} and {shape}")
-        stored: dict[str, TensorStorageMetadata] = {}
-        for plan in all_plans:
-            for item in plan.items:
-                data = item.tensor_data
-                assert data is not None
-                entry = stored.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, chunks=[]))
-                if entry.properties.dtype != data.properties.dtype:
-                    raise CheckpointError(f"ranks disagree about the dtype of {item.index.fqn}")
-                entry.chunks.append(data.chunk)
-        for name, shape in shapes.items():
-            chunks = stored[name].chunks if name in stored else []
-            chunks.sort(key=lambda chunk: chunk.offsets[0])
-            hole = find_hole(math.prod(shape), [(c.offsets[0], c.sizes[0]) for c in chunks])
-            if hole is not None:
-                raise CheckpointError(f"element {hole} of {name} is held by no rank, or by two")
-        return all_plans, Metadata(state_dict_metadata=dict(stored), planner_data=shapes)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        data = write_item.tensor_data
-        assert data is not None
-        start, length = data.chunk.offsets[0], data.chunk.sizes[0]
-        for shard in self._ranges[write_item.index.fqn]:
-            at = start - shard.start
-            if at >= 0 and at + length <= shard.local.numel():
-                return shard.local[at : at + length]
-        raise KeyError(write_item.index)
-
-
-class RangeLoadPlanner(LoadPlanner):
-    """Plans a load: each rank reads the parts of saved chunks that overlap the ranges that it fills."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._ranges: Ranges = {}
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self._ranges = state_dict
-
-    def create_local_plan(self) -> LoadPlan:
-        """Plan this rank's reads.
-
-        Raises:
-            CheckpointError: the checkpoint lacks a tensor that the model needs, or has it with another shape or dtype.
-        """
-        return LoadPlan(
-            [item for name, shards in self._ranges.items() for i, s in enumerate(shards) for item in self._reads(s, i)]
-        )
-
-    def _reads(self, shard: Shard, index: int) -> Iterator[ReadItem]:
-        entry = matching_entry(self._manifest.tensors, shard)
-        start, end = shard.start, shard.start + shard.local.numel()
-        starts = [chunk.start for chunk in entry.chunks]
-        for at in range(bisect_right(starts, start) - 1, len(entry.chunks)):
-            chunk = entry.chunks[at]
-            low, high = max(start, chunk.start), min(end, chunk.start + chunk.length)
-            if low >= high:
-                break
-            yield ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(shard.name, torch.Size([shard.start]), index),
-                dest_offsets=torch.Size([low - start]),
-                storage_index=MetadataIndex(shard.name, torch.Size([chunk.start]), at),
-                storage_offsets=torch.Size([low - chunk.start]),
-                lengths=torch.Size([high - low]),
-            )
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise NotImplementedError("only tensors are saved")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        index = read_item.dest_index.index
-        assert index is not None
-        local = self._ranges[read_item.dest_index.fqn][index].local
-        return local.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: `resolve_tensor` gave a view of the destination."""
 
 
 def matching_entry(tensors: Mapping[str, TensorEntry], shard: Shard) -> TensorEntry:

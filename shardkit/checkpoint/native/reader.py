@@ -6,19 +6,15 @@ import os
 import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from ...errors import CheckpointError
+from ...strategies.base import Shard
 from .layout import check_files, read_manifest
 from .manifest import Chunk, CorruptCheckpoint, Manifest, TensorEntry
 from .writer import byte_view
@@ -89,17 +85,21 @@ class CheckpointReader:
         stop = start + out.numel()
         if start < 0 or stop > entry.numel or out.dtype != getattr(torch, entry.dtype):
             raise ValueError(f"[{start}, {stop}) as {out.dtype} of {name}: {entry.numel} elements of {entry.dtype}")
-        at = bisect_right([chunk.start for chunk in entry.chunks], start) - 1
-        while start < stop:
-            chunk = entry.chunks[at]
-            take = min(stop, chunk.start + chunk.length) - start
-            self.read_chunk(entry, chunk, start - chunk.start, out[out.numel() - (stop - start) :][:take])
-            start, at = start + take, at + 1
+        for chunk, first, part in _parts(entry, start, out):
+            self._read_bytes(entry, chunk, first * entry.itemsize, byte_view(part))
 
-    def read_chunk(self, entry: TensorEntry, chunk: Chunk, start: int, out: torch.Tensor) -> None:
-        """Fill `out` with a chunk's elements from `start` (counted in the chunk) on."""
-        low = start * entry.itemsize
-        self._read_bytes(entry, chunk, low, byte_view(out))
+    def fill(self, shards: Iterable[Shard]) -> None:
+        """Fill ranges, on any device. The manifest has their tensors; see `planner.matching_entry`."""
+        parts = []
+        for shard in shards:
+            entry = self._entry(shard.name)
+            parts += [(entry, *part) for part in _parts(entry, shard.start, shard.local.detach())]
+        # One part after the other, in file order: several readers of one file defeat the kernel's read-ahead.
+        for entry, chunk, first, target in sorted(parts, key=lambda part: (part[1].file, part[1].offset)):
+            on_host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+            self._read_bytes(entry, chunk, first * entry.itemsize, byte_view(on_host))
+            if on_host is not target:
+                target.copy_(on_host)
 
     def _read_bytes(self, entry: TensorEntry, chunk: Chunk, low: int, out: memoryview) -> None:
         """Read the bytes [low, low + len(out)) of a chunk. Whole blocks go directly to `out`, parts are copied."""
@@ -182,53 +182,16 @@ class CheckpointReader:
         return ""
 
 
-class RangeReader(StorageReader):
-    """A `CheckpointReader` as the storage that torch.distributed.checkpoint loads from."""
+def _parts(entry: TensorEntry, start: int, out: torch.Tensor) -> Iterator[tuple[Chunk, int, torch.Tensor]]:
+    """Yield each chunk that holds elements of `out`, the first of them in it, and the part of `out` that they fill.
 
-    def __init__(self, checkpoint: CheckpointReader) -> None:
-        self._checkpoint = checkpoint
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(state_dict_metadata={})  # the planner works on the manifest itself
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        # One item after the other, in file order: several readers of one file defeat the kernel's read-ahead.
-        for item in sorted(plan.items, key=self._file_position):
-            self._read(item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _chunk(self, item: ReadItem) -> tuple[TensorEntry, Chunk]:
-        entry, index = self._checkpoint.manifest.tensors[item.storage_index.fqn], item.storage_index.index
-        assert index is not None
-        return entry, entry.chunks[index]
-
-    def _file_position(self, item: ReadItem) -> tuple[int, int]:
-        _, chunk = self._chunk(item)
-        return chunk.file, chunk.offset
-
-    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
-        entry, chunk = self._chunk(item)
-        target = planner.resolve_tensor(item).detach()
-        on_host = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype)
-        self._checkpoint.read_chunk(entry, chunk, item.storage_offsets[0], on_host)
-        if on_host is not target:
-            target.copy_(on_host)
-        planner.commit_tensor(item, target)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
+    Args:
+        out: 1-D; its first element is element `start` of the flattened tensor.
+    """
+    stop = start + out.numel()
+    at = bisect_right([chunk.start for chunk in entry.chunks], start) - 1
+    for chunk in entry.chunks[max(at, 0) :]:
+        low, high = max(start, chunk.start), min(stop, chunk.start + chunk.length)
+        if low >= high:
+            return
+        yield chunk, low - chunk.start, out[low - start : high - start]

@@ -7,35 +7,75 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future as ThreadFuture
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata as packages
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+import torch.distributed as dist
 
 from ...errors import gib
+from ...strategies.base import Shard
 from .layout import TMP, fsync_folder, publish
 from .manifest import BLOCK_BYTES, CHUNK_BYTES, FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
-from .planner import dtype_name
+from .planner import SavePlan, check_plans, plan_save
 
 ALIGNMENT = 64
 """Chunks begin at multiples of so many bytes in their file, so that a memory map of a chunk is aligned for any type."""
 _SPARE_BYTES = 64 * 2**20
 """Free space that a save leaves on the disk, for the manifest, the metrics and the file system itself."""
+T = TypeVar("T")
 
 
 def data_file_name(rank: int) -> str:
     return f"rank_{rank:05d}.bin"
 
 
-class RangeWriter(StorageWriter):
+class RankFailure(Exception):
+    """An exception of one rank, raised on every rank.
+
+    Attributes:
+        rank: the lowest rank that failed.
+        error: its exception.
+    """
+
+    def __init__(self, rank: int, error: Exception) -> None:
+        super().__init__(f"rank {rank}: {error}")
+        self.rank, self.error = rank, error
+
+
+def collect(group: dist.ProcessGroup, local: Callable[[], T], main: Callable[[list[T]], None]) -> None:
+    """Call `local` on every rank, then on rank 0 `main` with what each rank returned; collective.
+
+    Raises:
+        RankFailure: on every rank, if one of these calls raised.
+    """
+    problem: Exception | None = None
+    returned: T | None = None
+    try:
+        returned = local()
+    except Exception as error:
+        problem = error
+    is_main, everyone = dist.get_rank(group) == 0, list[Any]()
+    if is_main:
+        everyone = [None] * dist.get_world_size(group)
+    dist.gather_object((returned, problem), everyone if is_main else None, dst=0, group=group)
+    failures = [(rank, error) for rank, (_, error) in enumerate(everyone) if error is not None]
+    if is_main and not failures:
+        try:
+            main([value for value, _ in everyone])
+        except Exception as error:
+            problem = error
+            failures = [(0, error)]
+    box: list[Any] = [failures[0] if failures else None]
+    dist.broadcast_object_list(box, src=0, group=group)
+    if box[0] is not None:
+        raise RankFailure(*box[0]) from problem
+
+
+class RangeWriter:
     """The storage of one save: a folder `<final>.tmp`, which becomes `<final>` when rank 0 has written the manifest."""
 
     def __init__(
@@ -55,52 +95,50 @@ class RangeWriter(StorageWriter):
         self.phase = "waiting for all ranks' plans"
         """The phase of the save in which this rank is; begins with `waiting` while the rank needs other ranks."""
         self._about: dict[str, Any] = dict(run=run, strategy=strategy, world_size=world_size, scalars=scalars)
+        self._plans: list[SavePlan] = []
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: each save has a writer of its own, so there is no state of an earlier save."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check the free space and make an empty folder to write to; the coordinator alone calls this.
+    def write(self, shards: Sequence[Shard], chunk_bytes: int, group: dist.ProcessGroup) -> None:
+        """Write the shards of all ranks; collective.
 
         Raises:
-            OSError: there is no space for the checkpoint beside the existing ones, or the folder cannot be made.
+            RankFailure: of an OSError (no space for the checkpoint beside the existing ones), or another error.
         """
+        contents: list[torch.Tensor] = []
+
+        def plan() -> SavePlan:
+            nonlocal contents
+            planned, contents = plan_save(shards, chunk_bytes)
+            return planned
+
+        collect(group, plan, self._prepare)
+        collect(group, lambda: self._write_file(contents), self._finish)
+
+    def _prepare(self, plans: list[SavePlan]) -> None:
+        """Check the plans and the free space, and make an empty folder to write to."""
+        check_plans(plans)
+        self._plans = plans
         self.phase = f"making {self.draft.name}"
         self._fence()
-        needed = sum(_item_bytes(item) for plan in plans for item in plan.items)
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        check_space(self.final.parent, needed)
+        check_space(self.final.parent, sum(plan.n_bytes for plan in plans))
         if self.draft.exists():
             shutil.rmtree(self.draft)
         self.draft.mkdir()
         self.phase = "waiting for all ranks' plans"
-        return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
-        if plan.items:
+    def _write_file(self, contents: list[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+        """Write this rank's chunks, if it has any; returns where they are, as `write_file` does."""
+        placed = []
+        if contents:
             self.phase = f"writing {self.draft.name}/{data_file_name(self._rank)}"
-            tensors = (planner.resolve_data(item) for item in plan.items)
-            placed = write_file(self.draft / data_file_name(self._rank), tensors)  # type: ignore[arg-type]
-            results = [
-                WriteResult(item.index, _item_bytes(item), (self._rank, offset, crcs))
-                for item, (offset, crcs) in zip(plan.items, placed, strict=True)
-            ]
+            placed = write_file(self.draft / data_file_name(self._rank), contents)
         self.phase = "waiting for the other ranks' files"
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return placed
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest and rename the folder; the coordinator calls this when every rank's file is on disk."""
+    def _finish(self, placed: list[list[tuple[int, tuple[int, ...]]]]) -> None:
+        """Write the manifest and rename the folder, once every rank's file is on disk."""
         self.phase = f"writing {self.draft.name}/{FILE_NAME}"
-        manifest = self._manifest(metadata, results)
+        manifest = self._manifest(placed)
         with (self.draft / FILE_NAME).open("xb") as file:
             file.write(dump(manifest))
             file.flush()
@@ -110,37 +148,27 @@ class RangeWriter(StorageWriter):
         self._fence()
         publish(self.draft, self.final)
 
-    def _manifest(self, metadata: Metadata, results: list[list[WriteResult]]) -> Manifest:
-        ranks = sorted({r.storage_data[0] for rank_results in results for r in rank_results})
-        names = [data_file_name(rank) for rank in ranks]
-        files = tuple(DataFile(name, (self.draft / name).stat().st_size) for name in names)
-        index_of = {rank: index for index, rank in enumerate(ranks)}
-        placed = {result.index: result.storage_data for rank_results in results for result in rank_results}
-        tensors: dict[str, TensorEntry] = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            chunks = []
-            for chunk in entry.chunks:
-                rank, offset, crcs = placed[MetadataIndex(name, chunk.offsets)]
-                chunks.append(Chunk(chunk.offsets[0], chunk.sizes[0], index_of[rank], offset, crcs))
-            shape = tuple(metadata.planner_data[name])
-            tensors[name] = TensorEntry(name, dtype_name(entry.properties.dtype), shape, tuple(chunks))
+    def _manifest(self, placed: list[list[tuple[int, tuple[int, ...]]]]) -> Manifest:
+        files: list[DataFile] = []
+        chunks: dict[str, list[Chunk]] = {}
+        for rank, (plan, of_rank) in enumerate(zip(self._plans, placed, strict=True)):
+            for (name, start, length), (offset, crcs) in zip(plan.chunks, of_rank, strict=True):
+                chunks.setdefault(name, []).append(Chunk(start, length, len(files), offset, crcs))
+            if of_rank:
+                file_name = data_file_name(rank)
+                files.append(DataFile(file_name, (self.draft / file_name).stat().st_size))
+        described = {name: about for plan in self._plans for name, about in plan.tensors.items()}
+        tensors = {
+            name: TensorEntry(name, dtype, shape, tuple(sorted(chunks.get(name, []), key=lambda chunk: chunk.start)))
+            for name, (shape, dtype) in described.items()
+        }
         return Manifest(
             created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             versions={"shardkit": _version(), "torch": torch.__version__},
-            files=files,
+            files=tuple(files),
             tensors=tensors,
             **self._about,
         )
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # made for one save, never looked up by a path
-
-
-def _item_bytes(item: Any) -> int:
-    data = item.tensor_data
-    return int(data.chunk.sizes[0] * data.properties.dtype.itemsize)
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -161,7 +189,7 @@ def write_file(path: Path, tensors: Iterable[torch.Tensor]) -> list[tuple[int, t
     Returns:
         (offset in the file, CRC-32 of each block), for each tensor.
     """
-    placed: list[tuple[int, ThreadFuture[tuple[int, ...]]]] = []
+    placed: list[tuple[int, Future[tuple[int, ...]]]] = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with ThreadPoolExecutor(1) as pool:
