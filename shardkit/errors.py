@@ -102,6 +102,22 @@ def report(error: ShardkitError) -> int:
     return error.exit_code
 
 
+@contextmanager
+def importing(words: str, fix: str, kind: type[ShardkitError] = ConfigError) -> Iterator[None]:
+    """Import an optional library inside.
+
+    Args:
+        words: what needs it, such as `precision.mode=fp8 needs torchao`.
+
+    Raises:
+        ShardkitError: of this kind: it does not import.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise kind(f"{words}, which does not import: {error}", fix) from error
+
+
 LONGEST = 1000
 """Characters of a line that `printable` shows."""
 

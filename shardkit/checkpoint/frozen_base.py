@@ -207,7 +207,9 @@ class FrozenBase:
             raise CheckpointError(
                 "the checkpoint does not say which model its adapter is for", "use another checkpoint"
             )
-        _compare_quantization(self.about.get("quantize"), entry.get("quantize"))
+        if self.about.get("quantize") != entry.get("quantize"):
+            run, saved = (_as_mapping(about.get("quantize")) for about in (self.about, entry))
+            raise ConfigError(f"model.quantize={run}, but the checkpoint's is {saved}", f"set model.quantize='{saved}'")
         for key, value in self.about.items():
             if key not in ("base", "fan_in_fan_out", "quantize") and entry.get(key) != value:
                 raise ConfigError(
@@ -238,20 +240,10 @@ class FrozenBase:
             )
 
 
-def _compare_quantization(run_settings: Any, saved_settings: Any) -> None:
-    """Refuse a checkpoint whose base was quantised otherwise.
-
-    Raises:
-        ConfigError: names the saved settings.
-    """
-    if run_settings != saved_settings:
-        shown = "null" if saved_settings is None else _as_mapping(saved_settings)
-        present = "null" if run_settings is None else _as_mapping(run_settings)
-        raise ConfigError(f"model.quantize={present}, but the checkpoint's is {shown}", f"set model.quantize='{shown}'")
-
-
-def _as_mapping(settings: Mapping[str, Any]) -> str:
+def _as_mapping(settings: Mapping[str, Any] | None) -> str:
     """Settings as one writes them on the command line."""
+    if settings is None:
+        return "null"
     return "{" + ", ".join(f"{key}: {_shown(settings[key])}" for key in sorted(settings)) + "}"
 
 

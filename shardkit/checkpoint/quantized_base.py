@@ -155,18 +155,13 @@ def fill_quantized(
         except CheckpointError as error:
             problem = error
     agreed(group, problem)
-    _compute_with(strategy, world, [f"{name}.{part}" for name in layers for part in parts], tensors)
+    if not strategy.facts.shards_parameters and world.size > 1:  # every rank holds all, and has filled a part
+        exchange([tensors[f"{name}.{part}"].local for name in layers for part in parts])
+    strategy.weights_changed(replicas_equal=True)
     names = sorted(layers)
     sums = torch.tensor([checksums[name] for name in names], dtype=torch.int64)
     dist.all_reduce(sums, group=group)
     return {quantizer.weights[layers[name]]: total for name, total in zip(names, sums.tolist(), strict=True)}
-
-
-def _compute_with(strategy: Strategy, world: World, names: list[str], tensors: dict[str, Shard]) -> None:
-    """Make the model compute with what ranks have filled: exchanged first where every rank holds all; collective."""
-    if not strategy.facts.shards_parameters and world.size > 1:
-        exchange([tensors[name].local for name in names])
-    strategy.weights_changed(replicas_equal=True)
 
 
 def _packed_layers(model: nn.Module, base_name: Callable[[str], str | None]) -> dict[str, str]:
@@ -219,12 +214,6 @@ def _take_stored(stored: StoredLayers, weight: str, ranges: dict[str, _Range]) -
     return checksum
 
 
-def _take_state(packed: _Packed, ranges: dict[str, _Range], quantizer: Quantizer) -> None:
-    """Fill this rank's bytes of a layer's scales."""
-    for part, state in quantizer.state(packed.scales).items():
-        ranges[part].take(state, packed.first_block * _SCALE_BYTES)
-
-
 def _range_of(shard: Shard | None, strategy: Strategy, world: World) -> _Range:
     """The bytes of a packed tensor that this rank fills: its shard, or an even part of a tensor that it holds whole.
 
@@ -271,7 +260,8 @@ def _pack_layers(
         if packed.failed:
             break
         checksums[name] = packed.checksum
-        _take_state(packed, ranges[name], quantizer)
+        for part, state in quantizer.state(packed.scales).items():
+            ranges[name][part].take(state, packed.first_block * _SCALE_BYTES)
     return checksums
 
 
@@ -350,9 +340,7 @@ def reading(
 
         def read(piece: LayerPiece) -> torch.Tensor:
             tensor_name = stored[base_name(piece.name) or ""]
-            content = torch.empty(piece.end - piece.start, dtype=source.tensors[tensor_name].dtype)
-            source.read_into(tensor_name, piece.start, content)
-            return content.to(piece.dtype)
+            return source.read(tensor_name, piece.start, piece.end - piece.start).to(piece.dtype)
 
         def read_ahead(pieces: Iterable[LayerPiece]) -> Iterator[torch.Tensor]:
             ahead: Future[torch.Tensor] | None = None

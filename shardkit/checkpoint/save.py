@@ -83,7 +83,7 @@ class Checkpointer:
         self._chunk_bytes = chunk_bytes
         self._on_done, self._fence = on_done, fence
         # A group of its own: a save in a thread must not interleave with the step's collectives.
-        self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._staging = Staging(world.device)
         self._thread: threading.Thread | None = None
         self._ended: SaveReport | BaseException | None = None
@@ -131,11 +131,6 @@ class Checkpointer:
         if rank == self._world.rank:
             return "waiting for all ranks to begin" if self._writer is None else self._writer.phase
         return seen_on_disk(self.root, rank, data_file_name(rank))
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The gloo group of saves and loads."""
-        return self._group
 
     def time_is_up(self) -> bool:
         """Whether this rank's clock asks for a save (`every_minutes`); ranks have to agree before they `save`.
@@ -228,7 +223,7 @@ class Checkpointer:
             RuntimeError: ranks are missing; the message names them.
         """
         self.wait()  # a save in the background uses the same group
-        dist.monitored_barrier(self._group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
+        dist.monitored_barrier(self.group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
 
     def _shards(self) -> list[Shard]:
         shards = [s for s in self._strategy.shards() if s.name not in self._left_out and s.local.numel()]
@@ -248,7 +243,7 @@ class Checkpointer:
     ) -> SaveReport:
         problem: str | None = None
         try:
-            writer.write(shards, self._chunk_bytes, self._group)
+            writer.write(shards, self._chunk_bytes, self.group)
             if self._world.is_main:
                 self._after_save()
         except RankFailure as failure:
@@ -321,7 +316,7 @@ class Checkpointer:
         from .resume import resume
 
         folder, on_corrupt = Path(source), self._config.on_corrupt
-        loaded = resume(self._strategy, self._world, self._group, folder, on_corrupt, self.root, accept, self._left_out)
+        loaded = resume(self._strategy, self._world, self.group, folder, on_corrupt, self.root, accept, self._left_out)
         if loaded is not None:
             self.last_step = loaded[1].step if loaded[0].parent.resolve() == self.root.resolve() else None
         return loaded
@@ -359,4 +354,4 @@ class Checkpointer:
             _LOG.warning("the checkpoint being written was lost: %s", error)
         finally:
             if dist.is_initialized():
-                dist.destroy_process_group(self._group)
+                dist.destroy_process_group(self.group)

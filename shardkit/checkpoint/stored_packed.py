@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from ..config.schema import QuantizeConfig
 from ..errors import CheckpointError
 from .formats.prefix import find_prefix, with_prefix
 from .formats.tensor_source import Source
@@ -23,17 +24,6 @@ _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _MOST_BYTES = 4096
 """Longest settings of a layer that are read."""
 _NESTED_BLOCK = 256
-
-
-class Packing(Protocol):
-    """How a base is packed. See `config.schema.QuantizeConfig`."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def double(self) -> bool: ...
-    @property
-    def block_size(self) -> int: ...
 
 
 def holds_packed(source: Source) -> bool:
@@ -100,7 +90,7 @@ class StoredLayers:
     """
 
     def __init__(
-        self, source: Source, shapes: Mapping[str, tuple[int, ...]], settings: Packing, code: torch.Tensor
+        self, source: Source, shapes: Mapping[str, tuple[int, ...]], settings: QuantizeConfig, code: torch.Tensor
     ) -> None:
         refuse_other_layers(source, shapes)
         self._source, self._settings, self._code = source, settings, code
@@ -125,16 +115,12 @@ class StoredLayers:
         name = self._names[fqn if part == "packed" else f"{fqn}.absmax"]
         dtype = self._source.tensors[name].dtype
         first, last = start // dtype.itemsize, -(-(start + out.numel()) // dtype.itemsize)
-        values = torch.empty(last - first, dtype=dtype)
-        self._source.read_into(name, first, values)
+        values = self._source.read(name, first, last - first)
         begin = start - first * dtype.itemsize
         out.copy_(values.view(torch.uint8)[begin : begin + out.numel()])
 
     def _whole(self, fqn: str) -> torch.Tensor:
-        spec = self._source.tensors[self._names[fqn]]
-        values = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
-        self._source.read_into(self._names[fqn], 0, values)
-        return values
+        return self._source.read(self._names[fqn])
 
     def _check(self, weight: str, shape: tuple[int, ...]) -> float:
         """Check that a layer was packed as the settings say; returns the mean of its scales with double quantisation.
@@ -184,10 +170,8 @@ class StoredLayers:
         n_bytes = math.prod(spec.shape)
         if spec.dtype != torch.uint8 or not 0 < n_bytes <= _MOST_BYTES:
             raise self._damaged(name)
-        values = torch.empty(n_bytes, dtype=torch.uint8)
-        self._source.read_into(name, 0, values)
         try:
-            state = json.loads(bytes(values.tolist()))
+            state = json.loads(bytes(self._source.read(name).tolist()))
         except (ValueError, RecursionError):
             raise self._damaged(name) from None
         if not isinstance(state, dict):

@@ -46,7 +46,10 @@ def find_files(path: str) -> list[TextFile]:
                 "set data.path to your text or records; a model folder belongs in model.init_from",
             )
     elif _WILDCARDS & set(expanded):
-        files = _glob(expanded)
+        parts = Path(expanded).parts
+        fixed = next(i for i, part in enumerate(parts) if _WILDCARDS & set(part))
+        root = os.path.join(*parts[:fixed]) if fixed else os.curdir
+        files = _sorted_files(glob.glob(expanded, recursive=True), root)
     else:
         raise DataError(
             f"data path {path} does not exist",
@@ -129,10 +132,3 @@ def walk(root: str) -> list[TextFile]:
         subdirectories[:] = [s for s in subdirectories if not s.startswith(".") and s not in _SKIPPED_DIRECTORIES]
         paths += [os.path.join(directory, name) for name in names if not name.startswith(".")]
     return _sorted_files(paths, root)
-
-
-def _glob(pattern: str) -> list[TextFile]:
-    parts = Path(pattern).parts
-    fixed = next(i for i, part in enumerate(parts) if _WILDCARDS & set(part))
-    root = os.path.join(*parts[:fixed]) if fixed else os.curdir
-    return _sorted_files(glob.glob(pattern, recursive=True), root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,8 +68,17 @@ class StepLoader:
         self._schedule = schedule
         self._state = state or State()
         self._steps_left = n_steps
-        batches = _MicroBatches(schedule, self._state, n_steps)
-        loader = _data_loader(dataset, batches, collate, schedule, workers, prefetch, pin_memory)
+        together = collate or default_collate
+        loader: DataLoader[Any] = DataLoader(
+            _InWorker(dataset) if workers else dataset,  # type: ignore[arg-type]
+            batch_sampler=_micro_batches(schedule, self._state, n_steps),
+            collate_fn=partial(_collate_or_error, together) if workers else together,
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            pin_memory=pin_memory,
+            # Without its own, it draws a seed from the global generator, and dropout would depend on the loader.
+            generator=torch.Generator().manual_seed(schedule.seed * schedule.world + schedule.rank),
+        )
         with _fork_without_garbage():
             self._batches: Iterator[Batch] | None = iter(loader)
 
@@ -108,20 +118,11 @@ def _fork_without_garbage() -> Iterator[None]:
             gc.unfreeze()
 
 
-class _MicroBatches:
+def _micro_batches(schedule: BatchSchedule, state: State, n_steps: int | None) -> Iterator[list[int]]:
     """The schedule's micro-batches in order, with the first sample in place of an empty one."""
-
-    def __init__(self, schedule: BatchSchedule, state: State, n_steps: int | None) -> None:
-        self.schedule = schedule
-        self.state = state
-        self.n_steps = n_steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        state, n_done = self.state, 0
-        while n_done != self.n_steps:
-            parts, state = self.schedule.micro_batches(state)
-            yield from (part or [0] for part in parts)
-            n_done += 1
+    for _ in itertools.count() if n_steps is None else range(n_steps):
+        parts, state = schedule.micro_batches(state)
+        yield from (part or [0] for part in parts)
 
 
 class _InWorker:
@@ -151,29 +152,6 @@ def _checked(value: Any) -> Any:
     if isinstance(value, ShardkitError):
         raise value
     return value
-
-
-def _data_loader(
-    dataset: MapDataset,
-    batches: _MicroBatches,
-    collate: Collate | None,
-    schedule: BatchSchedule,
-    workers: int,
-    prefetch: int,
-    pin_memory: bool,
-) -> DataLoader[Any]:
-    # Without its own, DataLoader draws a seed from the global generator, and dropout would depend on the loader.
-    generator = torch.Generator().manual_seed(schedule.seed * schedule.world + schedule.rank)
-    together = collate or default_collate
-    return DataLoader(
-        _InWorker(dataset) if workers else dataset,  # type: ignore[arg-type]
-        batch_sampler=batches,
-        collate_fn=partial(_collate_or_error, together) if workers else together,
-        num_workers=workers,
-        prefetch_factor=prefetch if workers else None,
-        pin_memory=pin_memory,
-        generator=generator,
-    )
 
 
 def eval_batches(

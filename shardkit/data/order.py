@@ -40,12 +40,7 @@ class EpochOrder:
         self.shuffle = shuffle
         self._half_bits = max(1, -(-(n - 1).bit_length() // 2))
 
-    def index(self, epoch: int, i: int) -> int:
-        """The sample at position i of the epoch."""
-        return int(self.indices(epoch, i, i + 1)[0])
-
     def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The samples at positions [start, stop) of the epoch."""
         if not 0 <= start <= stop <= self.n:
             raise IndexError(f"positions [{start}, {stop}) of {self.n}")
         return self.at(epoch, np.arange(start, stop, dtype=np.int64))
@@ -189,6 +184,7 @@ class State:
     next_sample: int = 0
 
 
+@dataclass
 class BatchSchedule:
     """The samples that this rank takes in each micro-batch of each optimizer step.
 
@@ -196,43 +192,33 @@ class BatchSchedule:
     spread evenly over the accum × world micro-batches, and every rank runs `accum` of them; in an epoch's smaller last
     batch some are smaller and some may be empty.
 
-    Args:
+    Attributes:
         order: of `n_samples` positions; None = `EpochOrder`.
 
     Raises:
         ValueError: `global_batch` is not micro_batch × accum × world.
     """
 
-    def __init__(
-        self,
-        n_samples: int,
-        global_batch: int,
-        micro_batch: int,
-        accum: int,
-        rank: int,
-        world: int,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        order: Order | None = None,
-    ) -> None:
-        if global_batch != micro_batch * accum * world:
-            raise ValueError(
-                f"global_batch={global_batch} is not {micro_batch} × {accum} × {world} (micro × accum × world)"
-            )
-        if not 0 <= rank < world:
-            raise ValueError(f"rank={rank} of world={world}")
-        if drop_last and n_samples < global_batch:
-            raise ValueError(f"drop_last leaves no step: {n_samples} samples, global batch {global_batch}")
-        self.n_samples = n_samples
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.accum = accum
-        self.rank = rank
-        self.world = world
-        self.drop_last = drop_last
-        self.seed = seed
-        self.order: Order = order or EpochOrder(n_samples, seed, shuffle)
+    n_samples: int
+    global_batch: int
+    micro_batch: int
+    accum: int
+    rank: int
+    world: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    order: Order | None = None
+
+    def __post_init__(self) -> None:
+        product = f"{self.micro_batch} × {self.accum} × {self.world} (micro × accum × world)"
+        if self.global_batch != self.micro_batch * self.accum * self.world:
+            raise ValueError(f"global_batch={self.global_batch} is not {product}")
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"rank={self.rank} of world={self.world}")
+        if self.drop_last and self.n_samples < self.global_batch:
+            raise ValueError(f"drop_last leaves no step: {self.n_samples} samples, global batch {self.global_batch}")
+        self._order: Order = self.order or EpochOrder(self.n_samples, self.seed, self.shuffle)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -244,7 +230,7 @@ class BatchSchedule:
         """Sample indices of this rank's `accum` micro-batches for the step that starts at `state`; the next state."""
         state = self._normalised(state)
         size = min(self.global_batch, self.n_samples - state.next_sample)
-        samples = self.order.indices(state.epoch, state.next_sample, state.next_sample + size).tolist()
+        samples = self._order.indices(state.epoch, state.next_sample, state.next_sample + size).tolist()
         parts = [spread(size, self.accum * self.world, a * self.world + self.rank) for a in range(self.accum)]
         after = self._normalised(State(state.epoch, state.next_sample + size))
         return [samples[part] for part in parts], after

@@ -222,13 +222,12 @@ class CorpusDocuments:
 
     def __init__(self, span: TokenSpan) -> None:
         self.span = span
-        tokens = span.open()
+        tokens = span.tokens
         ends = [
             np.flatnonzero(tokens[start : start + CHUNK] == SEPARATOR) + start + 1
             for start in range(0, len(tokens), CHUNK)
         ]
         self._bounds = np.unique(np.concatenate([[0], *ends, [len(tokens)]]))
-        self._tokens = tokens
 
     @property
     def lengths(self) -> Ints:
@@ -236,16 +235,8 @@ class CorpusDocuments:
 
     def piece(self, index: int, start: int, stop: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
         begin = int(self._bounds[index])
-        tokens = self._tokens[begin + start : begin + stop].astype(np.int64)
+        tokens = self.span.tokens[begin + start : begin + stop].astype(np.int64)
         return tokens, np.ones(len(tokens), np.bool_)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A pickled memory map is a copy of the file: workers map it themselves.
-        return {"span": self.span, "_bounds": self._bounds}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._tokens = self.span.open()
 
 
 def corpus_documents(corpus: Corpus, split: Literal["train", "val"]) -> CorpusDocuments:
@@ -259,7 +250,7 @@ def corpus_documents(corpus: Corpus, split: Literal["train", "val"]) -> CorpusDo
             f"data.packing packs documents, but {corpus.source} does not say where a document ends",
             "set data.packing=none, or give text",
         )
-    return CorpusDocuments(corpus.train_span if split == "train" else corpus.val_span)
+    return CorpusDocuments(corpus.span(split))
 
 
 def documents_of(batch: dict[str, Any]) -> dict[str, Any]:

@@ -196,6 +196,14 @@ def read_regular(path: str | Path) -> bytes:
         return file.read()
 
 
+def read_at(descriptor: int, out: memoryview, offset: int) -> int:
+    """Fill `out` with a file's bytes from `offset` on; returns their number, which is less if the file ends before."""
+    n_read = 0
+    while n_read < len(out) and (count := os.preadv(descriptor, [out[n_read:]], offset + n_read)):
+        n_read += count
+    return n_read
+
+
 def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
     """Append one line per object, each in one write; returns whether all were written.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from ...config.schema import AdapterConfig
-from ...errors import CheckpointError
+from ...errors import CheckpointError, importing
 from ..frozen_base import digest_of_pieces, way_of
 from ..native.reader import TensorSpec
 from ..native.writer import byte_view
@@ -100,12 +99,8 @@ def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch
         for name, spec in tensors.values():
             for piece in _peft_pieces(source, name, spec):
                 out.write(byte_view(piece))
-    try:
+    with importing("--to peft needs peft", "pip install 'shardkit[finetune]'", CheckpointError):
         import peft
-    except ImportError as error:
-        raise CheckpointError(
-            f"--to peft needs peft, which does not import: {error}", "pip install 'shardkit[finetune]'"
-        ) from error
     settings = adapter.settings
     kind = type(model).__name__
     peft.LoraConfig(
@@ -135,9 +130,7 @@ def _peft_pieces(source: Source, name: str, spec: TensorSpec) -> Iterator[torch.
     """The values of a factor in the order of peft's files, in pieces."""
     shape = source.tensors[name].shape
     if len(shape) == 3 and ".lora_B." in name:  # peft counts experts last
-        factor = torch.empty(math.prod(shape), dtype=spec.dtype)
-        source.read_into(name, 0, factor)
-        yield factor.view(shape).permute(1, 2, 0).contiguous()
+        yield source.read(name).view(shape).permute(1, 2, 0).contiguous()
     else:
         yield from source.pieces(name, spec.dtype)
 
@@ -203,8 +196,7 @@ def _merged(
             f"the run's base, {base_source.path}, is packed in 4 bits: an adapter is never added to packed weights",
             "export the adapter with --to peft, and let peft merge it into the 16-bit model",
         )
-    saved = {name.partition(".")[2]: (name, spec) for name, spec in base_source.tensors.items()}
-    saved |= {alias: saved[name] for alias, name in base_source.ties.items() if name in saved}
+    saved = base_source.by_plain_name()
     prefix = find_prefix(parameters, saved)
     missing = [name for name in parameters if with_prefix(name, prefix) not in saved]
     if missing:
@@ -232,8 +224,7 @@ def _merged(
             return
         fqn = name.removeprefix("model.")
         base_name, spec = base_tensors[fqn]
-        base_weights = torch.empty(out.numel(), dtype=spec.dtype)
-        base_source.read_into(base_name, start, base_weights)
+        base_weights = base_source.read(base_name, start, out.numel())
         if fqn in layers:
             base_weights = base_weights.float()
             base_weights += scaling * products.piece(fqn, tuple(spec.shape), start, out.numel())
@@ -260,10 +251,7 @@ class _Products:
         """Read a layer's B, then its A, in float32."""
         for part in ("B", "A"):
             name = f"model.{layer}.lora_{part}{_NAME}"
-            spec = self._source.tensors[name]
-            factor = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
-            self._source.read_into(name, 0, factor)
-            yield factor.view(spec.shape).float()
+            yield self._source.read(name).view(self._source.tensors[name].shape).float()
 
     def piece(self, weight: str, shape: tuple[int, ...], start: int, length: int) -> torch.Tensor:
         """Elements [start, start + length) of the flattened product for a weight of this shape: [out, in], or

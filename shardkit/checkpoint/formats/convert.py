@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -224,8 +223,8 @@ def _draft(out: Path, needed: int) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         check_space(out.parent, needed)
-        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-        draft.chmod(0o777 & ~_umask())
+        draft = out.parent / f".{out.name}.{os.urandom(6).hex()}.partial"
+        draft.mkdir()
         yield draft
         _sync(draft)
         draft.rename(out)
@@ -248,10 +247,3 @@ def _sync(folder: Path) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     fsync_folder(folder)
-
-
-def _umask() -> int:
-    """This process's umask."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

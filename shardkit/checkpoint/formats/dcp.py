@@ -15,7 +15,7 @@ import torch
 from ...errors import CheckpointError
 from ...files import read_regular
 from ..native.manifest import whole_numbers
-from ..native.reader import TensorSpec
+from .hub_names import Region
 from .tensor_source import PIECE_BYTES, RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, reading
 from .torch_file import Archive
 from .unpickle import PickledObject, TensorRef, load
@@ -197,15 +197,8 @@ def _runs(
     if not math.prod(sizes):
         return (), 0
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    axis, run = len(shape), 1
-    while axis and run == math.prod(shape[axis:]):  # the block spans all inner axes: slices of this axis are adjacent
-        axis -= 1
-        run *= sizes[axis]
-    starts = np.array([sum(o * stride for o, stride in zip(offsets, strides, strict=True))], dtype=np.int64)
-    for outer in range(axis):
-        steps = np.arange(sizes[outer], dtype=np.int64) * strides[outer]
-        starts = np.add.outer(starts, steps).reshape(-1)
-    return starts, run
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return Region("", sizes, tuple(strides), first).runs()
 
 
 def _dtype(properties: PickledObject) -> torch.dtype:
@@ -223,7 +216,8 @@ def _without_copies(source: Source, trained: set[str]) -> Source:
         fqn = name.removeprefix("model.")
         if not name.startswith("model.") or fqn in trained:
             continue
-        candidates = (f for f in sorted(trained) if _has_type_of(source.tensors.get(f"model.{f}"), spec))
+        of_trained = ((f, source.tensors.get(f"model.{f}")) for f in sorted(trained))
+        candidates = (f for f, t in of_trained if t is not None and (t.shape, t.dtype) == (spec.shape, spec.dtype))
         original = next((f for f in candidates if _equal(source, name, f"model.{f}")), None)
         if original is not None:
             ties[fqn] = original
@@ -231,19 +225,13 @@ def _without_copies(source: Source, trained: set[str]) -> Source:
     return replace(source, tensors=unique, ties=ties)
 
 
-def _has_type_of(spec: TensorSpec | None, reference: TensorSpec) -> bool:
-    return spec is not None and (spec.shape, spec.dtype) == (reference.shape, reference.dtype)
-
-
 def _equal(source: Source, name: str, original: str) -> bool:
     """Whether two tensors of the same shape and type have the same elements; False if they are empty."""
     spec = source.tensors[name]
     numel, step = math.prod(spec.shape), PIECE_BYTES // spec.dtype.itemsize
     for start in range(0, numel, step):
-        pair = [torch.empty(min(step, numel - start), dtype=spec.dtype) for _ in range(2)]
-        source.read_into(name, start, pair[0])
-        source.read_into(original, start, pair[1])
-        if not torch.equal(pair[0], pair[1]):
+        length = min(step, numel - start)
+        if not torch.equal(source.read(name, start, length), source.read(original, start, length)):
             return False
     return numel > 0
 

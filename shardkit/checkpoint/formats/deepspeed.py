@@ -85,8 +85,8 @@ class _Folder:
         renamed = canonical([*shapes, *ties, *(n.partition(".")[2] for n in self._tensors)])
         return file_source(
             "deepspeed", self.path,
-            {_rename(name, shapes, renamed): tensor for name, tensor in self._tensors.items()},
-            scalars={_rename(name, shapes, renamed): number for name, number in self._scalars.items()},
+            {_rename(name, renamed): tensor for name, tensor in self._tensors.items()},
+            scalars={_rename(name, renamed): number for name, number in self._scalars.items()},
             step=step,
             ties={renamed[alias]: renamed[name] for alias, name in ties.items()},
         )  # fmt: skip
@@ -246,7 +246,7 @@ def _number(value: Any) -> int:
     return int(value.args[0] if isinstance(value, PickledObject) else value)
 
 
-def _rename(name: str, trained: Mapping[str, Any], renamed: Mapping[str, str]) -> str:
+def _rename(name: str, renamed: Mapping[str, str]) -> str:
     """A tensor's name with its parameter's name replaced as `renamed` says."""
     kind, _, tail = name.partition(".")
     if kind != "optim":

@@ -20,15 +20,7 @@ from ...tasks.load import model_config
 from ..native.reader import TensorSpec
 from .folder import TOKENIZER, copy_tokenizer, write_configs
 from .hub_names import ties_of
-from .targets import (
-    DTYPES,
-    ModelFacts,
-    as_published,
-    exported,
-    leave_hole,
-    parse_size,
-    write_safetensors,
-)
+from .targets import DTYPES, ModelFacts, as_published, exported, leave_hole, parse_size, write_safetensors
 from .tensor_source import Source
 
 

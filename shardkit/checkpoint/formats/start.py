@@ -214,7 +214,7 @@ def names_in(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
     Raises:
         CheckpointError: the source lacks one, or has it in another shape.
     """
-    saved = _saved(source)
+    saved = source.by_plain_name()
     prefix = find_prefix(list(shapes), saved)
     names = {}
     for plain_name, shape in shapes.items():
@@ -224,12 +224,6 @@ def names_in(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
         names[plain_name], spec = saved[fqn]
         _check_fits(spec, fqn, Shard(fqn, shape, 0, torch.empty(0)), source, may_grow=False)
     return names
-
-
-def _saved(source: Source) -> dict[str, tuple[str, TensorSpec]]:
-    """The tensors of the source by their names without a kind, tied ones by each name."""
-    saved = {name.partition(".")[2]: (name, spec) for name, spec in source.tensors.items()}
-    return saved | {alias: saved[name] for alias, name in source.ties.items() if name in saved}
 
 
 def _destinations(
@@ -246,7 +240,7 @@ def _destinations(
         if shard.name.startswith(("model.", "ema.", "buffer."))
         and (plain_name := source_name(shard.name.partition(".")[2])) is not None
     ]
-    saved = _saved(source)
+    saved = source.by_plain_name()
     prefix = find_prefix([name for name, shard in shards if shard.name.startswith("model.")], saved)
     destinations: dict[Range, Destination] = {}
     new_rows: dict[str, _NewRows] = {}
@@ -334,8 +328,7 @@ def _mean_row(source: Source, name: str) -> torch.Tensor:
     rows_per_piece = max(1, PIECE_BYTES // (16 * row))  # a piece in float64, and its sum
     total = np.zeros(row, dtype=np.float64)
     for start in range(0, n_rows, rows_per_piece):
-        piece = torch.empty(min(rows_per_piece, n_rows - start) * row, dtype=spec.dtype)
-        source.read_into(name, start * row, piece)
+        piece = source.read(name, start * row, min(rows_per_piece, n_rows - start) * row)
         total += piece.to(torch.float64).view(-1, row).numpy().sum(axis=0)
     return torch.from_numpy(total / n_rows)
 

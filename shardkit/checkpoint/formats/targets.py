@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..native.layout import read_manifest
 from ..native.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
 from ..native.planner import dtype_name
 from ..native.reader import TensorSpec
-from ..native.writer import _version, byte_view, data_file_name, write_file
+from ..native.writer import byte_view, data_file_name, stamp, write_file
 from .folder import copy_tokenizer, folder_dtype, write_card, write_configs
 from .hub_names import Region, published, reference_of, ties_of
 from .safetensors import INDEX, header_of
@@ -391,12 +390,11 @@ def _manifest(
         run=source.run or RunState(step=source.step, extra={"imported": source.kind}),
         strategy=source.kind,
         world_size=1,
-        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        versions={"shardkit": _version(), "torch": torch.__version__},
         files=(DataFile(data_file, (folder / data_file).stat().st_size),),
         tensors={
             name: TensorEntry(name, dtype_name(spec.dtype), tuple(spec.shape), tuple(chunks[name]))
             for name, spec in tensors.items()
         },
         scalars=source.scalars,
+        **stamp(),
     )

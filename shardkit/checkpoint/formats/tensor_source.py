@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ...errors import CheckpointError
-from ...files import open_regular
+from ...files import open_regular, read_at
 from ..native.manifest import RunState
 from ..native.reader import TensorSpec
 from ..native.writer import byte_view
@@ -75,6 +74,13 @@ class Source:
     notes: list[str] = field(default_factory=list)
     bytes_read: Callable[[], int] = lambda: 0
 
+    def read(self, name: str, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """The elements [start, start + length) of the flattened tensor, 1-D; `None` = to its end."""
+        spec = self.tensors[name]
+        elements = torch.empty(math.prod(spec.shape) - start if length is None else length, dtype=spec.dtype)
+        self.read_into(name, start, elements)
+        return elements
+
     def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
         """Yield the flattened tensor in order, in pieces of at most `PIECE_BYTES`, each a new 1-D tensor on the CPU.
 
@@ -83,13 +89,17 @@ class Source:
         """
         return self.range_of(name, 0, math.prod(self.tensors[name].shape), dtype)
 
+    def by_plain_name(self) -> dict[str, tuple[str, TensorSpec]]:
+        """Each tensor with its name, by its name without the kind; tied ones by each name."""
+        plain = {name.partition(".")[2]: (name, spec) for name, spec in self.tensors.items()}
+        return plain | {alias: plain[name] for alias, name in self.ties.items() if name in plain}
+
     def range_of(self, name: str, start: int, length: int, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
         """Yield the elements [start, start + length) of the flattened tensor, in pieces as `pieces` does."""
         spec = self.tensors[name]
         step = PIECE_BYTES // spec.dtype.itemsize
         for at in range(start, start + length, step):
-            piece = torch.empty(min(step, start + length - at), dtype=spec.dtype)
-            self.read_into(name, at, piece)
+            piece = self.read(name, at, min(step, start + length - at))
             yield piece if dtype is None or dtype == spec.dtype else cast(piece, dtype, name)
 
 
@@ -126,7 +136,6 @@ class Extent:
 
     @cached_property
     def run_starts(self) -> npt.NDArray[np.int64]:
-        """`starts` as an array."""
         return np.asarray(self.starts, dtype=np.int64)
 
 
@@ -210,13 +219,10 @@ class FileTensors:
         Raises:
             CheckpointError: the file cannot be read, or ends before.
         """
-        n_read = 0
-        while n_read < len(out):
-            with reading(file):
-                count = os.preadv(self._open(file), [out[n_read:]], offset + n_read)
-            if count == 0:
-                raise CheckpointError(f"{file} ends before {name} does", RESTORE)
-            n_read += count
+        with reading(file):
+            n_read = read_at(self._open(file), out, offset)
+        if n_read < len(out):
+            raise CheckpointError(f"{file} ends before {name} does", RESTORE)
         self.bytes_read += n_read
 
     def _open(self, file: Path) -> int:

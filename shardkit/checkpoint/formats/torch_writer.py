@@ -12,6 +12,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,19 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 Pieces = Callable[[str], Iterable[torch.Tensor]]
 
 
+@dataclass(frozen=True)
 class _Storage:
     """Stands for a stored array while the state dict is pickled."""
 
-    def __init__(self, key: int, spec: TensorSpec) -> None:
-        self.key, self.spec = key, spec
+    key: int
+    spec: TensorSpec
 
 
+@dataclass(frozen=True)
 class _Tensor:
     """Stands for a tensor while the state dict is pickled."""
 
-    def __init__(self, storage: _Storage) -> None:
-        self.storage = storage
+    storage: _Storage
 
 
 class _Pickler(pickle.Pickler):

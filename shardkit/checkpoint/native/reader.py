@@ -9,11 +9,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 from ...errors import CheckpointError
+from ...files import read_at
 from ...strategies.base import Shard
 from .layout import check_files, read_manifest
 from .manifest import Chunk, CorruptCheckpoint, Manifest, TensorEntry
@@ -55,9 +55,7 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -138,15 +136,12 @@ class CheckpointReader:
 
     def _pread(self, entry: TensorEntry, chunk: Chunk, at: int, out: memoryview) -> None:
         path, descriptor = self.path / self.manifest.files[chunk.file].name, self._open(chunk.file)
-        n_read = 0
-        while n_read < len(out):
-            try:
-                count = os.preadv(descriptor, [out[n_read:]], chunk.offset + at + n_read)
-            except OSError as error:
-                raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-            if count == 0:
-                raise CorruptCheckpoint(f"{path} ends before {entry.name} does")
-            n_read += count
+        try:
+            n_read = read_at(descriptor, out, chunk.offset + at)
+        except OSError as error:
+            raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        if n_read < len(out):
+            raise CorruptCheckpoint(f"{path} ends before {entry.name} does")
 
     def _open(self, index: int) -> int:
         with self._lock:
@@ -170,16 +165,10 @@ class CheckpointReader:
         """Read everything and yield one line per damaged chunk."""
         for entry in self.manifest.tensors.values():
             for chunk in entry.chunks:
-                problem = self._problem(entry, chunk)
-                if problem:
-                    yield problem
-
-    def _problem(self, entry: TensorEntry, chunk: Chunk) -> str:
-        try:
-            self._read_bytes(entry, chunk, 0, memoryview(bytearray(chunk.length * entry.itemsize)))
-        except CorruptCheckpoint as error:
-            return error.cause
-        return ""
+                try:
+                    self._read_bytes(entry, chunk, 0, memoryview(bytearray(chunk.length * entry.itemsize)))
+                except CorruptCheckpoint as error:
+                    yield error.cause
 
 
 def _parts(entry: TensorEntry, start: int, out: torch.Tensor) -> Iterator[tuple[Chunk, int, torch.Tensor]]:

@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import metadata as packages
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,13 +162,7 @@ class RangeWriter:
             name: TensorEntry(name, dtype, shape, tuple(sorted(chunks.get(name, []), key=lambda chunk: chunk.start)))
             for name, (shape, dtype) in described.items()
         }
-        return Manifest(
-            created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            versions={"shardkit": _version(), "torch": torch.__version__},
-            files=tuple(files),
-            tensors=tensors,
-            **self._about,
-        )
+        return Manifest(files=tuple(files), tensors=tensors, **stamp(), **self._about)
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -228,8 +222,11 @@ def block_crcs(view: memoryview, block_bytes: int = BLOCK_BYTES) -> tuple[int, .
     return tuple(zlib.crc32(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
 
 
-def _version() -> str:
+def stamp() -> dict[str, Any]:
+    """When a manifest was made, and by which versions."""
     try:
-        return packages.version("shardkit")
-    except packages.PackageNotFoundError:
-        return "not installed"
+        version = metadata.version("shardkit")
+    except metadata.PackageNotFoundError:
+        version = "not installed"
+    versions = {"shardkit": version, "torch": torch.__version__}
+    return {"created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": versions}

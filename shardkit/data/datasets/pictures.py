@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...errors import ConfigError, DataError
+from ...errors import DataError, importing
 from ..listing import held_out
 from ..order import generator_of
 
@@ -119,14 +120,8 @@ def _read_shipped(name: str) -> Pixels:
 
 
 def _need(module: str, package: str) -> Any:
-    import importlib
-
-    try:
+    with importing(f"pictures need {package}", "pip install shardkit[vision]"):
         return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"pictures need {package}, which does not import: {error}", "pip install shardkit[vision]"
-        ) from error
 
 
 def _directory(path: str) -> Path:

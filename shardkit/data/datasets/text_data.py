@@ -25,7 +25,7 @@ from ..store.corpus import Corpus, unigram_cross_entropy
 from ..store.tokenised import Documents, LongCounts, Split
 from ..tokenize.encode import Encoder
 from ..tokenize.prepared import Sources, Stream, open_sources, open_stream, reads_documents
-from .windows import IGNORE_INDEX, DocumentWindows, Samples, Windows, open_covered, pad_batch, plan_windows, windows
+from .windows import IGNORE_INDEX, DocumentWindows, Samples, Windows, open_covered, pad_batch, plan_windows
 
 _LOG = logging.getLogger(__name__)
 _SEVERAL = (
@@ -55,7 +55,6 @@ class Mixed:
         return "; ".join(part.describe() for part in self.parts if isinstance(part, PackedDocuments))
 
     def order(self, seed: int, shuffle: bool) -> MixOrder:
-        """The order in which a run takes the samples."""
         return MixOrder([len(part) for part in self.parts], self.weights, seed, shuffle)
 
 
@@ -88,7 +87,6 @@ class Streamed:
         return int(self._stops[-1])
 
     def order(self, seed: int, shuffle: bool) -> WindowOrder:
-        """The order in which a run takes the rows."""
         goes_on = np.array([piece.follows_previous for piece in self.stream.pieces], dtype=np.bool_)
         return WindowOrder(self._sizes, seed, shuffle, goes_on)
 
@@ -284,9 +282,10 @@ class TextData:
 
     def _of_stream(self, corpus: Corpus, split: Split) -> Windows | PackedDocuments:
         packing, seq_len = self.config.data.packing, self.config.train.seq_len
-        if packing == "none":
-            return windows(corpus, split, seq_len)
-        return PackedDocuments(corpus_documents(corpus, split), seq_len, packing, _called(split, corpus.source))
+        name = _called(split, corpus.source)
+        if packing != "none":
+            return PackedDocuments(corpus_documents(corpus, split), seq_len, packing, name)
+        return Windows(corpus.span(split), seq_len, name, None if split == "train" else 2)
 
     def _of_documents(self, documents: Documents, split: Split) -> DocumentWindows | Samples | PackedDocuments:
         assert self.sources is not None
@@ -376,19 +375,15 @@ def target_counts(documents: Documents, most: int = _COUNTED) -> npt.NDArray[np.
     return counts
 
 
+_OF_DOCUMENTS = (
+    "chat_template", "chat_date", "columns", "loss_on", "add_eos", "long_samples", "max_bad_rows", "tokenize_workers",
+)  # fmt: skip
+"""Keys of `data` that only documents read."""
+
+
 def _refuse_keys_of_tokenizers(data: DataConfig) -> None:
-    """Refuse keys that only documents read."""
     defaults = type(data).model_fields
-    for key in (
-        "chat_template",
-        "chat_date",
-        "columns",
-        "loss_on",
-        "add_eos",
-        "long_samples",
-        "max_bad_rows",
-        "tokenize_workers",
-    ):
+    for key in _OF_DOCUMENTS:
         if getattr(data, key) != defaults[key].default:
             raise ConfigError(
                 f"data.{key}={getattr(data, key)} would be ignored: the data are read without a tokenizer",

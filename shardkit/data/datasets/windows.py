@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from ...config.libraries import is_first_rank
 from ...config.schema import RunConfig
 from ...errors import ConfigError, DataError
 from ..order import generator_of
-from ..store.corpus import Corpus, Tokens, TokenSpan, open_corpus
+from ..store.corpus import Corpus, TokenSpan, open_corpus
 from ..store.tokenised import Documents
 from ..tokenize.tokenizer import FILES
 
@@ -36,12 +37,9 @@ class Windows:
     """
 
     def __init__(self, span: TokenSpan, seq_len: int, name: str, min_tokens: int | None = None) -> None:
-        needed = seq_len + 1 if min_tokens is None else min_tokens
-        if len(span) < needed:
-            raise too_short(name, len(span), needed, seq_len)
+        _refuse_short(name, len(span), min_tokens, seq_len)
         self.span = span
         self.seq_len = seq_len
-        self._tokens: Tokens = span.open()
 
     def __len__(self) -> int:
         return (len(self.span) - 2) // self.seq_len + 1
@@ -50,22 +48,16 @@ class Windows:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         start = index * self.seq_len
-        return _inputs_and_targets(self._tokens[start : start + self.seq_len + 1].astype(np.int64), self.seq_len)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A pickled memory map is a copy of the file: workers map it themselves.
-        return {"span": self.span, "seq_len": self.seq_len}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._tokens = self.span.open()
+        return _inputs_and_targets(self.span.tokens[start : start + self.seq_len + 1].astype(np.int64), self.seq_len)
 
 
-def too_short(name: str, n_tokens: int, needed: int, seq_len: int) -> DataError:
-    return DataError(
-        f"{name} has {n_tokens} tokens, fewer than the {needed} that train.seq_len={seq_len} needs",
-        "give more data, lower train.seq_len, or change data.val_fraction",
-    )
+def _refuse_short(name: str, n_tokens: int, min_tokens: int | None, seq_len: int) -> None:
+    needed = seq_len + 1 if min_tokens is None else min_tokens
+    if n_tokens < needed:
+        raise DataError(
+            f"{name} has {n_tokens} tokens, fewer than the {needed} that train.seq_len={seq_len} needs",
+            "give more data, lower train.seq_len, or change data.val_fraction",
+        )
 
 
 def _inputs_and_targets(window: npt.NDArray[np.int64], seq_len: int) -> dict[str, torch.Tensor]:
@@ -88,13 +80,11 @@ class DocumentWindows:
 
     def __init__(self, documents: Documents, seq_len: int, name: str, min_tokens: int | None = None) -> None:
         self.documents, self.seq_len = documents, seq_len
-        needed = seq_len + 1 if min_tokens is None else min_tokens
-        if documents.n_tokens < needed:
-            raise too_short(name, documents.n_tokens, needed, seq_len)
-        self._open()
+        _refuse_short(name, documents.n_tokens, min_tokens, seq_len)
 
-    def _open(self) -> None:
-        self._stops = np.cumsum(self.documents.lengths, dtype=np.int64)
+    @cached_property
+    def _stops(self) -> npt.NDArray[np.int64]:
+        return np.cumsum(self.documents.lengths, dtype=np.int64)
 
     def __len__(self) -> int:
         return (int(self._stops[-1]) - 2) // self.seq_len + 1
@@ -115,10 +105,6 @@ class DocumentWindows:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"documents": self.documents, "seq_len": self.seq_len}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
 
 
 class Samples:
@@ -201,13 +187,6 @@ def _judge_bytes(init_from: str | None, vocab_size: int, key: str) -> None:
 def plan_windows(n: int, seq_len: int) -> dict[str, torch.Tensor]:
     """A micro-batch of `n` windows without a corpus."""
     return {"tokens": torch.zeros(n, seq_len, dtype=torch.int64), "targets": torch.zeros(n, seq_len, dtype=torch.int64)}
-
-
-def windows(corpus: Corpus, split: Literal["train", "val"], seq_len: int) -> Windows:
-    """Windows of a split; the training split must fill at least one, the other holds 2 tokens or more."""
-    if split == "train":
-        return Windows(corpus.train_span, seq_len, f"the training split of {corpus.source}")
-    return Windows(corpus.val_span, seq_len, f"the validation split of {corpus.source}", min_tokens=2)
 
 
 HIDDEN, SWAPPED = 0.8, 0.1

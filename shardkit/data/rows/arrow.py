@@ -12,8 +12,6 @@ from .tabular import TableFormat, existing, pyarrow_module
 
 
 class Arrow(TableFormat):
-    """Arrow files."""
-
     name, suffixes = "arrow", (".arrow", ".feather")
 
     def schema(self, path: str) -> Any:

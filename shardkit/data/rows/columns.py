@@ -37,7 +37,6 @@ class Columns:
 
     @property
     def read(self) -> list[str]:
-        """The names of the columns to read."""
         return list(self.names.values())
 
     def values(self, row: Mapping[str, Any]) -> dict[str, Any]:

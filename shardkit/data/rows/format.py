@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
 from ...errors import LONGEST, DataError, gib, one_line
@@ -131,6 +132,25 @@ def reading(path: str) -> Iterator[None]:
             yield  # pyarrow's ArrowMemoryError is a MemoryError
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise damaged(path, error) from error
+
+
+def line_ranges(file: TextFile, n_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of about `n_bytes` that end with a line and cover the file; longer lines make longer ranges."""
+    cuts = [0]
+    with open(file.path, "rb") as stream:
+        while (target := cuts[-1] + n_bytes) < file.size:
+            stream.seek(target)
+            stream.readline()
+            cuts.append(min(stream.tell(), file.size))
+    if cuts[-1] != file.size or len(cuts) == 1:
+        cuts.append(file.size)
+    return list(pairwise(cuts))
+
+
+def read_range(piece: Piece) -> bytes:
+    with open(piece.path, "rb") as stream:
+        stream.seek(piece.start)
+        return stream.read(piece.stop - piece.start)
 
 
 def damaged(path: str, error: Exception) -> DataError:

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 from ...errors import DataError
 from ..listing import TextFile, unreadable
-from .format import BadRow, LoadedRows, Piece, RowFormat
-from .ranges import line_ranges, read_range
+from .format import BadRow, LoadedRows, Piece, RowFormat, line_ranges, read_range
 
 
 class JsonLines(RowFormat):
@@ -67,8 +66,6 @@ class JsonLines(RowFormat):
 
 
 class _Lines:
-    """Lines with their numbers."""
-
     def __init__(self, lines: list[tuple[int, bytes]]) -> None:
         self._lines = lines
 

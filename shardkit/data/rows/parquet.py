@@ -16,8 +16,6 @@ _BUFFER_BYTES = 1 << 18
 
 
 class Parquet(TableFormat):
-    """Parquet files."""
-
     name, suffixes = "parquet", (".parquet",)
     part_bytes: ClassVar[int] = 1 << 25
     part_rows: ClassVar[int] = 1 << 16

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..listing import TextFile, is_text
-from .format import BadRow, LoadedRows, Piece, RowFormat
-from .ranges import line_ranges, read_range
+from .format import BadRow, LoadedRows, Piece, RowFormat, line_ranges, read_range
 
 
 class PlainText(RowFormat):

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from itertools import groupby
 from typing import Any
 
-from ...errors import DataError
+from ...errors import DataError, importing
 from ..listing import TextFile
 from .format import LoadedRows, Piece, RowFormat, reading
 
@@ -105,11 +105,8 @@ def pyarrow_module(module: str, path: str) -> Any:
     Raises:
         DataError: pyarrow is not installed; names the file that needs it.
     """
-    try:
+    with importing(f"{path} needs pyarrow", "pip install shardkit[finetune]", DataError):
         return importlib.import_module(module)
-    except ImportError as error:
-        cause = f"{path} needs pyarrow, which does not import: {error}"
-        raise DataError(cause, "pip install shardkit[finetune]") from error
 
 
 def _sample_blocks(path: str, footer_bytes: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -62,6 +63,16 @@ def cached_entry(
     except OSError as error:
         raise DataError(f"cache directory {root} cannot be used: {error.strerror or error}", _FIX) from error
     return entry, meta
+
+
+def cache_key(values: list[Any]) -> str:
+    """A hash of plain values, and of the path, size and modification time of each file among them."""
+
+    def listed(file: TextFile) -> list[Any]:
+        return [os.path.abspath(file.path), file.name, file.size, file.mtime_ns]
+
+    text = json.dumps(values, sort_keys=True, default=listed)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 def build_entry(entry: Path, build: Callable[[Path], dict[str, Any]], mode: int = 0o777) -> dict[str, Any]:

@@ -7,13 +7,12 @@ directory; a `.bin` file of tokens is mapped in place and only its counts are ca
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from ...config.schema import DataConfig
 from ...errors import DataError
 from ..listing import TextFile, unreadable
 from ..rows.formats import find_text_files
-from .cache import CHUNK, TEXT_DTYPE, cached_entry, tail_size, tokenise
+from .cache import CHUNK, TEXT_DTYPE, cache_key, cached_entry, tail_size, tokenise
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +52,15 @@ class TokenSpan:
         offset = self.start * np.dtype(self.dtype).itemsize
         return np.memmap(self.path, dtype=self.dtype, mode="r", offset=offset, shape=(len(self),))
 
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The tokens, mapped once."""
+        return self.open()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled memory map is a copy of the file: workers map it themselves.
+        return {name: part for name, part in vars(self).items() if name != "tokens"}
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -67,6 +75,9 @@ class Corpus:
     n_val_files: int = 1
     n_skipped_files: int = 0
 
+    def span(self, split: Literal["train", "val"]) -> TokenSpan:
+        return self.train_span if split == "train" else self.val_span
+
     @property
     def train(self) -> Tokens:
         return self.train_span.open()
@@ -78,24 +89,22 @@ class Corpus:
     @property
     def max_token(self) -> int:
         """The largest token of either split."""
-        return int(np.flatnonzero(self._padded().sum(axis=0))[-1])
+        return int(np.flatnonzero(self._counts)[-1])
 
     def occurs(self, token: int) -> bool:
         """Whether a token is in either split."""
-        counts = self._padded().sum(axis=0)
-        return token < len(counts) and bool(counts[token])
+        return token < len(self._counts) and bool(self._counts[token])
 
     @cached_property
     def digest(self) -> str:
         """Digest of how often each token occurs, and of stretches spread over the training tokens."""
         tokens = self.train
-        digest = hashlib.blake2b(self._padded().sum(axis=0).astype("<i8").tobytes(), digest_size=16)
+        digest = hashlib.blake2b(self._counts.astype("<i8").tobytes(), digest_size=16)
         for start in range(0, len(tokens), max(1, len(tokens) // _STRETCHES)):
             digest.update(tokens[start : start + _STRETCH].astype("<u4").tobytes())
         return digest.hexdigest()
 
     def unigram_cross_entropy(self) -> float:
-        """See `unigram_cross_entropy`."""
         return unigram_cross_entropy(self.train_counts, self.val_counts)
 
     def describe(self) -> str:
@@ -105,9 +114,11 @@ class Corpus:
         sizes = f"{len(self.train_span):,} training and {len(self.val_span):,} validation tokens"
         return f"{self.source}: " + ", ".join(part for part in (sizes, files, skipped) if part)
 
-    def _padded(self) -> Counts:
-        """Counts of [train, val] at one length."""
-        return _padded(self.train_counts, self.val_counts)
+    @cached_property
+    def _counts(self) -> Counts:
+        """How often each token occurs in both splits."""
+        counts: Counts = _padded(self.train_counts, self.val_counts).sum(axis=0)
+        return counts
 
 
 def _padded(*counts: Counts) -> Counts:
@@ -154,7 +165,7 @@ def _open_text(data: DataConfig) -> Corpus:
 
     settings = {"kind": "text", "val_fraction": None if val_files else data.val_fraction}
     every = [*files, *(val_files or [])]
-    key = _fingerprint(settings, every, n_first=len(files))
+    key = cache_key([FORMAT_VERSION, settings, len(files), every])
     entry, meta = cached_entry(data.cache_dir, f"text-{key}", build, [file.path for file in every])
     spans = {s: TokenSpan(str(entry / f"{s}.bin"), TEXT_DTYPE, 0, meta[s]["tokens"]) for s in ("train", "val")}
     return _corpus(_named(data), spans["train"], spans["val"], meta)
@@ -184,7 +195,7 @@ def _open_bin(data: DataConfig, path: str) -> Corpus:
         }
 
     settings = {"kind": "bin", "dtype": dtype, "spans": [[span.start, span.stop] for span in spans]}
-    key = _fingerprint(settings, [file, val_file], n_first=1)
+    key = cache_key([FORMAT_VERSION, settings, 1, [file, val_file]])
     _, meta = cached_entry(data.cache_dir, f"counts-{key}", build, [file.path, val_file.path])
     return _corpus(path, *spans, meta)
 
@@ -205,13 +216,6 @@ def _corpus(source: str, train: TokenSpan, val: TokenSpan, meta: dict[str, Any])
 
 def _named(data: DataConfig) -> str:
     return data.path if data.path is not None else "Python's standard library"
-
-
-def _fingerprint(settings: dict[str, Any], files: list[TextFile], n_first: int) -> str:
-    """A hash of the settings and of every file's path, size and modification time."""
-    listing = [[os.path.abspath(f.path), f.name, f.size, f.mtime_ns] for f in files]
-    text = json.dumps([FORMAT_VERSION, settings, n_first, listing], sort_keys=True)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 def _bin_file(path: str, bin_dtype: str) -> tuple[TextFile, int]:

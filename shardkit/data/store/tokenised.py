@@ -151,7 +151,6 @@ class Documents:
         return tokens, _unpack(bits, start, stop)
 
     def of_source(self, index: int) -> Documents:
-        """The documents of one source."""
         return Documents(self.stores[index : index + 1], self.choice)
 
     def __getstate__(self) -> dict[str, Any]:

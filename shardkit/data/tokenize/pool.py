@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
@@ -35,26 +34,6 @@ too: starting processes anew would take longer."""
 Result = tuple[Piece, Encoded, Report]
 
 
-@dataclass
-class _Totals:
-    """The counts of all pieces, for the manifest."""
-
-    rows: int = 0
-    n_bad: int = 0
-    n_several: int = 0
-    bad: list[tuple[str, int, str]] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)
-
-    def add(self, piece: Piece, report: Report, first_line: int) -> None:
-        """Add a piece whose first line has the number `first_line` in its file, from 0."""
-        self.bad += [(piece.path, first_line + row + 1, reason) for row, reason in report.bad_rows]
-        del self.bad[SHOWN:]
-        self.rows += report.n_rows if piece.ends else 0
-        self.n_bad += report.n_bad
-        self.n_several += report.n_several
-        self.digests.append(report.digest)
-
-
 def encode_all(directory: Path, source: str, pieces: list[Piece], recipe: Recipe, workers: int) -> dict[str, Any]:
     """Write the corpus of `pieces` to an empty directory; returns the documents' part of its manifest.
 
@@ -66,7 +45,9 @@ def encode_all(directory: Path, source: str, pieces: list[Piece], recipe: Recipe
         DataError: a file cannot be read, a template cannot be used, or a process ended.
     """
     total = sum(piece.size for piece in pieces)
-    totals, n_lines = _Totals(), 0
+    bad: list[tuple[str, int, str]] = []
+    n_rows = n_bad = n_several = first_line = 0
+    digest = hashlib.blake2b(digest_size=16)
     started = time.monotonic()
     with Writer(directory, recipe.dtype, recipe.masked) as writer:
         is_small = min(total, sum(Path(path).stat().st_size for path in {piece.path for piece in pieces})) <= _SMALL
@@ -75,22 +56,27 @@ def encode_all(directory: Path, source: str, pieces: list[Piece], recipe: Recipe
         for piece, encoded, report in results:
             writer.append(encoded.tokens, encoded.lengths, encoded.places, encoded.is_target, ends=piece.ends)
             # Of tables, rows are counted within the piece; lines are counted within the file.
-            n_lines = 0 if piece.start == 0 else n_lines
-            totals.add(piece, report, n_lines)
-            n_lines += report.n_lines
+            first_line = 0 if piece.start == 0 else first_line
+            bad += [(piece.path, first_line + row + 1, reason) for row, reason in report.bad_rows]
+            del bad[SHOWN:]
+            first_line += report.n_lines
+            n_rows += report.n_rows if piece.ends else 0
+            n_bad += report.n_bad
+            n_several += report.n_several
+            digest.update(report.digest.encode())
             bar.advance(piece.size, writer.n_tokens)
         bar.close()
     seconds = time.monotonic() - started
     _LOG.info("tokenised %s: %s tokens in %.1f s", source, f"{writer.n_tokens:,}", seconds)
     return {
-        "digest": hashlib.blake2b("".join(totals.digests).encode(), digest_size=16).hexdigest(),
+        "digest": digest.hexdigest(),
         "n_documents": writer.n_documents,
         "n_tokens": writer.n_tokens,
         "n_targets": writer.n_targets,
-        "n_rows": totals.rows,
-        "n_bad": totals.n_bad,
-        "n_several": totals.n_several,
-        "bad": totals.bad,
+        "n_rows": n_rows,
+        "n_bad": n_bad,
+        "n_several": n_several,
+        "bad": bad,
     }
 
 
@@ -166,7 +152,6 @@ class _Worker:
         return Report(**answer)
 
     def end(self) -> None:
-        """Kill the process."""
         self.process.kill()
         self.process.wait()
         self.orders.close()
@@ -206,6 +191,5 @@ class _Progress:
             print(text, flush=True)
 
     def close(self) -> None:
-        """End the bar's line."""
         if self.live and self.drawn > self.started:
             print(file=sys.stderr, flush=True)

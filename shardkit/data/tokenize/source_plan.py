@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -24,7 +23,7 @@ from ..rows.columns import Columns, choose_columns, names_to_find
 from ..rows.format import RowFormat
 from ..rows.formats import PLAIN_TEXT, find_records, find_text_files
 from ..rows.pieces import cut
-from ..store.cache import cached_entry
+from ..store.cache import cache_key, cached_entry
 from ..store.tokenised import FORMAT_VERSION
 from .encode import Recipe
 from .pool import encode_all
@@ -55,7 +54,7 @@ class Plan:
         columns = [self.recipe.columns.kind, self.recipe.columns.names]
         recipe = [self.facts, self.recipe.eos, self.recipe.loss_on]
         kind = self.format.name if self.format.has_columns else None
-        return cache_key([FORMAT_VERSION, _RULES, kind, columns, *recipe, _listing(self.files), self._cut])
+        return cache_key([FORMAT_VERSION, _RULES, kind, columns, *recipe, self.files, self._cut])
 
     @property
     def _cut(self) -> int | None:
@@ -156,18 +155,9 @@ def _column_names(data: DataConfig, files: list[TextFile], row_format: RowFormat
     def look(_: Path) -> dict[str, Any]:
         return {"columns": row_format.columns(files, candidates)}
 
-    key = cache_key([_RULES, row_format.name, sorted(candidates), _listing(files)])
+    key = cache_key([_RULES, row_format.name, sorted(candidates), files])
     names: list[str] = cached_entry(data.cache_dir, f"columns-{key}", look, [file.path for file in files])[1]["columns"]
     return names
-
-
-def _listing(files: list[TextFile]) -> list[list[Any]]:
-    return [[os.path.abspath(file.path), file.name, file.size, file.mtime_ns] for file in files]
-
-
-def cache_key(values: list[Any]) -> str:
-    text = json.dumps(values, sort_keys=True)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 def _loss_on(data: DataConfig, columns: Columns, called: str) -> LossOn:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.schema import RunConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, importing
 from ...files.bounded import in_child
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -61,12 +61,8 @@ def load_tokenizer(path: str | Path) -> Any:
         ConfigError: transformers is not installed; the folder names code of its own, holds no fast tokenizer, or its
             files are damaged.
     """
-    try:
+    with importing(f"the tokenizer in {path} needs transformers", "pip install shardkit[hf]"):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    except ImportError as error:
-        raise ConfigError(
-            f"the tokenizer in {path} needs transformers, which does not import: {error}", "pip install shardkit[hf]"
-        ) from error
     path = Path(path).expanduser()
     if not path.exists():
         raise ConfigError(f"the tokenizer {path} does not exist", _FIX)
