@@ -213,7 +213,7 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
             return chosen
         if loss_chunk_size:
             return chunked_cross_entropy(hidden, head.weight, targets, loss_chunk_size, bias=head.bias)
-        return _summed_loss(project(hidden), targets)
+        return summed_loss(project(hidden), targets)
 
     def forward(
         tokens: torch.Tensor,
@@ -224,7 +224,7 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
         if positions is None and (targets is None or not loss_chunk_size):
             outputs = _run(model, model_forward, tokens, documents)  # freed after the loss, as in transformers
             logits: torch.Tensor = outputs.logits
-            return logits if targets is None else _summed_loss(logits, targets)
+            return logits if targets is None else summed_loss(logits, targets)
         requests.append((targets, positions))
         try:
             logits_at: torch.Tensor = _run(model, model_forward, tokens, documents).logits
@@ -247,9 +247,10 @@ def _run(model: nn.Module, model_forward: Any, tokens: torch.Tensor, documents: 
     return outputs
 
 
-def _summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """The sum of cross-entropies of all logits at once, in fp32."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
+    flat = logits.flatten(0, -2).float()
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=ignore_index, reduction="sum")
 
 
 def check_loss_fits(model: nn.Module, fix: str) -> None:

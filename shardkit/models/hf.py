@@ -20,7 +20,7 @@ from torch import nn
 
 from ..config.presets import task_of
 from ..config.schema import ModelConfig, QuantizeConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, importing
 from ..parallel.compat import from_config, init_weights_of, is_persistent, ties_only
 from ..parallel.weights import parameters_on_meta
 
@@ -101,8 +101,7 @@ class HFModel:
             if model.preset is not None:
                 fix = f"set task.name={task_of(model.preset)}, which model.preset={model.preset} is made for"
             raise ConfigError(
-                f"model_type={self.config.model_type} has no model for task.name={task} in transformers",
-                fix,
+                f"model_type={self.config.model_type} has no model for task.name={task} in transformers", fix
             ) from None
         self.resized = frozenset() if rows is None else self._parameters_with_rows()
 
@@ -202,12 +201,8 @@ def import_transformers(needed_by: str) -> Any:
     Raises:
         ConfigError: it cannot be imported; the fix says how to install it.
     """
-    try:
+    with importing(f"task.name={needed_by} needs transformers", "pip install shardkit[hf]"):
         import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"task.name={needed_by} needs transformers, which does not import: {error}", "pip install shardkit[hf]"
-        ) from error
     transformers.logging.set_verbosity_error()
     return transformers
 

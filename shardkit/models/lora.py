@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, importing
 from .bnb_layers import follow_peft_over_bitsandbytes, refuse_other_layers
 from .hf import HFModel
 from .packed_experts import PackedWeight
@@ -85,7 +85,9 @@ class AdaptedModel(HFModel):
         self._settings = config.adapter
         self._loads = config.model.init_from is not None
         self.frozen_dtype = FROZEN.get(config.precision.mode, torch.float32)
-        self._peft = _import_peft()
+        with importing("adapter.type=lora needs peft", "pip install 'shardkit[finetune]'"):
+            import peft
+        self._peft: Any = peft
         quantize = config.model.quantize
         self.quantizer = None if quantize is None else BaseQuantizer(self.reference, quantize)
         experts = [] if self.quantizer is None else self.quantizer.expert_weights
@@ -277,13 +279,3 @@ def _matching(target: str, modules: Sequence[str], linear: Sequence[str], is_pat
 
 def _listed(linear: Sequence[str]) -> str:
     return ", ".join(list(dict.fromkeys(name.rpartition(".")[2] for name in linear))[:10])
-
-
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            f"adapter.type=lora needs peft, which does not import: {error}", "pip install 'shardkit[finetune]'"
-        ) from error
-    return peft

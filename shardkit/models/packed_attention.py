@@ -98,12 +98,7 @@ def _flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _attend_to_itself(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout: float,
-    scale: float | None,
-    window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scale: float | None, window: int | None
 ) -> torch.Tensor:
     """Causal attention of one document, [L, heads, width]."""
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))

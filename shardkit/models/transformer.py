@@ -15,31 +15,29 @@ from torch import nn
 
 from ..config.schema import ModelConfig
 from ..errors import ConfigError
-from .cross_entropy import chunked_cross_entropy
+from .cross_entropy import chunked_cross_entropy, summed_loss
 from .packed_attention import BatchDocuments, DocumentLayout, document_attention
 
 INIT_STD = 0.02
 
 
-class Linear(nn.Linear):
-    """`nn.Linear` whose weights stay as allocated until `init_parameter` fills them."""
+class _Undrawn:
+    """Before one of torch's modules: its weights stay as allocated until `init_parameter` fills them."""
 
     def reset_parameters(self) -> None:
         pass
 
 
-class Embedding(nn.Embedding):
-    """`nn.Embedding` whose weights stay as allocated until `init_parameter` fills them."""
-
-    def reset_parameters(self) -> None:
-        pass
+class Linear(_Undrawn, nn.Linear):
+    pass
 
 
-class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` whose weights stay as allocated until `init_parameter` fills them."""
+class Embedding(_Undrawn, nn.Embedding):
+    pass
 
-    def reset_parameters(self) -> None:
-        pass
+
+class LayerNorm(_Undrawn, nn.LayerNorm):
+    pass
 
 
 class Attention(nn.Module):
@@ -110,8 +108,7 @@ class Head(Linear):
             return F.linear(hidden, self.weight)
         if self.loss_chunk_size:
             return chunked_cross_entropy(hidden, self.weight, targets, self.loss_chunk_size, ignore_index)
-        logits = F.linear(hidden, self.weight).flatten(0, -2).float()
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index, reduction="sum")
+        return summed_loss(F.linear(hidden, self.weight), targets, ignore_index)
 
 
 class Transformer(nn.Module):

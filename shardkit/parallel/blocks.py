@@ -110,11 +110,6 @@ def chosen_members(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, n
     return members
 
 
-def may_leave_out(find_unused: bool | None, model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
-    """Whether ranks may use different parameters in a step: as `parallel.find_unused` says, or if the data choose."""
-    return bool(chosen_by_data(model, blocks)) if find_unused is None else find_unused
-
-
 @dataclass(frozen=True, eq=False)
 class Unit:
     """Modules whose parameters are sharded, gathered and freed together.

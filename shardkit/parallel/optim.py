@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..config.schema import OptimConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, importing
 from .blocks import find_blocks
 
 SPARED: tuple[type[nn.Module], ...] = (nn.Embedding,)
@@ -55,13 +55,9 @@ def make_optimizer(
 
 
 def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    try:
+    fix = "pip install 'shardkit[torchao]', or set optim.name=adamw"
+    with importing("optim.name=adamw8bit needs torchao", fix):
         from torchao.optim import AdamW8bit
-    except ImportError as error:
-        raise ConfigError(
-            f"optim.name=adamw8bit needs torchao, which does not import: {error}",
-            "pip install 'shardkit[torchao]', or set optim.name=adamw",
-        ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
 
     def lr_as_tensor(*_: Any) -> None:
@@ -75,13 +71,9 @@ def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
 
 def _adamw_bnb_8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW: parameters of fewer than 4,096 elements keep fp32 moments, as is its default."""
-    try:
+    fix = "pip install 'shardkit[quantize]', or set optim.name=adamw"
+    with importing("optim.name=adamw_bnb_8bit needs bitsandbytes", fix):
         from bitsandbytes.optim.adamw import AdamW8bit
-    except ImportError as error:
-        raise ConfigError(
-            f"optim.name=adamw_bnb_8bit needs bitsandbytes, which does not import: {error}",
-            "pip install 'shardkit[quantize]', or set optim.name=adamw",
-        ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)  # type: ignore[no-untyped-call]
     return optimizer
 

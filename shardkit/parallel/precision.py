@@ -13,7 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from ..config.schema import PrecisionConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, importing
 from .compat import TREES, tree_map
 
 _COMPUTE = {
@@ -151,13 +151,9 @@ def convert_to_fp8(model: nn.Module, config: PrecisionConfig, *, emulate: bool =
     """
     if config.mode != "fp8":
         return
-    try:
+    fix = "pip install 'shardkit[torchao]', or set precision.mode=bf16"
+    with importing("precision.mode=fp8 needs torchao", fix):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise ConfigError(
-            f"precision.mode=fp8 needs torchao, which does not import: {error}",
-            "pip install 'shardkit[torchao]', or set precision.mode=bf16",
-        ) from error
 
     def qualifies(module: nn.Module, fqn: str) -> bool:
         if not isinstance(module, nn.Linear) or "head" in fqn.rsplit(".", 1)[-1]:

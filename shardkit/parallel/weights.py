@@ -34,6 +34,29 @@ times as much memory for it."""
 
 
 @contextmanager
+def _registering(replace: Callable[[nn.Module, str, nn.Parameter], nn.Parameter | None]) -> Iterator[None]:
+    """Inside, a module registers `replace(module, name, parameter)` for a parameter, unless that is None.
+
+    A parameter that is registered twice is replaced once, and stays tied.
+    """
+    register = nn.Module.register_parameter
+    shared = WeakIdKeyDictionary()
+
+    def register_replaced(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            if param not in shared and (replaced := replace(module, name, param)) is not None:
+                shared[param] = replaced
+            param = shared.get(param, param)  # type: ignore[no-untyped-call]
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_replaced  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Modules built inside have their parameters on the meta device, and real buffers.
 
@@ -41,59 +64,45 @@ def parameters_on_meta() -> Iterator[None]:
     touched costs nothing. Buffers have the values that the constructor computed: rotary frequencies, position ids,
     statistics.
     """
-    register = nn.Module.register_parameter
-    shared = WeakIdKeyDictionary()  # a parameter that is registered twice stays tied
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
         refuse_uninitialised(module, name, param)
-        if param is not None and not param.is_meta and not hasattr(param, "ds_id"):  # ZeRO-3's are partitions already
-            if param not in shared:
-                shared[param] = _on_meta(param)
-                copy_grad_hooks(param, shared[param])
-            param = shared[param]
-        register(module, name, param)
+        if param.is_meta or hasattr(param, "ds_id"):  # ZeRO-3's are partitions already
+            return None
+        meta = _on_meta(param)
+        copy_grad_hooks(param, meta)
+        return meta
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
+    with _registering(to_meta):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def refuse_uninitialised(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+def refuse_uninitialised(module: nn.Module, name: str, param: nn.Parameter) -> None:
     """Refuse a parameter of a lazy module (`nn.LazyLinear`), which has no size before the first forward.
 
     Raises:
         ConfigError: the parameter has no size.
     """
-    if param is not None and is_lazy(param):
+    if is_lazy(param):
         raise ConfigError(
             f"{name} of {type(module).__name__} has no size before the first forward, so nothing can hold or draw it",
             "give the layer its input size, or call the model on one batch where it is built",
         )
 
 
-@contextmanager
-def scalars_as_vectors() -> Iterator[None]:
+def scalars_as_vectors() -> AbstractContextManager[None]:
     """Modules built inside register 0-d parameters with shape [1], so that engines have a dimension to shard along."""
-    register = nn.Module.register_parameter
-    shared = WeakIdKeyDictionary()
 
-    def register_vector(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.dim() == 0:
-            if param not in shared:
-                vector = torch.empty(1, dtype=param.dtype, device=param.device)
-                vector.copy_(param.detach())  # copied, because a view of a fake tensor would stay a constant on the CPU
-                shared[param] = nn.Parameter(vector, requires_grad=param.requires_grad)
-                shared[param].is_scalar = True
-            param = shared[param]
-        register(module, name, param)
+    def to_vector(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        if param.dim():
+            return None
+        values = torch.empty(1, dtype=param.dtype, device=param.device)
+        values.copy_(param.detach())  # copied, because a view of a fake tensor would stay a constant on the CPU
+        vector = nn.Parameter(values, requires_grad=param.requires_grad)
+        vector.is_scalar = True  # type: ignore[attr-defined]
+        return vector
 
-    nn.Module.register_parameter = register_vector  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return _registering(to_vector)
 
 
 def show_scalars(model: nn.Module) -> set[str]:

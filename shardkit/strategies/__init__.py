@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 
 from ..config.schema import RunConfig
 from ..config.strategy import StrategyName
@@ -37,33 +38,13 @@ def make_strategy(config: RunConfig, world: World, make_engine: EngineFactory | 
 
 
 def _engine(config: RunConfig, world: World) -> Strategy:
-    return _ENGINES[config.parallel.strategy]()(config, world)
+    module, name = _ENGINES[config.parallel.strategy]
+    engine: Strategy = getattr(import_module(f".{module}", __name__), name)(config, world)
+    return engine
 
 
-def _single() -> EngineFactory:
-    from .single import Single
-
-    return Single
-
-
-def _ddp() -> EngineFactory:
-    from .ddp import DDP
-
-    return DDP
-
-
-def _fsdp() -> EngineFactory:
-    from .fsdp import FSDP
-
-    return FSDP
-
-
-def _zero() -> EngineFactory:
-    from .zero.engine import ZeRO
-
-    return ZeRO
-
-
-_ENGINES: dict[StrategyName, Callable[[], EngineFactory]] = {
-    "single": _single, "ddp": _ddp, "fsdp": _fsdp, "hsdp": _fsdp, "zero1": _zero, "zero2": _zero, "zero3": _zero,
+_ENGINES: dict[StrategyName, tuple[str, str]] = {
+    "single": ("single", "Single"), "ddp": ("ddp", "DDP"), "fsdp": ("fsdp", "FSDP"), "hsdp": ("fsdp", "FSDP"),
+    "zero1": ("zero.engine", "ZeRO"), "zero2": ("zero.engine", "ZeRO"), "zero3": ("zero.engine", "ZeRO"),
 }  # fmt: skip
+"""Name → the module and the class of the engine."""

@@ -21,7 +21,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     Raises:
         ConfigError: see `map_tensors`.
     """
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True), partial(_moved, device=device))
+    return map_tensors(
+        batch, lambda tensor: tensor.to(device, non_blocking=True), convert=lambda holder: holder.to(device)
+    )
 
 
 def map_tensors(batch: Any, change: Change, convert: Callable[[Any], Any] | None = None) -> Any:
@@ -58,10 +60,6 @@ def map_tensors(batch: Any, change: Change, convert: Callable[[Any], Any] | None
                 object.__setattr__(changed, name, within(getattr(batch, name)))
         return changed
     return batch
-
-
-def _moved(holder: Any, device: torch.device) -> Any:
-    return holder.to(device)
 
 
 def _like(mapping: Mapping[Any, Any], members: dict[Any, Any]) -> Mapping[Any, Any]:

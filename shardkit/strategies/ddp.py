@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import RunConfig
 from ..errors import ConfigError, listed
-from ..parallel.blocks import may_leave_out
+from ..parallel.blocks import chosen_by_data
 from ..parallel.compat import GradBucket, not_reduced
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
 from ..parallel.weights import Weights, exchange
@@ -68,14 +68,14 @@ class DDP(TorchStates):
         device = self._world.device
         weights.materialise(model, device, self._world)
         autocast_forward(model, device, self._config.precision)
-        finds_unused = may_leave_out(self._config.parallel.find_unused, model, blocks)
-        self.facts = Facts(reduces_missing_grads=self._config.parallel.find_unused is not False)
+        find_unused = self._config.parallel.find_unused
+        self.facts = Facts(reduces_missing_grads=find_unused is not False)
         self._wrapped = self.wrap(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,  # gradients live in the buckets, which saves 4P bytes
-            find_unused_parameters=finds_unused,
+            find_unused_parameters=bool(chosen_by_data(model, blocks)) if find_unused is None else find_unused,
         )
         self._set_reduction()
         self.model, self._bare = self._wrapped, model

@@ -94,10 +94,11 @@ class FSDP(TorchStates):
 
     def _policy(self) -> dict[str, Any]:
         """The options of torch's `fully_shard` for a block: mesh, mixed precision, offload."""
+        on_gpu = self._world.device.type == "cuda"
         return {
             "mesh": self.make_mesh(),
             "mp_policy": self._mixed_precision(),
-            "offload_policy": self._offload_policy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self._offload else OffloadPolicy(),
         }
 
     def _policy_of_rest(self, policy: dict[str, Any]) -> dict[str, Any]:
@@ -225,11 +226,6 @@ class FSDP(TorchStates):
         return MixedPrecisionPolicy(
             param_dtype=None if dtype == master_dtype(precision) else dtype, reduce_dtype=reduce_dtype(precision)
         )
-
-    def _offload_policy(self) -> OffloadPolicy:
-        if not self._offload:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda")
 
     def _materialise(self, model: nn.Module, weights: Weights) -> None:
         """Allocate the shards of a model built on meta and draw each one's rows."""

@@ -15,7 +15,6 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -108,7 +107,7 @@ class Reach(TorchFunctionMode):
         if unit not in self.held_units:
             self.held_units.append(unit)
             # FSDP2 frees it after an outer call of itself, if it calls itself.
-            again = torch.compiler.disable(partial(_gather_again, unit))  # type: ignore[no-untyped-call]
+            again = torch.compiler.disable(lambda *_: unit.unshard())  # type: ignore[no-untyped-call]
             unit.register_forward_hook(again)  # type: ignore[attr-defined]
         self._keep(unit)
 
@@ -245,10 +244,6 @@ def slots(unit: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         fresh = [child for child in module.children() if child not in seen and not isinstance(child, FSDPModule)]
         seen.update(fresh)
         waiting += fresh
-
-
-def _gather_again(unit: FSDPModule, *_: Any) -> None:
-    unit.unshard()
 
 
 def _describes(func: Any) -> bool:

@@ -44,7 +44,6 @@ class NextTokens:
         return self.data.plan_batch(n)
 
     def describe(self) -> dict[str, float]:
-        """The baseline a model must beat: see `TextData.describe`."""
         return self.data.describe()
 
 

@@ -91,7 +91,6 @@ class HFMaskedLM:
         return total
 
     def describe(self) -> dict[str, float]:
-        """The baseline a model must beat: see `TextData.describe`."""
         return self.data.describe()
 
     def digests(self) -> dict[str, str]:

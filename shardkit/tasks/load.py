@@ -118,7 +118,8 @@ def _attribute(spec: str, module: ModuleType, name: str) -> Callable[..., Any]:
         else f"it has: {', '.join(defined_here) or 'no classes or functions'}"
     )
     problem = f"has no {name}" if attribute is None else f"has {name}, but it cannot be called"
-    raise ConfigError(f"task.factory={spec}: module {module.__name__} ({_location(module)}) {problem}", fix)
+    location = getattr(module, "__file__", None) or "a namespace package"
+    raise ConfigError(f"task.factory={spec}: module {module.__name__} ({location}) {problem}", fix)
 
 
 def build_model(config: RunConfig, task: Task) -> nn.Module:
@@ -165,10 +166,6 @@ def _raised(spec: str, action: str, error: BaseException) -> ConfigError:
         f"task.factory={spec}: {action} at {location}: {type(error).__name__}{': ' + message if message else ''}",
         "correct that line; SHARDKIT_DEBUG=1 shows the whole traceback",
     )
-
-
-def _location(module: ModuleType) -> str:
-    return getattr(module, "__file__", None) or "a namespace package"
 
 
 _BYTE_VOCABULARY = 256

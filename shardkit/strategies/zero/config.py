@@ -60,12 +60,12 @@ def build_ds_config(
     raw = config.parallel.ds_config
     _refuse_other_optimizer(config, raw)
     _refuse_bytes_quantised_again(config, raw)
-    owned_values = _owned_values(config, world_size, accum, on_cuda)
+    owned_values = _owned_values(config, world_size, accum)
     _refuse_conflicts(raw, owned_values)
     return merged(merged(_defaults(config, on_cuda, sizes), raw), owned_values)
 
 
-def _owned_values(config: RunConfig, world_size: int, accum: int, on_cuda: bool) -> dict[str, Any]:
+def _owned_values(config: RunConfig, world_size: int, accum: int) -> dict[str, Any]:
     train, parallel, reduce = config.train, config.parallel, config.precision.reduce_dtype
     zero: dict[str, Any] = {"stage": STAGES[parallel.strategy]}
     for key in ("offload_optimizer", "offload_param"):
@@ -165,8 +165,7 @@ def _refuse_conflicts(raw: dict[str, Any], owned_values: dict[str, Any]) -> None
             continue
         reason = f"shardkit sets it to {owned_leaves[path]!r}" if path in owned_leaves else "shardkit decides it"
         raise ConfigError(
-            f"parallel.ds_config.{path}={value!r} contradicts {owner}: {reason}",
-            f"remove the raw key and set {owner}",
+            f"parallel.ds_config.{path}={value!r} contradicts {owner}: {reason}", f"remove the raw key and set {owner}"
         )
 
 

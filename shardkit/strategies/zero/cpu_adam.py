@@ -29,7 +29,8 @@ def build_cpu_adam(world: World) -> None:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     builds = world.env.local_rank == 0
-    if builds and not _is_built(CPUAdamBuilder):
+    folder = _build_folder(CPUAdamBuilder) if builds else None
+    if builds and (folder is None or not (folder / f"{CPUAdamBuilder.NAME}.so").exists()):
         print("building DeepSpeedCPUAdam (once per machine, 1-3 minutes) ...", file=sys.stderr, flush=True)
     for my_turn in (builds, not builds):
         problem = _load(CPUAdamBuilder) if my_turn else ""
@@ -62,11 +63,6 @@ def remember_cpu() -> None:
 
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-
-
-def _is_built(builder: Any) -> bool:
-    folder = _build_folder(builder)
-    return folder is not None and (folder / f"{builder.NAME}.so").exists()
 
 
 def _build_folder(builder: Any) -> Path | None:
