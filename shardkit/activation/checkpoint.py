@@ -42,7 +42,9 @@ def checkpoint_activations(
     """
     if config.policy == "budget" and config.budget < 1:
         _refuse_dropout(model)
-    _set_budget(config)
+    # The share of activations that torch.compile may keep is process-wide, and read at compile time.
+    if compat.set_memory_budget(config.budget if config.policy == "budget" else 1.0):
+        torch.compiler.reset()  # code compiled earlier in this process uses the old budget
     if not config.recomputes:
         return
     blocks = chosen_blocks(model, blocks, config)
@@ -135,12 +137,6 @@ def _refuse_dropout(model: nn.Module) -> None:
                     "other random numbers when it recomputes, and gradients would be wrong",
                     "set model.dropout=0 (or the model's own key), activation.budget=1, or activation.policy=selective",
                 )
-
-
-def _set_budget(config: ActivationConfig) -> None:
-    """Set the share of activations that torch.compile may keep; it is process-wide and read at compile time."""
-    if compat.set_memory_budget(config.budget if config.policy == "budget" else 1.0):
-        torch.compiler.reset()  # code compiled earlier in this process uses the old budget
 
 
 def _no_cache(model: nn.Module) -> None:

@@ -31,10 +31,7 @@ IN_FLIGHT = 2
 
 
 def offload_activations(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    config: ActivationConfig,
-    device: torch.device,
+    model: nn.Module, blocks: Sequence[nn.Module], config: ActivationConfig, device: torch.device
 ) -> None:
     """Make every block keep its saved tensors in host memory, in place; call it after `checkpoint_activations`.
 

@@ -15,14 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import TrainingError
-from ..parallel.compat import (
-    DispatchMode,
-    attentions,
-    products,
-    schema,
-    tree_leaves,
-    tree_map_only,
-)
+from ..parallel.compat import DispatchMode, attentions, products, schema, tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
 PRODUCTS = {

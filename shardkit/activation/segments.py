@@ -23,14 +23,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..errors import TrainingError
 from ..parallel.blocks import Around
-from ..parallel.compat import (
-    TreeSpec,
-    caller_recomputes,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-    version_of,
-)
+from ..parallel.compat import TreeSpec, caller_recomputes, tree_flatten, tree_leaves, tree_unflatten, version_of
 from .buffers import BufferRecord
 
 
@@ -261,7 +254,7 @@ class _Replay:
         args, kwargs = self._arguments
         # torch (2.13) never releases a hook that raised, or anything the hook holds: so this one holds nothing large.
         hand_over = partial(_Replay._hand_over, weakref.proxy(self))
-        with saved_tensors_hooks(hand_over, _same):
+        with saved_tensors_hooks(hand_over, lambda tensor: tensor):
             out = self._pass.segment.forwards[position].inner(*args, **kwargs)
         self._outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         return out
@@ -278,10 +271,6 @@ class _Replay:
         if not self._missing:
             raise _AllRecomputed
         return value
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _likeness(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

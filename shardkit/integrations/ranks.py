@@ -43,7 +43,6 @@ class LoopRanks:
         self.group = None
 
     def gather(self, value: object) -> list[object]:
-        """Every rank's value, on every rank."""
         gathered: list[object] = [value] * self.size
         if self.group is not None:
             dist.all_gather_object(gathered, value, group=self.group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from .watching import WatchesTrainer, Watching, missing, say
@@ -36,9 +35,7 @@ class ShardkitCallback(WatchesTrainer, TrainerCallback):  # type: ignore[misc]
     def __enter__(self) -> ShardkitCallback:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.watching is not None and error is not None:
             self.watching.explain(error)
         self.end_watching(failed=error is not None)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -145,7 +144,6 @@ class Watching:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory."""
         return self._settings.run_dir
 
     @property
@@ -180,9 +178,7 @@ class Watching:
         self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.explain(error)
         self.close(failed=error is not None)

@@ -34,7 +34,8 @@ class ArrivalReport:
     def explain(self, step: int, names: Sequence[str], reason: Exception) -> TrainingError:
         """The error that names the ranks missing from the gather after `step`; `names` are all ranks', in order."""
         missing = [
-            f"rank {names[rank]} ({_last_report(seen)})" for rank, seen in self._missing(step, len(names)).items()
+            f"rank {names[rank]} ({'never did' if seen is None else f'last at step {seen}'})"
+            for rank, seen in self._missing(step, len(names)).items()
         ]
         match = _NOISE.match(" ".join(str(reason).split()))
         return TrainingError(
@@ -59,7 +60,3 @@ class ArrivalReport:
 
 def _key(rank: int) -> str:
     return f"shardkit/memory/{rank}"
-
-
-def _last_report(step: int | None) -> str:
-    return "never did" if step is None else f"last at step {step}"

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -20,17 +19,7 @@ from .exchange import RowExchange
 from .limits import SHARE, HostRisk, tightest_limit
 from .phases import PhaseMeter, note_phase
 from .probe import DeviceProbe, HostProbe
-from .rows import (
-    PHASES,
-    DeviceMemory,
-    HostMemory,
-    Identity,
-    PhaseName,
-    RankRow,
-    StateBytes,
-    StateKind,
-    phase_name,
-)
+from .rows import PHASES, DeviceMemory, HostMemory, Identity, PhaseName, RankRow, StateBytes, StateKind, phase_name
 from .state import HasState, count_state, module_state
 
 SLOW_PROBE_SHARE = 0.001
@@ -263,16 +252,7 @@ class MemoryLedger:
             host_mem=HostMemory(
                 host.rss, host.peak_rss, uss, children, self._limit.n_bytes, self.staging_bytes, self._limit.in_use()
             ),
-            device_mem=None
-            if device is None
-            else DeviceMemory(
-                device.allocated,
-                device.peak_allocated,
-                device.reserved,
-                device.peak_reserved,
-                self._device_probe.total or 0,
-                on_card,
-            ),
+            device_mem=None if device is None else DeviceMemory(*device[:4], self._device_probe.total or 0, on_card),
             state=None if self._state is None else dict(self._state),
             phases=self._phases.rows(),
             alloc_retries=None if device is None else device.alloc_retries,
@@ -332,9 +312,7 @@ class _Phase:
     def __enter__(self) -> None:
         self._ledger.begin(self._name, self._follows)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             note_phase(error, self._name)
         self._ledger.end()

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -94,9 +93,7 @@ class LoopHooks:
             else:
                 self._handles.append(_Replaced(optimizer, self.update_begins, ends))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *raised: object) -> None:
         self.unhook()
         if kind is None:  # after an error, other ranks may not reach a gather
             self.gather_last()

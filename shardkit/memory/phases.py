@@ -157,7 +157,5 @@ def _row(peaks: _Peaks) -> PhaseMemory:
     device, host = peaks.device, peaks.host
     assert host is not None
     if device is None:
-        return PhaseMemory(None, None, None, None, host.rss, host.peak_rss)
-    return PhaseMemory(
-        device.allocated, device.peak_allocated, device.reserved, device.peak_reserved, host.rss, host.peak_rss
-    )
+        return PhaseMemory(None, None, None, None, *host)
+    return PhaseMemory(*device[:4], *host)

@@ -166,18 +166,14 @@ class RankRow:
         Raises:
             KeyError, TypeError, AttributeError: it is not such a row.
         """
+        kinds = {field.name: str(field.type) for field in fields(cls)}
         return cls(
             identity=_pick(Identity, obj),
-            step_time_s=_checked("step_time_s", obj["step_time_s"], "float | None"),
-            data_wait_s=_checked("data_wait_s", obj["data_wait_s"], "float | None"),
-            busy_s=_checked("busy_s", obj["busy_s"], "float | None"),
             host_mem=_pick(HostMemory, obj["host_mem"]),
             device_mem=None if obj["device_mem"] is None else _pick(DeviceMemory, obj["device_mem"]),
             state=None if obj["state"] is None else {k: _pick(StateBytes, v) for k, v in obj["state"].items()},
             phases={phase_name(k): _pick(PhaseMemory, v) for k, v in obj["phases"].items()},
-            alloc_retries=_checked("alloc_retries", obj["alloc_retries"], "int | None"),
-            ooms=_checked("ooms", obj["ooms"], "int | None"),
-            overhead_s=_checked("overhead_s", obj["overhead_s"], "float"),
+            **{name: _checked(name, obj[name], kind) for name, kind in kinds.items() if kind in _ALLOWED},
         )
 
 

@@ -97,15 +97,11 @@ def _spreads(rows: Sequence[RankRow]) -> dict[str, Spread]:
     for name, metric in _METRICS.items():
         values = [(value, row.name) for row in rows if (value := metric(row)) is not None]
         if values:
-            spreads[name] = _spread(values)
+            numbers = [number for number, _ in values]
+            largest, worst = max(values, key=lambda pair: pair[0])
+            mean = sum(numbers) / len(numbers)
+            spreads[name] = Spread(largest, min(numbers), mean, largest / mean if mean else 1.0, worst)
     return spreads
-
-
-def _spread(values: Sequence[tuple[float, str]]) -> Spread:
-    numbers = [value for value, _ in values]
-    largest, worst = max(values, key=lambda item: item[0])
-    mean = sum(numbers) / len(numbers)
-    return Spread(largest, min(numbers), mean, largest / mean if mean else 1.0, worst)
 
 
 def _stragglers(rows: Sequence[RankRow]) -> list[Straggler]:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..errors import SHOWN, TrainingError, listed
-from ..memory.phases import Phases
 from ..parallel.world import World
-from ..strategies import Strategy
-from ..strategies.step import MicroBatch, accumulate
+from ..strategies.step import accumulate
+
+if TYPE_CHECKING:
+    from .optimizer_step import OptimizerStep
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,39 +36,38 @@ def not_finite_loss(world: World, step: int, local_loss: float) -> TrainingError
     )
 
 
-def not_finite_gradient(
-    strategy: Strategy, ledger: Phases, world: World, step: int, micro_batches: Sequence[MicroBatch],
-    loss_fn: Callable[[Any, Any], torch.Tensor], n_targets: float,
-) -> TrainingError:  # fmt: skip
+def not_finite_gradient(step: OptimizerStep) -> TrainingError:
     """The error that names the ranks and parameters whose gradient is not finite; collective.
 
     The gradients are reduced and gone by then: repeating the step's forward and backward shows each rank's own. If the
     update could not be skipped and has spoilt the state, the error names that state.
     """
-    spoilt = sorted({s.name.partition(".")[2] for s in strategy.shards() if not s.local.isfinite().all()})
+    world = step.job.world
+    spoilt = sorted({s.name.partition(".")[2] for s in step.job.strategy.shards() if not s.local.isfinite().all()})
     if any(world.gather(bool(spoilt))):
         bad_names = sorted({str(name) for names in world.gather(spoilt[:SHOWN]) for name in names})  # type: ignore[attr-defined]
-        cause = f"the gradient is not finite at step {step}, nor is the state after its update: {listed(bad_names)}"
+        state = f"nor is the state after its update: {listed(bad_names)}"
+        cause = f"the gradient is not finite at step {step.number}, {state}"
     else:
-        cause = _own_gradients(strategy, ledger, world, step, micro_batches, loss_fn, n_targets)
+        cause = _own_gradients(step)
     return TrainingError(
         cause,
         "look at the loss on that step's data (a division by 0, a root or log of 0), lower optim.lr, or train in fp32; "
-        f"nothing after step {step - 1} was saved, checkpoints hold the state before",
+        f"nothing after step {step.number - 1} was saved, checkpoints hold the state before",
     )
 
 
-def _own_gradients(
-    strategy: Strategy, ledger: Phases, world: World, step: int, micro_batches: Sequence[MicroBatch],
-    loss_fn: Callable[[Any, Any], torch.Tensor], n_targets: float,
-) -> str:  # fmt: skip
+def _own_gradients(step: OptimizerStep) -> str:
     """Repeat the step's passes and name the ranks whose own gradients are not finite."""
+    job, world, number = step.job, step.job.world, step.number
     largest: dict[str, torch.Tensor] = {}
-    with watching_gradients(strategy.model, largest):
+    with watching_gradients(job.model, largest):
         try:
-            accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world.size, world.device)
+            accumulate(
+                job.strategy, job.ledger, step.micro_batches, step.loss_fn, step.n_targets, world.size, world.device
+            )
         except Exception as error:  # the error is then reported without its origin
-            _LOG.warning("cannot repeat step %d to find its bad gradient: %s: %s", step, type(error).__name__, error)
+            _LOG.warning("cannot repeat step %d to find its bad gradient: %s: %s", number, type(error).__name__, error)
     sizes = {fqn: float(value) for fqn, value in largest.items()}
     bad = [fqn for fqn, size in sizes.items() if not math.isfinite(size)]
     top = max(sizes, key=sizes.__getitem__, default="") if not bad else ""
@@ -76,12 +76,14 @@ def _own_gradients(
     if ranks:
         n_bad, names, total, *_ = reports[ranks[0]]
         on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
-        return f"the gradient is not finite at step {step} on {on}: {', '.join(names)} ({n_bad} of {total} parameters)"
+        return (
+            f"the gradient is not finite at step {number} on {on}: {', '.join(names)} ({n_bad} of {total} parameters)"
+        )
     rank, (*_, name, size) = max(enumerate(reports), key=lambda item: item[1][-1])
     if size < math.sqrt(torch.finfo(torch.float32).max) / 2**20:
-        return f"the gradient is not finite at step {step}, but finite on every rank when the step is repeated"
+        return f"the gradient is not finite at step {number}, but finite on every rank when the step is repeated"
     return (
-        f"the gradient norm overflowed at step {step}: every gradient is finite, the largest element {size:.0e} "
+        f"the gradient norm overflowed at step {number}: every gradient is finite, the largest element {size:.0e} "
         f"({name} on rank {rank})"
     )
 

@@ -50,10 +50,7 @@ class OptimizerStep:
         self.reduction = Reduction(self.job.world)
 
     def take(
-        self,
-        phases: Phases,
-        watches_gathers: bool,
-        on_loss: Callable[[HostValue, Mark], None] | None = None,
+        self, phases: Phases, watches_gathers: bool, on_loss: Callable[[HostValue, Mark], None] | None = None
     ) -> None:
         """Forward, backward and update; the device may still work on them afterwards.
 
@@ -100,8 +97,5 @@ class OptimizerStep:
         """
         norm = self.output.grad_norm.item()
         if not math.isfinite(norm) and self.job.config.precision.mode != "fp16":
-            raise not_finite_gradient(
-                self.job.strategy, self.job.ledger, self.job.world, self.number, self.micro_batches, self.loss_fn,
-                self.n_targets,
-            )  # fmt: skip
+            raise not_finite_gradient(self)
         return norm

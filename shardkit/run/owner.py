@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..errors import ConfigError, SupersededError
@@ -140,9 +139,7 @@ class Owner:
     def __enter__(self) -> Owner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _watch(self) -> None:
@@ -212,7 +209,9 @@ def claim(run_dir: Path, record: Record | None = None, stale_s: float = STALE_S)
         if newest is not None and before is not None and inherits:
             while not _is_over(newest[1], before, stale_s, process=False):
                 _LOG.warning("waiting until an earlier start of this job has ended: %s", before.name)
-        _tidy(folder, number)
+        for earlier, file in _starts(folder):
+            if earlier < number:
+                file.unlink(missing_ok=True)
         return owner
 
 
@@ -293,10 +292,13 @@ def _space() -> str:
         return ""
 
 
+def _starts(folder: Path) -> list[tuple[int, Path]]:
+    """The number of each start whose file is there, and the file."""
+    return [(int(m[1]), folder / name) for name in os.listdir(folder) if (m := _NAME.fullmatch(name))]
+
+
 def _newest(folder: Path) -> tuple[int, Path] | None:
-    """The highest number, and its file."""
-    numbered_files = [(int(m[1]), folder / name) for name in os.listdir(folder) if (m := _NAME.fullmatch(name))]
-    return max(numbered_files, default=None)
+    return max(_starts(folder), default=None)
 
 
 def _beat(path: Path) -> tuple[int, int] | None:
@@ -315,9 +317,7 @@ def _read(path: Path) -> Record | None:
         stored: dict[str, Any] = json.loads(read_regular(path))
         names = {field.name for field in fields(Record)}  # a later version may write more
         return Record(**{key: value for key, value in stored.items() if key in names})
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, AttributeError):
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
         return None
 
 
@@ -349,11 +349,3 @@ def _create_without_links(path: Path, record: Record) -> bool:
         return False
     _write(path, record)
     return True
-
-
-def _tidy(folder: Path, number: int) -> None:
-    """Delete the files of starts before the last one."""
-    for name in os.listdir(folder):
-        match = _NAME.fullmatch(name)
-        if match and int(match[1]) < number:
-            (folder / name).unlink(missing_ok=True)

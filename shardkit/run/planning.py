@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -53,9 +52,7 @@ class RunPlan:
     def __enter__(self) -> RunPlan:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._over = True
         self._stop()
         if self._thread is not None:
@@ -126,7 +123,6 @@ class RunPlan:
 
 
 def describe(estimate: MemoryEstimate) -> str:
-    """An estimate in one line."""
     if estimate.device_memory is None:
         return f"{gib(estimate.needed)} predicted"
     on = "" if estimate.device == "cpu" else " on each GPU"
@@ -135,8 +131,7 @@ def describe(estimate: MemoryEstimate) -> str:
 
 def _shard_bytes(job: Job) -> int:
     """This rank's bytes of state, without the padding that makes all ranks' storages equal."""
-    tensors = (local for _, tensor in job.strategy.state_tensors() for local in local_tensors(tensor))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(local.nbytes for _, tensor in job.strategy.state_tensors() for local in local_tensors(tensor))
 
 
 def _forget_another(path: Path, config: RunConfig, world_size: int) -> None:

@@ -55,7 +55,6 @@ class StopRequest:
                 self.agreed = number.name
 
     def close(self) -> None:
-        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous.clear()

@@ -11,7 +11,6 @@ import torch
 from ..config.schema import LoggingConfig
 from ..hardware.cards import gpu_peak_flops
 from ..memory.rows import RankRow
-from ..parallel.world import World
 from ..tasks.base import Task
 from ..telemetry.catalog import targets_called
 from ..telemetry.metrics import MetricsWriter
@@ -95,14 +94,8 @@ def _serve(logging: LoggingConfig) -> MetricsServer | None:
 def _progress(job: Job, task: Task, n_recorded: int, last_step: int) -> RunProgress:
     flops = getattr(task, "flops_per_token", None)
     counted = targets_called(job.config.task.name, job.config.task.factory)
-    return RunProgress(
-        last_step, n_recorded, job.config.logging.every, flops() if flops else None, _peak_flops(job),
-        counted,
-    )  # fmt: skip
-
-
-def _peak_flops(job: Job) -> float | None:
-    world: World = job.world
-    if world.device.type != "cuda":
-        return None
-    return gpu_peak_flops(torch.cuda.get_device_name(world.device), job.config.precision.mode)
+    peak = None
+    if job.world.device.type == "cuda":
+        peak = gpu_peak_flops(torch.cuda.get_device_name(job.world.device), job.config.precision.mode)
+    every = job.config.logging.every
+    return RunProgress(last_step, n_recorded, every, flops() if flops else None, peak, counted)

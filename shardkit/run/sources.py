@@ -25,18 +25,12 @@ def check_sources(config: RunConfig) -> None:
         _check_checkpoint(source)
     if config.model.init_from is None:
         return
-    if _takes_weights(config):
+    goes_on = source is not None or (config.run.continues and run_dir.has_run(Path(config.run.dir)))
+    if config.adapter.type != "none" or not goes_on:  # a run that goes on has weights, unless for an adapter's base
         _check_weights(config.model.init_from)
     folder = Path(config.model.init_from).expanduser()
     if (folder / "config.json").is_file():
         _check_tokenizer(config, folder)
-
-
-def _takes_weights(config: RunConfig) -> bool:
-    """Whether the weights of `model.init_from` are read: a run that goes on has its own, unless they lie below an
-    adapter."""
-    goes_on = config.run.source is not None or (config.run.continues and run_dir.has_run(Path(config.run.dir)))
-    return config.adapter.type != "none" or not goes_on
 
 
 def _check_checkpoint(source: str) -> None:

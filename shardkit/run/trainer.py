@@ -186,7 +186,6 @@ class Trainer:
         )  # fmt: skip
 
     def _digests(self) -> dict[str, str]:
-        """Digests of the data that the task names."""
         digests: dict[str, str] = getattr(self.task, "digests", dict)()
         return digests
 

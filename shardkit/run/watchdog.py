@@ -173,7 +173,7 @@ class Watchdog:
         time.sleep(self._settle_s * (1 if self._rank == 0 else 2))
         if self._beats != state["beats"]:  # progress after all; a collective's timeout would not have beaten
             return
-        late = behind(self._states(), lambda rank: self._silent(rank, part))
+        late = behind([*map(self._state, range(self._world_size))], lambda rank: self._silent(rank, part))
         part_name = "the step" if part.phase is None else "a save"
         error = TrainingError(
             f"no progress for {part.limit_s:.0f} s at step {self._step} ({self._doing}); {late}",
@@ -195,11 +195,8 @@ class Watchdog:
     def _file(self, rank: int) -> Path:
         return self._folder / f"rank_{rank}.txt"
 
-    def _states(self) -> list[dict[str, Any] | None]:
-        """Each rank's state from its file; None for a rank without one."""
-        return [self._state(rank) for rank in range(self._world_size)]
-
     def _state(self, rank: int) -> dict[str, Any] | None:
+        """A rank's state from its file; None for a rank without one."""
         try:
             with self._file(rank).open() as file:
                 state: dict[str, Any] = json.loads(file.readline())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,8 @@ _PYTREE = "https://github.com/pytorch/pytorch/issues/65761"
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter as tree_iter
+
+    from .tracker import TensorTracker
 
     DispatchMode = TorchDispatchMode
 else:
@@ -58,17 +60,11 @@ def convolution_backend(image: torch.Tensor, weight: torch.Tensor, *settings: An
         return ""
 
 
-class Recounts(Protocol):
-    """Is told about resized storages."""
-
-    def recount(self, storage: torch.UntypedStorage) -> None: ...
-
-
 class Patches:
     """Replaces two functions of torch while any tracker is active: storages' `resize_` and DTensor's propagation."""
 
     _lock = threading.RLock()
-    _trackers: list[Recounts] = []
+    _trackers: list[TensorTracker] = []
     _originals: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     _propagating = threading.local()
 
@@ -77,14 +73,14 @@ class Patches:
         return getattr(cls._propagating, "depth", 0) > 0
 
     @classmethod
-    def acquire(cls, tracker: Recounts) -> None:
+    def acquire(cls, tracker: TensorTracker) -> None:
         with cls._lock:
             cls._trackers.append(tracker)
             if cls._originals is None:
                 cls._install()
 
     @classmethod
-    def release(cls, tracker: Recounts) -> None:
+    def release(cls, tracker: TensorTracker) -> None:
         with cls._lock:
             cls._trackers.remove(tracker)
             if not cls._trackers and cls._originals is not None:

@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..rows import KINDS, Category
 from .compat import tensors

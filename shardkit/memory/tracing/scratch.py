@@ -104,12 +104,12 @@ def _columns_summed(args: Any, out: Any) -> int:
 
 def _gathered(args: Any, out: Any) -> int:
     """gloo gathers into a flat copy of the output; args are (output, input, ...)."""
-    return _n_bytes(args[0])
+    return int(args[0].nbytes)
 
 
 def _reduced(args: Any, out: Any) -> int:
     """gloo reduces a copy of the whole input, then keeps this rank's shard; args are (output, input, ...)."""
-    return _n_bytes(args[1])
+    return int(args[1].nbytes)
 
 
 def _promoted(args: Any, out: Any) -> int:
@@ -170,7 +170,7 @@ def _unfolded(args: Any, out: Any) -> int:
     """The windows of all images, for one group after another; the groups' results are then concatenated."""
     image, weight, groups = args[0], args[1], args[8]
     windows = _windows(image, weight, out, *args[3:5])
-    return windows if groups == 1 else max(windows + _of_group(image, groups), _n_bytes(out))
+    return windows if groups == 1 else max(windows + _of_group(image, groups), int(out.nbytes))
 
 
 def _unfolded_backward(args: Any, out: Any) -> int:
@@ -180,11 +180,11 @@ def _unfolded_backward(args: Any, out: Any) -> int:
     _, of_weight, of_bias = out
     n_bytes = 0 if of_weight is None else _windows(image, weight, grad, *args[4:6])
     if of_bias is not None and grad.itemsize < 4 and len(grad) > 1:
-        allocated_later = 0 if of_weight is None else _n_bytes(of_weight)
+        allocated_later = 0 if of_weight is None else of_weight.nbytes
         n_bytes = max(n_bytes, (4 * (grad.numel() + of_bias.numel()) - allocated_later) // groups)
     if groups == 1:
         return n_bytes
-    results = sum(_n_bytes(tensor) for tensor in out if tensor is not None)
+    results: int = sum(tensor.nbytes for tensor in out if tensor is not None)
     return max(n_bytes + _of_group(grad, groups) + _of_group(image, groups), results)
 
 
@@ -197,7 +197,7 @@ def _windows(image: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, strid
 
 def _of_group(images: torch.Tensor, groups: int) -> int:
     """Bytes of a contiguous copy of one group of channels; of one image it is contiguous as it is."""
-    return _n_bytes(images) // groups if len(images) > 1 else 0
+    return images.nbytes // groups if len(images) > 1 else 0
 
 
 def _lanes(backend: str, image: torch.Tensor, groups: int) -> int:
@@ -225,10 +225,6 @@ def _blocked(tensor: torch.Tensor, lanes: int, *dims: int) -> int:
     return math.prod(sizes)
 
 
-def _n_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 _PLAIN_CHANNELS = 3
 _UNFOLDING = "Slow2d"  # torch's name of its own convolution of images; transposed, dilated and 3-D ones are not counted
 _MASKED = ("aten::where", "aten::masked_fill", "aten::masked_fill_")  # a mask keeps its dtype
@@ -237,7 +233,7 @@ _SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Count]] = {
     "aten::_flash_attention_backward": ("cuda", _flash_by_documents_backward),
     "aten::sum": ("cuda", _columns_summed),
     "aten::_safe_softmax": ("cuda", lambda args, out: out.numel()),  # which values are -inf
-    "aten::_softmax_backward_data": ("cuda", lambda args, out: _n_bytes(args[0])),  # gradient times result
+    "aten::_softmax_backward_data": ("cuda", lambda args, out: args[0].nbytes),  # gradient times result
     "aten::convolution": ("cpu", _convolution),
     "aten::convolution_backward": ("cpu", _convolution_backward),
     "c10d::_allgather_base_": ("cpu", _gathered),

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,9 +38,7 @@ class Tracing:
         self._tracker.mark("wrap")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stack.close()
 
     @contextmanager

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +27,6 @@ _LAST_FIRST = ("aten::native_dropout",)
 
 
 class _Storage:
-    """One live storage."""
-
     __slots__ = ("device", "index", "label", "n_bytes", "ref")
 
     def __init__(self, device: str, label: str | None, index: int) -> None:
@@ -127,10 +124,8 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         Patches.release(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -252,9 +247,7 @@ class _Update:
         tracker._bury()
         self._before, tracker._busy = tracker._busy, True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         tracker = self._tracker
         tracker._busy = self._before
         try:
