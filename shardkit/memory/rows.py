@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 SCHEMA = 2
 READABLE = (1, 2)
@@ -19,12 +19,9 @@ Category = Literal[
     "params", "quantized", "master_params", "grads", "optimizer", "activations", "buffers", "communication",
     "workspace", "unattributed",
 ]  # fmt: skip
-PHASES: tuple[PhaseName, ...] = ("init", "wrap", "forward", "backward", "update")
-KINDS: tuple[StateKind, ...] = ("params", "quantized", "master_params", "grads", "optimizer", "buffers")
-CATEGORIES: tuple[Category, ...] = (
-    "params", "quantized", "master_params", "grads", "optimizer", "activations", "buffers", "communication",
-    "workspace", "unattributed",
-)  # fmt: skip
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
+KINDS: tuple[StateKind, ...] = get_args(StateKind)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 _NONE = -1
 
 

@@ -125,22 +125,28 @@ _attentions = [
 ]  # fmt: skip
 
 
+def _found(feature: Feature, private: Private, part: str = "", instead: str = "") -> Any:
+    """The object of that name; None if it is gone, which is said once, as in `Feature.lost`."""
+    try:
+        return private.find()
+    except NameGone:
+        feature.lost(private, part, instead)
+        return None
+
+
 def products() -> set[Any]:
     """The private operators that compute matrix products (fp8)."""
-    return {op.default for op in _operators(_products)}
+    return _operators(_products)
 
 
 def attentions() -> set[Any]:
     """The fused-attention operators that this torch has."""
-    return {op.default for op in _operators(_attentions)}
+    return _operators(_attentions)
 
 
-def _operators(names: Sequence[Private]) -> Iterator[Any]:
-    for private in names:
-        try:
-            yield private.find()
-        except NameGone:
-            KEEP_RESULTS.lost(private, f"keeping {private.path}")
+def _operators(names: Sequence[Private]) -> set[Any]:
+    found = (_found(KEEP_RESULTS, private, f"keeping {private.path}") for private in names)
+    return {op.default for op in found if op is not None}
 
 
 def schema(op: Any) -> Any:
@@ -191,10 +197,8 @@ def graph_breaks() -> dict[str, int]:
     It includes functions that torch.compile gave up, for example because of a break in a loop; torch counts these
     separately.
     """
-    try:
-        counted = _counters.find()
-    except NameGone:
-        BREAKS.lost(_counters)
+    counted = _found(BREAKS, _counters)
+    if counted is None:
         return {}
     breaks = dict(counted["graph_break"])
     if counted["frames"]["total"] > counted["frames"]["ok"]:
@@ -225,11 +229,7 @@ def not_reduced(wrapped: nn.Module) -> list[int]:
 
 def groups() -> Sequence[dist.ProcessGroup]:
     """All process groups of this process, including those that libraries made."""
-    try:
-        return list(_groups.find())
-    except NameGone:
-        TIMEOUT.lost(_groups)
-        return ()
+    return list(_found(TIMEOUT, _groups) or ())
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -374,10 +374,9 @@ def replaced_truncated_normal(stand_in: Callable[..., torch.Tensor]) -> Iterator
     From torch 2.13 on, torch's function draws rejected values again, so its operators depend on values and cannot be
     recorded one by one.
     """
-    try:
-        original = _truncated.find()
-    except NameGone:
-        META.lost(_truncated, "drawing a part of nn.init.trunc_normal_", "each rank draws such parameters whole")
+    part, instead = "drawing a part of nn.init.trunc_normal_", "each rank draws such parameters whole"
+    original = _found(META, _truncated, part, instead)
+    if original is None:
         yield
         return
     torch.nn.init._no_grad_trunc_normal_ = partial(stand_in, original)
@@ -394,12 +393,8 @@ def is_same_generator(a: torch.Generator, b: torch.Generator) -> bool:
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether anything besides this tensor keeps its memory alive; True if torch no longer has the counter."""
-    try:
-        uses = _storage_uses.find()
-    except NameGone:
-        META.lost(_storage_uses, "leaving out what a constructor made and dropped", "each rank draws it")
-        return True
-    return bool(uses(tensor.untyped_storage()._cdata) > 2)  # the tensor, and the object made here
+    uses = _found(META, _storage_uses, "leaving out what a constructor made and dropped", "each rank draws it")
+    return uses is None or bool(uses(tensor.untyped_storage()._cdata) > 2)  # the tensor, and the object made here
 
 
 def storage_types() -> dict[torch.dtype, str]:

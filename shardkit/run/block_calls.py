@@ -178,8 +178,7 @@ class BlockCalls:
 
     def _shared_class(self, name: str) -> str | None:
         """Class of the module around a list's member, which every rank calls; None if that is the whole model."""
-        modules = {plain(fqn): module for fqn, module in self._model.named_modules()}
-        parts = name.split(".")
+        modules, parts = self._modules, name.split(".")
         paths = [".".join(parts[:end]) for end in range(1, len(parts))]
         lists = [path for path in paths if isinstance(modules.get(path), (nn.ModuleList, nn.ModuleDict))]
         if len(lists) > 1:  # the member of the outer list

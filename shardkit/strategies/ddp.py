@@ -151,18 +151,11 @@ class DDP(TorchStates):
         update = clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
         if not self._keeps_buckets:
             self._keeps_buckets = True
-            self._let_first_buckets_go()
+            if self._world.device.type == "cuda":
+                # The second forward allocates new buckets: NCCL's watchdog must have released the old ones by then.
+                torch.cuda.synchronize(self._world.device)
+                time.sleep(_WATCHDOG_S)
         return update
-
-    def _let_first_buckets_go(self) -> None:
-        """Wait once, after the first step, until NCCL's watchdog has released its gradient buckets.
-
-        The second forward allocates new buckets. Without the wait the watchdog still holds the old ones, so that both
-        take memory.
-        """
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
-            time.sleep(_WATCHDOG_S)
 
     def weights_changed(self, replicas_equal: bool = False) -> None:
         """Exchange the ranges that each rank has written, bit for bit."""

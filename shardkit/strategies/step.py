@@ -193,23 +193,17 @@ def clip_and_step(
         param.grad = None
     updated = True
     if scaler.is_enabled():
-        updated = _scaled_step(optimizer, scaler, norm)
+        # The scale, for which the host waits, tells whether the optimizer was let: it falls after a skipped step only.
+        # A norm that is not finite does not tell, since finite gradients may have one. `GradScaler.step` returns `None`
+        # for both, and fused optimizers skip the update on the device.
+        scale_before = scaler.scale(norm.new_ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        updated = not bool(scaler.scale(norm.new_ones(())) < scale_before)
     else:
         step_if_finite(optimizer, norm)
     optimizer.zero_grad(set_to_none=True)
     return Update(norm, updated)
-
-
-def _scaled_step(optimizer: torch.optim.Optimizer, scaler: GradScaler, near: torch.Tensor) -> bool:
-    """Update under loss scaling; returns whether the scaler let the optimizer do so. Waits for the device.
-
-    The scale tells: it falls after a skipped step only. A norm that is not finite does not tell, since finite gradients
-    may have one. `GradScaler.step` returns `None` for both, and fused optimizers skip the update on the device.
-    """
-    scale_before = scaler.scale(near.new_ones(()))
-    scaler.step(optimizer)
-    scaler.update()
-    return not bool(scaler.scale(near.new_ones(())) < scale_before)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:

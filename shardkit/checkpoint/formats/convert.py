@@ -77,10 +77,17 @@ def convert(
         CheckpointError: an argument is invalid, the source is missing, damaged or hostile, or `out` cannot be written;
             nothing is left behind.
     """
-    _check_options(to, dtype, average)
+    if to not in TARGETS:
+        raise CheckpointError(f"--to {to!r} is not a format", f"pass one of {', '.join(TARGETS)}")
+    if dtype is not None and dtype not in targets.DTYPES:
+        raise CheckpointError(f"--dtype {dtype!r} is not a type", f"pass one of {', '.join(targets.DTYPES)}")
+    if average and to == "shardkit":
+        raise CheckpointError("--ema with --to shardkit: a checkpoint holds both", "leave --ema out")
     cast = targets.DTYPES[dtype] if dtype else None
     order = _Order(to, out, targets.parse_size(max_shard_size), cast, average, merge, base)
-    _refuse_used(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        problem = "is not empty" if out.is_dir() else "is a file"
+        raise CheckpointError(f"--out {out} {problem}", "name a new or empty directory")
     try:
         source = open_source(path, step, weights_only or not (to == "shardkit" or average))
         return _convert(order, path, source)
@@ -104,20 +111,6 @@ class _Order:
     average: bool
     merge: bool
     base: Path | None
-
-
-def _check_options(to: str, dtype: str | None, average: bool) -> None:
-    """Refuse options that no source could satisfy.
-
-    Raises:
-        CheckpointError: an option has an unknown value, or two do not go together.
-    """
-    if to not in TARGETS:
-        raise CheckpointError(f"--to {to!r} is not a format", f"pass one of {', '.join(TARGETS)}")
-    if dtype is not None and dtype not in targets.DTYPES:
-        raise CheckpointError(f"--dtype {dtype!r} is not a type", f"pass one of {', '.join(targets.DTYPES)}")
-    if average and to == "shardkit":
-        raise CheckpointError("--ema with --to shardkit: a checkpoint holds both", "leave --ema out")
 
 
 def _convert(order: _Order, path: Path, source: Source) -> Converted:
@@ -200,13 +193,6 @@ def _check_adapter(source: Source, adapter: SavedAdapter | None, order: _Order) 
         )
     if base is not None and not merge:
         raise CheckpointError("--base is for --merge", "pass --merge, or leave --base out")
-
-
-def _refuse_used(out: Path) -> None:
-    """Refuse to write to a file, or to a folder with files in it."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        problem = "is not empty" if out.is_dir() else "is a file"
-        raise CheckpointError(f"--out {out} {problem}", "name a new or empty directory")
 
 
 @contextmanager

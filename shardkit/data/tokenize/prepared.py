@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -83,7 +82,7 @@ class Sources:
         tokenizers = {str(manifest["tokenizer"]) for manifest in self.manifests}
         return {
             "tokenizer": ",".join(sorted(tokenizers)),
-            "data": hashlib.blake2b(together.encode(), digest_size=16).hexdigest(),
+            "data": text_digest(together),
         }
 
 
