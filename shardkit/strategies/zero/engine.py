@@ -96,16 +96,17 @@ class ZeRO:
     ) -> None:
         deepspeed = _deepspeed(self._world)
         self._scalars = weights.scalars
-        named = self._named(model)
+        named = list(model.named_parameters())
         if self.stage == 3 and any(param.is_meta for _, param in named):
             partition_model(self._partitioner(), model)
-            named = self._named(model)
+            named = list(model.named_parameters())
         if any(hasattr(param, "ds_tensor") for _, param in named):
             for fqn, param in named:
                 _fill_partition(fqn, param, weights, self._world.rank)
         else:
             weights.materialise(model, self._world.device, self._world)
-            named = self._named(model)
+            named = list(model.named_parameters())
+        self._fqns = {id(param): fqn for fqn, param in named}
         # DeepSpeed casts inputs for fp16 alone.
         engine_forward(model, self._world.device, self._config.precision, self.name, cast_inputs=True)
         if self.stage == 3 and self._config.compile.enabled and self._config.compile.scope == "block":
@@ -133,12 +134,6 @@ class ZeRO:
         self._norms = FiniteNorms(self._zero, self._world.device)
         setattr(self._zero, EPILOGUE, self._with_meanwhile(getattr(self._zero, EPILOGUE)))
         _return_freed_memory()  # DeepSpeed has copied every partition into one buffer
-
-    def _named(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """The model's present parameters, whose names are kept by their ids."""
-        named = list(model.named_parameters())
-        self._fqns = {id(param): fqn for fqn, param in named}
-        return named
 
     def _on_cpu(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Replace AdamW by DeepSpeed's vectorised CPU kernel; other optimizers stay torch's own."""
