@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -109,6 +110,56 @@ def test_what_a_program_decides_by_is_computed_or_refused() -> None:
     }  # fmt: skip
     for name, operator in operators.items():
         assert f"aten::{operator} reads" in refused[name] and "not computed" in refused[name], refused[name]
+
+
+def update_shards() -> int:
+    """Bytes by which the host's memory grows in an update of 64 MiB of shards, with gradients that nobody computed."""
+    shards = [nn.Parameter(torch.empty(1 << 17, device="cuda")) for _ in range(128)]  # 512 KiB each
+    warm = nn.Parameter(torch.ones(4, device="cuda"))
+    for parameter in (warm, *shards):
+        parameter.grad = torch.randn(1 << 20, device="cuda")[: parameter.numel()]
+    torch.optim.AdamW([warm]).step()
+    optimizer, process = torch.optim.AdamW(shards), psutil.Process()
+    before = process.memory_info().rss
+    optimizer.step()
+    return int(process.memory_info().rss - before)
+
+
+def test_an_update_of_many_small_shards_touches_little_memory() -> None:
+    """As a rank of 128 has them: second moments, zeros times a number, are computed; the rest would be 256 MiB."""
+    assert call(update_shards, EMUCUDA_COMPUTE="0") < 80 * MIB
+
+
+def write_and_read() -> dict[str, Any]:
+    """What is written over memory that nobody computed is known again, up to a MiB."""
+    numel, middle = 1 << 17, 70_001
+    host = torch.arange(numel, dtype=torch.float32)
+    device = torch.empty(numel, device="cuda")
+    filled = torch.empty(numel, device="cuda").fill_(3)
+    zeros = torch.empty(numel, device="cuda").fill_(3)
+    part = zeros[5:-5].zero_()
+    device.copy_(host)
+    copied = torch.empty(numel, device="cuda").copy_(device)
+    strided = torch.ones(512, 256, device="cuda")
+    strided[:, ::2].zero_()
+    torch._foreach_zero_([filled[:10], filled[-10:]])
+    return {
+        "copied": copied[middle].item(), "doubled": (device * 2)[middle].item(), "sum": (copied > 65535.5).sum().item(),
+        "zeros": [zeros[4].item(), part.abs().sum().item(), zeros[-5].item()],
+        "strided": strided.sum().item(), "filled": filled.sum().item(),
+        "drawn": torch.empty(numel, device="cuda").uniform_(2, 3).mean().item(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("allocator", ["expandable_segments:False", "expandable_segments:True"])
+def test_what_is_written_whole_is_known(allocator: str) -> None:
+    numel = 1 << 17
+    values = call(write_and_read, EMUCUDA_COMPUTE="0", PYTORCH_CUDA_ALLOC_CONF=allocator)
+    assert 2.4 < values.pop("drawn") < 2.6
+    assert values == {
+        "copied": 70_001, "doubled": 140_002, "sum": numel // 2, "zeros": [3, 0, 3], "strided": numel / 2,
+        "filled": 3 * (numel - 20),
+    }  # fmt: skip
 
 
 def capture() -> dict[str, Any]:

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -56,3 +58,33 @@ def test_a_tensor_that_nobody_computed_is_printed_without_its_numbers(monkeypatc
     refusal = "is not emulated"
     with pytest.raises(RuntimeError, match="is not emulated"):
         repr(torch.ones(2))
+
+
+def test_dtensor_propagates_flags_of_strided_shards_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of an operator's tensors is walked once, and torch's own function runs where a shard has strides."""
+    from torch.distributed.tensor import Replicate, Shard, _sharding_prop
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    walks, propagated = [], []
+
+    class Schema:
+        def __init__(self, *placements: Any) -> None:
+            self._specs = [SimpleNamespace(placements=placements)]
+
+        @property
+        def args_spec(self) -> list[Any]:
+            walks.append(self)
+            return self._specs
+
+    def propagate(op_strategy: Any, op_schema: Any) -> None:
+        propagated.append((op_strategy, op_schema))
+
+    monkeypatch.setattr(_sharding_prop, "_propagate_use_strided_shard_flag", propagate)
+    for _ in range(2):
+        injected("shardkit_sharding").look_once()
+    plain, strided = Schema(Replicate(), Shard(0)), Schema(Shard(0), _StridedShard(0, split_factor=2))
+    for schema in (plain, strided, plain):
+        for member in range(3):
+            _sharding_prop._propagate_use_strided_shard_flag(member, schema)
+    assert walks == [plain, strided, plain]
+    assert propagated == [(member, strided) for member in range(3)]

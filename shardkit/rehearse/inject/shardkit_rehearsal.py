@@ -20,6 +20,7 @@ from typing import Any
 
 import shardkit_categories  # type: ignore[import-not-found]
 import shardkit_held  # type: ignore[import-not-found]
+import shardkit_sharding  # type: ignore[import-not-found]
 import shardkit_tensors  # type: ignore[import-not-found]
 from shardkit_assumed import INSTALLED, Assumed  # type: ignore[import-not-found]
 
@@ -219,6 +220,7 @@ class Recording:
         if hook is not None:
             hook.remove()
         self._watch_safetensors()
+        shardkit_sharding.look_once()
         self.holders.see_module(module)
         self.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
         if self.phase == EVALUATION:

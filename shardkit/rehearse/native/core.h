@@ -15,6 +15,7 @@ void emucuda_spend(void* stream, double called_ms, int product);
 int emucuda_current_device(void);
 size_t emucuda_used_memory(int device);
 size_t emucuda_skip_above(void);  // see Settings::skip_above
+void emucuda_zero(void* at, size_t bytes);  // zeros in memory of a device; whole pages of it go back to the system
 void emucuda_count_operator(int synchronises);
 void emucuda_gemm(void* stream);  // a matrix product of no-compute mode
 int emucuda_spend_host(int on);  // see HostTime

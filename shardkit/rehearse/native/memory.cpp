@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -141,4 +142,16 @@ bool Memory::find(const void* address, Block* found) {
 
 EMU_EXPORT size_t emucuda_used_memory(int device) { return emu::memory().used(device); }
 EMU_EXPORT size_t emucuda_peak_memory(int device) { return emu::memory().peak(device); }
+EMU_EXPORT void emucuda_zero(void* at, size_t bytes) {
+  static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  auto begin = reinterpret_cast<uintptr_t>(at), end = begin + bytes;
+  uintptr_t first = emu::round_up(begin, page), last = end / page * page;
+  void* pages = reinterpret_cast<void*>(first);
+  // The first is for virtual memory, which is a file without a name, and refused for what cudaMalloc made.
+  bool given_back = first < last && (!madvise(pages, last - first, MADV_REMOVE) ||
+                                     !madvise(pages, last - first, MADV_DONTNEED));
+  if (!given_back) first = last = end;
+  std::memset(at, 0, first - begin);
+  std::memset(reinterpret_cast<void*>(last), 0, end - last);
+}
 EMU_EXPORT size_t emucuda_skip_above(void) { return emu::settings().skip_above; }

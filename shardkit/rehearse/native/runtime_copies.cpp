@@ -79,7 +79,10 @@ static cudaError_t fill(void* at, int value, size_t bytes, Stream* stream) {
   if (bytes > settings().skip_above) return cudaSuccess;
   Spend computing(COMPUTING);
   if (!stream->drain()) return failed(LOST);
-  std::memset(at, value, bytes);
+  if (value)
+    std::memset(at, value, bytes);
+  else
+    emucuda_zero(at, bytes);
   return cudaSuccess;
 }
 

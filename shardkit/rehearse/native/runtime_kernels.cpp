@@ -18,6 +18,7 @@
 
 using namespace emu;
 
+// For errors of computing mode; a CUDA torch has tens of thousands.
 static std::mutex kernels_mutex;
 static std::unordered_map<const void*, std::string>& kernels() {
   static auto* names = new std::unordered_map<const void*, std::string>;
@@ -57,6 +58,9 @@ EMU_EXPORT void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t
 EMU_EXPORT void __cudaRegisterManagedVar(void**, void**, char*, const char*, int, size_t, int, int) {}
 EMU_EXPORT void __cudaRegisterFunction(void**, const char* kernel, char*, const char* name, int, void*, void*, void*,
                                        void*, int*) {
+  // Not `settings()`: a program may choose its devices after this.
+  static const bool compute = flag_from_env("EMUCUDA_COMPUTE", true);
+  if (!compute) return;
   std::lock_guard<std::mutex> lock(kernels_mutex);
   kernels()[kernel] = name;
 }

@@ -1,6 +1,6 @@
 // No-compute mode: torch's CUDA kernels are called and do nothing; then the CPU computes what a program may read back
 // and decide by, over the same bytes. That is: small tensors, and integers and booleans up to some size, as long as all
-// that they depend on was computed. A small float that depends on skipped data is one; an index that does (a router's)
+// that they depend on was computed. A tiny float that depends on skipped data is one; an index that does (a router's)
 // goes round; other integers are unknown, and reading them fails.
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -67,6 +67,12 @@ const Names BY_HAND = {"aten::cudnn_convolution", "aten::cudnn_convolution_trans
 // What they keep for backward has another shape than the CPU's.
 const Names KEEP_OTHER_BUFFERS = {"aten::log_sigmoid_forward", "aten::log_sigmoid_forward.output",
                                   "aten::log_sigmoid_backward", "aten::log_sigmoid_backward.grad_input"};
+// They write their first argument and do not read it.
+const Names OVERWRITES = {"aten::copy_",         "aten::fill_.Scalar",  "aten::fill_.Tensor", "aten::zero_",
+                          "aten::_foreach_copy_", "aten::_foreach_zero_", "aten::uniform_",     "aten::normal_",
+                          "aten::random_",        "aten::random_.to",     "aten::random_.from", "aten::exponential_",
+                          "aten::bernoulli_.float", "aten::bernoulli_.Tensor"};
+const Names ZEROES = {"aten::zero_", "aten::_foreach_zero_"};
 // Memory that nothing has written yet.
 const Names EMPTY = {"aten::empty.memory_format", "aten::empty_strided"};
 
@@ -93,21 +99,23 @@ std::unordered_map<c10::OperatorName, CudaKernel>& kernels() {
 }
 
 struct Operands {
-  bool all_small = true;
+  bool all_small = true, all_tiny = true;
   Validity read = Validity::computed;
   std::vector<Tensor> written, updated;  // by the kernel; those that it reads too
 };
 
-Operands operands(const c10::FunctionSchema& schema, const std::vector<IValue>& given) {
+Operands operands(const c10::FunctionSchema& schema, const std::vector<IValue>& given, bool overwrites) {
   Operands found;
   for (size_t i = 0; i < given.size(); i++) {
     const auto& argument = schema.arguments()[i];
+    bool is_output = argument.is_out() || (overwrites && i == 0);
     each_tensor(given[i], [&](const Tensor& tensor) {
       if (!tensor.defined() || (!tensor.is_cuda() && tensor.dim() == 0)) return;
       see_type(static_cast<int>(tensor.scalar_type()));
       found.all_small &= tensor.is_cuda() && tensor.layout() == at::kStrided && is_small(tensor);
-      if (is_written(argument)) (argument.is_out() ? found.written : found.updated).push_back(tensor);
-      if (!argument.is_out()) found.read = std::max(found.read, validity(tensor));
+      found.all_tiny &= is_tiny(tensor);
+      if (is_written(argument)) (is_output ? found.written : found.updated).push_back(tensor);
+      if (!is_output) found.read = std::max(found.read, validity(tensor));
     });
   }
   return found;
@@ -172,6 +180,17 @@ void skip(const CudaKernel& entry, const std::vector<IValue>& given, const std::
   }
 }
 
+// Zeros without touching pages; False where a tensor is not dense.
+bool zeroed(const std::vector<Tensor>& tensors) {
+  for (const Tensor& tensor : tensors)
+    if (!tensor.is_non_overlapping_and_dense()) return false;
+  for (const Tensor& tensor : tensors) {
+    emucuda_zero(tensor.mutable_data_ptr(), tensor.nbytes());
+    mark(tensor, Validity::computed);
+  }
+  return true;
+}
+
 // The CPU's results into those that CUDA's kernel has made.
 void compute(const OperatorHandle& op, const CudaKernel& entry, std::vector<IValue> given,
              const std::vector<Tensor>& fresh, const Operands& found) {
@@ -180,6 +199,7 @@ void compute(const OperatorHandle& op, const CudaKernel& entry, std::vector<IVal
   Stack stack = std::move(given);
   Devices devices = look_at(stack, 0);
   drain_current_stream(*devices.device);
+  if (ZEROES.count(entry.name) && zeroed(found.written)) return;
   try {
     compute_on_host(op, &stack, devices, entry.name, /*moves_generator=*/false);
   } catch (const c10::Error& error) {
@@ -246,15 +266,19 @@ void counted(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   Spend bookkeeping(BOOKKEEPING);
   Recorded recorded(entry.name);
   std::vector<IValue> given(stack->end() - schema.arguments().size(), stack->end());
-  Operands found = operands(schema, given);
+  Operands found = operands(schema, given, OVERWRITES.count(entry.name));
   if (entry.answers_with_a_value || SYNCHRONISES.count(entry.name)) return compute_alone(op, entry, stack, found);
   call_kernel(entry.kernel, op, keys, stack);
   std::vector<Tensor> fresh = new_tensors(schema, *stack);
-  bool small = found.all_small;
+  bool small = found.all_small, tiny = found.all_tiny;
   for (const auto* tensors : {&fresh, &found.written})  // the kernel may have given them their sizes
-    for (const Tensor& tensor : *tensors) small &= tensor.layout() == at::kStrided && is_small(tensor);
+    for (const Tensor& tensor : *tensors) {
+      small &= tensor.layout() == at::kStrided && is_small(tensor);
+      tiny &= is_tiny(tensor);
+    }
   bool chosen_by_skipped = CHOOSES_POSITIONS.count(entry.name) && found.read != Validity::computed;
-  if (small && entry.runs_on_host && found.read != Validity::skipped && !chosen_by_skipped)
+  bool known = found.read == Validity::computed || (found.read == Validity::stand_in && tiny);
+  if (small && entry.runs_on_host && known && !chosen_by_skipped)
     compute(op, entry, std::move(given), fresh, found);
   else
     skip(entry, given, fresh, found);
@@ -264,9 +288,9 @@ void empty(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const CudaKernel& entry = kernels().at(op.operator_name());
   Spend bookkeeping(BOOKKEEPING);
   call_kernel(entry.kernel, op, keys, stack);
-  // What lies there is nobody's; a small one may be filled by a copy or a collective, which move bytes.
+  // What lies there is nobody's; a tiny one may be filled by a collective, which moves bytes.
   const Tensor& made = stack->back().toTensor();
-  mark(made, is_small(made) ? Validity::computed : Validity::skipped);
+  mark(made, is_tiny(made) ? Validity::computed : Validity::skipped);
 }
 
 void refuse_to_read(const Tensor& tensor, const std::string& name) {

@@ -68,9 +68,13 @@ bool is_small(const Tensor& tensor) {
   static const size_t floats = emucuda_skip_above(), others = 64 * floats;
   return !tensor.defined() || tensor.nbytes() <= (decides(tensor) ? others : floats);
 }
+bool is_tiny(const Tensor& tensor) {
+  static const size_t floats = emucuda_skip_above() / 16;
+  return !tensor.defined() || decides(tensor) ? is_small(tensor) : tensor.nbytes() <= floats;
+}
 
 void leave(const Tensor& tensor) {
-  bool ones = !nothing(tensor) && !decides(tensor) && is_small(tensor);
+  bool ones = !nothing(tensor) && !decides(tensor) && is_tiny(tensor);
   if (ones) {
     Spend computing(COMPUTING);
     drain_current_stream(tensor.device());

@@ -6,7 +6,7 @@ namespace emu {
 
 enum class Validity {
   computed,
-  stand_in,  // ones, where the values of a small tensor depend on data that was skipped
+  stand_in,  // ones, where the values of a tiny tensor depend on data that was skipped
   skipped,   // whatever lies there
 };
 
@@ -18,7 +18,9 @@ void mark(const Tensor& tensor, Validity now);
 bool decides(const Tensor& tensor);
 // Small enough for the CPU: EMUCUDA_SKIP_ABOVE bytes, and 64 times that where it decides.
 bool is_small(const Tensor& tensor);
-// A result that was not computed: ones where it is small and does not decide (zero has no logarithm).
+// Small enough for stand-ins: a 16th of that, as losses and norms are. Pages of shards and activations stay untouched.
+bool is_tiny(const Tensor& tensor);
+// A result that was not computed: ones where it is tiny and does not decide (zero has no logarithm).
 void leave(const Tensor& tensor);
 
 }  // namespace emu
