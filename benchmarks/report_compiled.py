@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
-from .markdown import listed, mib
-from .markdown import rows as rendered
+from .markdown import UNKNOWN, mib
 
 KINDS = ("first", "step", "ragged", "evaluation", "resumed")
 
@@ -22,8 +21,9 @@ def compiled(result: dict[str, Any]) -> dict[str, Any]:
         "run": len(cases), "listed": len(cases) + len(result["not_run"]), "working": len(whole), "broken": len(broken),
         "refused": _number(cases, "refused"), "failed": _number(cases, "error"),
         "unfinished": _number(cases, "unfinished"), "isolation": _isolated(result["isolated"], cases),
-        "reasons": "".join(listed(_reasons(cases))), "breaks": "".join(listed(_breaks(broken, cases))),
-        "rows": _table(whole, cases, result["planned"]), "memory": _memory(whole, cases, result["planned"]),
+        "reasons": list(_reasons(cases)), "breaks": list(_breaks(broken, cases)),
+        "lines": list(_lines(whole, cases, result["planned"])),
+        "memory": list(_memory(whole, cases, result["planned"])),
     }  # fmt: skip
 
 
@@ -93,31 +93,28 @@ def eager(name: str) -> str:
     return " ".join([engine, "eager", policy.replace("budget", "none"), "default", *other])
 
 
-def _table(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: dict[str, Any]) -> str:
-    rows = []
+def _lines(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: dict[str, Any]) -> Iterator[list[str]]:
     for name, found in whole.items():
         engine, scope, policy, mode, *other = name.split(" ")
         own, plain = peak(found), cases.get(eager(name), {"spans": []})
         later = [graphs(found, kind) for kind in KINDS[1:]]
         compiling = peak(found, "first")
-        rows.append([
+        yield [
             f"`{engine}` {scope}", policy, mode, *(other or [""]),
             str(graphs(found, "first")), " / ".join(map(str, later)), str(sum(s["breaks"] for s in found["spans"])),
             str(spans(found, "step")[-1]["graph_launches"] or "–"),
             _of(planned.get(eager(name), {}).get("allocated")), _of(peak(plain)),
             _of(own), mib(compiling) if own and compiling and compiling > own else "",
             f"{_of(reserved(plain))} → {_of(reserved(found))}",
-        ])  # fmt: skip
-    return rendered(rows)
+        ]  # fmt: skip
 
 
 def _of(n_bytes: int | None) -> str:
-    return "–" if n_bytes is None else mib(n_bytes)
+    return UNKNOWN if n_bytes is None else mib(n_bytes)
 
 
-def _memory(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: dict[str, Any]) -> str:
+def _memory(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: dict[str, Any]) -> Iterator[list[str]]:
     """Peaks of compiled steps over those of eager steps and over plans, by group: cases, median, range."""
-    rows = []
     for group, names in _groups(whole):
         own = {name: n_bytes for name in names if (n_bytes := peak(whole[name]))}
         plain = {name: peak(cases[eager(name)]) for name in own if "spans" in cases.get(eager(name), {})}
@@ -125,8 +122,7 @@ def _memory(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: di
         over_plan = [own[name] / planned[eager(name)]["allocated"] for name in own if eager(name) in planned]
         if over_eager or over_plan:
             above = sum(ratio > 1 for ratio in over_plan)
-            rows.append([group, _range(over_eager), _range(over_plan), f"{above} of {len(over_plan)}"])
-    return rendered(rows)
+            yield [group, _range(over_eager), _range(over_plan), f"{above} of {len(over_plan)}"]
 
 
 def _groups(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
@@ -143,6 +139,6 @@ def _groups(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
 
 def _range(ratios: list[float]) -> str:
     if not ratios:
-        return "–"
+        return UNKNOWN
     percent = [100 * (ratio - 1) for ratio in ratios]
     return f"{len(percent)}: {median(percent):+.1f} % [{min(percent):+.1f}, {max(percent):+.1f}]"

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import cuda_parity
 from benchmarks.report import rendered
-from benchmarks.sections import SECTIONS
 from tests.cuda import parity
 
 
@@ -39,7 +38,7 @@ def test_a_set_that_was_not_run_stays_with_its_commit(tmp_path: Path, monkeypatc
 
 def test_the_page_says_how_much_of_each_set_ran() -> None:
     result = json.loads(cuda_parity.WRITTEN.read_text())
-    page = rendered("cuda_parity", result, SECTIONS["cuda_parity"](result))
+    page = rendered("cuda_parity", result)
     for found in result["sets"].values():
         run = sum(row["cases"] for row in found["rows"].values())
         assert f"{run} of {found['asked']} cases run at {found['commit'][:10]}" in page

@@ -14,7 +14,6 @@ from benchmarks.overhead import write_tokens
 from benchmarks.peers_arms import ARMS, OURS
 from benchmarks.peers_ranks import Ranks
 from benchmarks.report import rendered
-from benchmarks.sections import SECTIONS, peers_on_cards
 
 
 def test_equal_losses_up_to_rounding_are_compared() -> None:
@@ -93,7 +92,7 @@ def test_the_page_has_each_ratio_and_each_refusal(monkeypatch: pytest.MonkeyPatc
     timed = peers.times("fsdp", ARMS_STAGED, "", Path(), 6, 6)
     written = peers.write({"zero2": remembered, "fsdp": {**timed, **remembered}})
     result = json.loads(written.read_text())
-    text = rendered("peers", result, SECTIONS["peers"](result))
+    text = rendered("peers", result)
     assert "| fsdp | PyTorch | 2.000 [2.000, 2.000] | 0.500 [0.500, 0.500] | 1.0000 | 6 | 6 |" in text
     assert "| fsdp | Accelerate | ValueError: not \\| on a CPU |" in text
     assert "zero2" not in text, "its times are not measured yet"
@@ -106,7 +105,7 @@ def test_on_cards_an_arm_has_its_figures_or_its_error() -> None:
     engines = {"ddp": {"small": small, "355m": full}}
     about = {"environment": environment(), "ranks": 2, "packages": {"torch": "2.0"}}
     result = {**about, "engines": engines}
-    text = rendered("peers_on_cards", result, peers_on_cards(result))
+    text = rendered("peers_on_cards", result)
     assert "| ddp | PyTorch | 0e+00 | 2.000 | 3.000 | 200 | 2 | 0 | 0 | 12 |" in text
     assert "| ddp | Fabric | ValueError: a \\| b | not yet measured |" in text
 
