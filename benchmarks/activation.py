@@ -8,7 +8,6 @@ that keeps everything.
 
 from __future__ import annotations
 
-import argparse
 import time
 from functools import partial
 from statistics import median
@@ -26,6 +25,7 @@ from shardkit.memory import TensorTracker
 from shardkit.models.transformer import Head, Transformer, init_parameter
 
 from .common import in_turns, paired_ratio, write_result
+from .options import options
 
 BATCH, SEQ = 1, 1024
 MODEL = ModelConfig(vocab_size=256, max_seq_len=SEQ, d_model=256, n_layers=6, n_heads=4, loss_chunk_size=1024)
@@ -204,9 +204,7 @@ def measure_loss(chunk_size: int, dtype: torch.dtype = torch.float32) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
+    args = options(__doc__, rounds=7)
     attention = {}
     for backend in BACKENDS:
         attention[backend] = measure_backend(backend, args.rounds)

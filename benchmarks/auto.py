@@ -9,7 +9,6 @@ compared with the best of them. Each choice also runs alone under the real cap.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -32,6 +31,7 @@ from shardkit.plan.search.trial import TRACED, run_trial
 from shardkit.plan.target import Target
 
 from .common import in_turns, paired_ratio, write_result
+from .options import Option, options, refuse
 from .overhead import Ours, torchrun
 from .turns import RANKS, Ranks, timed
 
@@ -161,33 +161,27 @@ def run_capped(cell: Cell, mib: int, work: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--work", type=Path, default=Path("build/auto"), help="for runs and measurements so far")
-    parser.add_argument("--steps", type=int, default=8, help="of each setting of the grid")
-    parser.add_argument("--final-steps", type=int, default=24, help="of the choices and the fastest")
-    parser.add_argument(
-        "--until", choices=("grid", "choices", "end"), default="end", help="stop there; run again to continue"
+    args = options(
+        __doc__,
+        work=Option(Path("build/auto"), "for runs and measurements so far"),
+        steps=Option(8, "of each setting of the grid"),
+        final_steps=Option(24, "of the choices and the fastest"),
     )
-    options = parser.parse_args()
-    if options.final_steps < FEWEST:
-        parser.error(f"--final-steps {options.final_steps}: an interval needs {FEWEST}")
-    work: Path = options.work.resolve()
+    if args.final_steps < FEWEST:
+        refuse(f"--final-steps {args.final_steps}: an interval needs {FEWEST}")
+    work: Path = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "cache" / "shardkit" / "calibration.json").exists():
         calibrate(work / "cache")
     os.environ["XDG_CACHE_HOME"] = str(work / "cache")
     searching.Planner = Remembering  # type: ignore[misc]
     kept = Kept(work / "kept.json")
-    grid = measure_grid(kept, work, options.steps)
-    if options.until == "grid":
-        return
+    grid = measure_grid(kept, work, args.steps)
     limits = caps([run["peak"] for run in grid.values()])
     choices = {mib: kept.get(f"choice {mib}", partial(choose, mib)) for mib in limits}
-    if options.until == "choices":
-        return
     rivals = {mib: contenders(mib, tuple(choice["chosen"]), grid) for mib, choice in choices.items()}
     finalists = sorted({cell for cells in rivals.values() for cell in cells})
-    final = kept.get(f"final {finalists}", partial(take_turns, finalists, work, options.final_steps))
+    final = kept.get(f"final {finalists}", partial(take_turns, finalists, work, args.final_steps))
     seconds: dict[Cell, list[float]] = dict(zip(finalists, final["seconds"], strict=True))
     predicted = {tuple(one[:3]): one[3:] for choice in choices.values() for one in choice["predicted"]}
     payload = {

@@ -8,7 +8,6 @@ continues, `torch.save` of the full state dict, and DeepSpeed's `save_checkpoint
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 from .checkpoint_arms import Clock, Run, deepspeed_save, forget, in_background, raw_read, raw_write, torch_save
 from .common import environment, median_ci, write_result
+from .options import Option, options
 from .overhead import on_two_ranks
 
 FEWEST = 6
@@ -141,14 +141,15 @@ def summary(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=12, help="at most; the first is for warming up")
-    parser.add_argument("--minutes", type=float, default=8, help=f"no new round after that, but at least {FEWEST}")
-    parser.add_argument("--layers", type=int, default=15, help="each adds 144 MiB to the checkpoint")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to be measured")
-    parser.add_argument("--rest", type=float, default=2, help="seconds before each use of the disk")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/checkpoint.json")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        rounds=Option(12, "at most; the first is for warming up"),
+        minutes=Option(8.0, f"no new round after that, but at least {FEWEST}"),
+        layers=Option(15, "each adds 144 MiB to the checkpoint"),
+        folder=Option(Path.cwd(), "on the disk to be measured"),
+        rest=Option(2.0, "seconds before each use of the disk"),
+        keep=Option(False, "write benchmarks/results/checkpoint.json"),
+    )
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="checkpoint-") as temp:
         sizes = {"layers": args.layers, "rounds": args.rounds, "minutes": args.minutes, "rest_s": args.rest}
         measured = on_two_ranks(measure, limit_s=3600 + 60 * args.minutes, folder=Path(temp), **sizes)

@@ -6,7 +6,6 @@ far the losses after the load differ from those of the run that was never saved.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from tests.checkpoint import cases, matrix
 
 from .common import RESULTS, write_result
+from .options import options
 
 
 def measure(mode: str) -> dict[str, Any]:
@@ -32,11 +32,10 @@ def measure(mode: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--modes", nargs="*", default=["fp32", "bf16"])
+    args = options(__doc__, modes=("fp32", "bf16"))
     path = RESULTS / "checkpoint_matrix.json"
     modes = json.loads(path.read_text())["modes"] if path.exists() else {}  # modes can be run one at a time
-    modes |= {mode: measure(mode) for mode in parser.parse_args().modes}
+    modes |= {mode: measure(mode) for mode in args.modes}
     worlds = {case: cases.worlds(case) for case in cases.CASES}
     write_result("checkpoint_matrix", {"world_sizes": worlds, "modes": modes})
     for mode, result in modes.items():

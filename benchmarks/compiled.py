@@ -6,7 +6,6 @@ nothing is timed. Finished cases are kept in --folder, one file each, and anothe
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from tests.cuda.compiled import Case, cases, pool, refusal, write
 from tests.ranks import RankError
 
 from .common import REPO, RESULTS, environment, write_json
+from .options import Option, options
 from .report_compiled import eager
 
 LIST = REPO / "benchmarks" / "compiled_cases.txt"
@@ -157,32 +157,33 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=REPO / "build" / "compiled", help="where cases are recorded")
-    parser.add_argument("--only", default=".", help="a pattern that a case's name has to match")
-    parser.add_argument("--budget-s", type=float, default=1e6, help="no case starts later")
-    parser.add_argument("--isolated", action="store_true", help="a case has processes and caches of its own")
-    parser.add_argument("--again", action="store_true", help="forget the results of the cases that match")
-    parser.add_argument("--list", action="store_true", help=f"write the names of all cases to {LIST.name}")
-    parser.add_argument("--plan", action="store_true", help="ask the planner for peaks")
-    parser.add_argument("--collect", action="store_true", help="run nothing; write the result of recorded cases")
-    options = parser.parse_args()
-    if options.list:
+    args = options(
+        __doc__,
+        folder=Option(REPO / "build" / "compiled", "where cases are recorded"),
+        only=Option(".", "a pattern that a case's name has to match"),
+        budget_s=Option(1e6, "no case starts later"),
+        isolated=Option(False, "a case has processes and caches of its own"),
+        again=Option(False, "forget the results of the cases that match"),
+        list=Option(False, f"write the names of all cases to {LIST.name}"),
+        plan=Option(False, "ask the planner for peaks"),
+        collect=Option(False, "run nothing; write the result of recorded cases"),
+    )
+    if args.list:
         LIST.write_text("".join(f"{case}\n" for case in cases()))
         return
-    take_over(options.folder)
-    todo = [case for case in cases() if re.search(options.only, str(case))]
-    if options.again:
+    take_over(args.folder)
+    todo = [case for case in cases() if re.search(args.only, str(case))]
+    if args.again:
         for case in todo:
-            (options.folder / f"{case}.json").unlink(missing_ok=True)
-    deadline = time.monotonic() + options.budget_s
-    if options.plan:
-        plan_each(todo, options.folder, deadline)
-    elif not options.collect:
+            (args.folder / f"{case}.json").unlink(missing_ok=True)
+    deadline = time.monotonic() + args.budget_s
+    if args.plan:
+        plan_each(todo, args.folder, deadline)
+    elif not args.collect:
         os.environ.update(CARD)  # ranks read it when Python starts
-        folder = options.folder / ISOLATED if options.isolated else options.folder
-        run(todo, folder, deadline, options.isolated)
-    print(f"written: {write_json(WRITTEN, collect(options.folder))}")
+        folder = args.folder / ISOLATED if args.isolated else args.folder
+        run(todo, folder, deadline, args.isolated)
+    print(f"written: {write_json(WRITTEN, collect(args.folder))}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Cases that are done are kept in build/crashes.jsonl: started again with the same
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import importlib
@@ -41,6 +40,7 @@ from tests.launch.jobs import environment, losses
 from tests.slurm.cluster import SCRIPT, Cluster, last_step, running, why_not
 
 from .common import REPO, add_line, read_lines, write_result
+from .options import LIMIT, Option, options
 
 PROGRESS = REPO / "build" / "crashes.jsonl"
 STEPS, LONG = 6, 60
@@ -677,16 +677,15 @@ def table(found: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.crashes", description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--forked", type=int, default=1000, metavar="N", help="cases in forked processes")
-    parser.add_argument("--real", type=int, default=100, metavar="N", help="cases with real ranks")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="forked cases at a time")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=("torchrun", "slurm"), help="of the cases with real ranks")
-    parser.add_argument(
-        "--limit", type=float, default=1e9, metavar="S", help="stop after so many seconds, to go on later"
+    args = options(
+        __doc__,
+        forked=Option(1000, "cases in forked processes"),
+        real=Option(100, "cases with real ranks"),
+        jobs=Option(2, "forked cases at a time"),
+        seed=1,
+        only=Option(None, "of the cases with real ranks", among=("torchrun", "slurm")),
+        limit=LIMIT,
     )
-    args = parser.parse_args()
     until_s, done = time.monotonic() + args.limit, known(args.seed)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="crashes-") as folder:

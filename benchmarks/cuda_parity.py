@@ -6,7 +6,6 @@ benchmarks.cuda_parity`. Hours on a small machine: finished cases are kept in --
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from tests.cuda import parity, pools, verdict
 from tests.cuda.parity import Case
 
 from .common import REPO, RESULTS, environment, write_result
+from .options import Option, options, refuse
 
 WRITTEN = RESULTS / "cuda_parity.json"
 
@@ -66,22 +66,23 @@ def collected(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=REPO / "build" / "cuda_parity", help="where cases are recorded")
-    parser.add_argument("--set", dest="sets", action="append", choices=SETS, help="a set of cases (default: all)")
-    parser.add_argument("--only", default=".", help="a pattern that a case's name has to match")
-    parser.add_argument("--collect", action="store_true", help="run nothing; write the result of recorded cases")
-    options = parser.parse_args()
-    folder: Path = options.folder
+    args = options(
+        __doc__,
+        folder=Option(REPO / "build" / "cuda_parity", "where cases are recorded"),
+        set=SETS,
+        only=Option(".", "a pattern that a case's name has to match"),
+        collect=Option(False, "run nothing; write the result of recorded cases"),
+    )
+    folder: Path = args.folder
     folder.mkdir(parents=True, exist_ok=True)
-    if not options.collect:
+    if not args.collect:
         if os.environ.get("EMUCUDA", "0") in ("", "0"):
-            parser.error("set EMUCUDA=1 and EMUCUDA_DEVICES=4")
+            refuse("set EMUCUDA=1 and EMUCUDA_DEVICES=4")
         if not (folder / "wanted.json").exists():
             (folder / "wanted.json").write_text(json.dumps(pools.reference(folder)))
-        for name in options.sets or SETS:
+        for name in args.set:
             cases, env = SETS[name]
-            todo = [case for case in parity.ordered(cases()) if re.search(options.only, str(case))]
+            todo = [case for case in parity.ordered(cases()) if re.search(args.only, str(case))]
             pools.run(todo, folder, folder / f"{name}.jsonl", **env)
     print(f"written: {write_result('cuda_parity', collected(folder))}")
 

@@ -8,7 +8,6 @@ billion parameters.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 
 from . import sft_data
 from .common import median_ci, write_result
+from .options import Option, options
 from .overhead import launch
 
 NAME = "data_wait"
@@ -57,9 +57,7 @@ def figures(steps: list[dict[str, Any]], ranks: int = 2) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=STEPS, help="measured steps of each setting (6 for an interval)")
-    args = parser.parse_args()
+    args = options(__doc__, steps=Option(STEPS, "measured steps of each setting (6 for an interval)"))
     load = os.getloadavg()[0]
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temp:

@@ -8,7 +8,6 @@ since the shards already exist then. Bytes requested are counted in the reader.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
@@ -26,6 +25,7 @@ from tests.ranks import run_ranks
 from tests.strategies.cases import PARTITION_ALL
 
 from .common import write_result
+from .options import options
 
 SIZES = {
     "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 13, "num_attention_heads": 16,
@@ -153,9 +153,7 @@ def measure(engine: str, root: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
-    chosen = parser.parse_args().engines
+    chosen = options(__doc__, engines=ENGINES).engines
     engines = {}
     with tempfile.TemporaryDirectory() as root:
         for engine in chosen:

@@ -8,7 +8,6 @@ the other ranks run on their own machines.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from statistics import median
@@ -23,6 +22,7 @@ from shardkit.memory.rows import PHASES, encode, gather_json
 from tests.ranks import run_ranks
 
 from .common import median_ci, write_result
+from .options import options
 
 WORLDS = (2, 4, 8, 16, 32, 64)
 INTERVAL, STEP_S = 10, 0.05
@@ -89,10 +89,7 @@ def measure(world: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--worlds", type=int, nargs="*", default=list(WORLDS))
-    parser.add_argument("--rounds", type=int, default=40)
-    args = parser.parse_args()
+    args = options(__doc__, worlds=WORLDS, rounds=40)
     worlds = {}
     for world in args.worlds:
         worlds[str(world)] = found = measure(world, args.rounds)

@@ -8,7 +8,6 @@ which counts that itself. `--clock` measures steps on kernels of a given duratio
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -25,6 +24,7 @@ from typing import Any
 
 from . import bare
 from .common import earlier, in_turns, median_ci, stamp, unmeasured, write_result
+from .options import RESUME, Option, options, refuse
 from .overhead import write_tokens
 
 ENGINES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2}
@@ -285,18 +285,14 @@ def on_the_clock(engine: str, turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=ENGINES)
-    parser.add_argument("--resume", action="store_true", help="leave out engines that this commit has measured")
-    parser.add_argument("--clock", action="store_true", help="only the steps on kernels of a given duration")
-    args = parser.parse_args()
+    clock = Option(False, "only the steps on kernels of a given duration")
+    args = options(__doc__, turns=30, engines=ENGINES, resume=RESUME, clock=clock)
     if os.environ.get("EMUCUDA", "0") in ("", "0"):
-        parser.error("set EMUCUDA=1 and EMUCUDA_DEVICES=2")
+        refuse("set EMUCUDA=1 and EMUCUDA_DEVICES=2")
     import emucuda
 
     if "computing_ns" not in emucuda.counts():
-        parser.error("the emulation is older than its sources: python -m tests.emulated_cuda.build")
+        refuse("the emulation is older than its sources: python -m tests.emulated_cuda.build")
     engines: dict[str, Any] = earlier("host_cost").get("engines", {})
     held = {engine: found.get("clock", {}) for engine, found in engines.items()} if args.clock else engines
     for engine in unmeasured(args.engines, held) if args.resume else args.engines:

@@ -8,7 +8,6 @@ preemption flag's calls and inside the step's one reduction.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from statistics import median
 from typing import Any, Literal
 
 from .common import REPO, earlier, in_turns, median_ci, paired_ratio, write_result
+from .options import Option, options
 from .overhead import Ours, on_two_ranks, overrides, rank_environ, torchrun, write_tokens
 
 GOALS = {"first_step": 1.10, "watching": 0.005}
@@ -185,12 +185,8 @@ def compared(times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="starts of each launcher, at least 6")
-    parser.add_argument("--kills", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--parts", nargs="*", default=["first_step", "recovery", "watching"])
-    args = parser.parse_args()
+    rounds = Option(9, "starts of each launcher, at least 6")
+    args = options(__doc__, rounds=rounds, kills=7, steps=60, parts=("first_step", "recovery", "watching"))
     result = {**earlier("launch"), "goals": GOALS}
     result.pop("environment", None)
     with tempfile.TemporaryDirectory() as temp:

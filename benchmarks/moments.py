@@ -9,7 +9,6 @@ Draws that are done are kept in build/moments.jsonl: started again with the same
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from tests.slurm import moments
 from tests.slurm.cluster import Cluster, running, why_not
 
 from .common import REPO, read_lines, write_result
+from .options import LIMIT, Option, options
 
 PROGRESS = REPO / "build" / "moments.jsonl"
 
@@ -101,25 +101,27 @@ def counts(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.moments", description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--draws", type=int, default=200, metavar="N")
-    parser.add_argument("--jobs", type=int, default=3, metavar="N", help="jobs side by side")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--faults", nargs="*", choices=[*moments.FAULTS], default=[*moments.FAULTS])
-    parser.add_argument("--only", metavar="NUMBER", type=int, nargs="*", help="play these draws")
-    parser.add_argument("--limit", type=float, default=1e9, metavar="S", help="begin no draw after so many seconds")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        draws=200,
+        jobs=Option(3, "jobs side by side"),
+        seed=1,
+        faults=moments.FAULTS,
+        only=Option(-1, "play this draw alone"),
+        limit=LIMIT,
+    )
     missing = why_not()
     if missing is not None:
         sys.exit(f"error: {missing}\n  fix: run it as root on Debian or Ubuntu")
     PROGRESS.parent.mkdir(exist_ok=True)
-    done = {} if args.only else known(args.seed)
-    numbers = args.only or [number for number in range(args.draws) if number not in done]
+    alone = args.only >= 0
+    done = {} if alone else known(args.seed)
+    numbers = [args.only] if alone else [number for number in range(args.draws) if number not in done]
     with tempfile.TemporaryDirectory(prefix="moments-") as folder, a_cluster(Path(folder) / "slurm") as cluster:
         campaign = Campaign(cluster, Path(folder), time.monotonic() + args.limit)
         chosen = [number for number in numbers if moments.CYCLE[number % len(moments.CYCLE)] in args.faults]
         campaign.run([moments.draw(args.seed, number) for number in chosen], args.jobs)
-    if args.only:
+    if alone:
         return
     records = [*known(args.seed).values()]
     problems = [record for record in records if record["problem"] is not None]

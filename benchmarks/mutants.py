@@ -13,7 +13,6 @@ whole.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import difflib
 import hashlib
@@ -38,6 +37,7 @@ import psutil
 import pytest
 
 from .common import REPO, add_line, read_lines, write_result
+from .options import LIMIT, Option, options
 
 SEED = 1
 COUNT = 12
@@ -342,14 +342,13 @@ def write(runs: Mapping[str, Mapping[str, Any]]) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modules", nargs="*", default=list(CHOSEN), choices=list(CHOSEN), metavar="MODULE")
-    parser.add_argument("--tests-from", metavar="COMMIT", help="the files of this commit, as what was before")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where outcomes are kept")
-    parser.add_argument(
-        "--limit", type=float, default=1e9, metavar="S", help="stop after so many seconds, to go on later"
+    args = options(
+        __doc__,
+        modules=CHOSEN,
+        tests_from=Option(None, "the files of this commit, as what was before"),
+        folder=Option(FOLDER, "where outcomes are kept"),
+        limit=LIMIT,
     )
-    args = parser.parse_args()
     until = time.monotonic() + args.limit
     try:
         work(args, until)
@@ -359,7 +358,7 @@ def main() -> None:
         sys.exit(2)
 
 
-def work(args: argparse.Namespace, until: float) -> None:
+def work(args: Any, until: float) -> None:
     label = "before" if args.tests_from else "after"
     source = commit_of(args.tests_from) if args.tests_from else None
     python = cosmic_ray(args.folder / ".venv")

@@ -7,7 +7,6 @@ result is on disk as soon as it is known; what is measured is not run again unle
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .common import REPO, RESULTS, environment, write_json
+from .options import LIMIT, Option, options
 
 GOALS = {"cpu": {"allocated": 0.03}, "emulated": {"allocated": 0.01, "reserved": 0.05}}
 CARD = "h100"
@@ -315,18 +315,19 @@ def place(on: str) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--emulated", action="store_true", help="the cases on emulated cards")
-    parser.add_argument("--only", default="", help="cases whose names contain this")
-    parser.add_argument("--again", action="store_true", help="measure again what is recorded")
-    parser.add_argument("--predict", action="store_true", help="predict all again, measure nothing")
-    parser.add_argument("--measure", action="store_true", help="predict nothing")
-    parser.add_argument("--for", type=float, dest="seconds", default=1e9, help="begin no case after so many seconds")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        emulated=Option(False, "the cases on emulated cards"),
+        only=Option("", "cases whose names contain this"),
+        again=Option(False, "measure again what is recorded"),
+        predict=Option(False, "predict all again, measure nothing"),
+        measure=Option(False, "predict nothing"),
+        limit=LIMIT,
+    )
     on = "emulated" if args.emulated else "cpu"
     path = place(on)
     held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cases": {}}
-    end = time.monotonic() + args.seconds
+    end = time.monotonic() + args.limit
     with Jobs() as jobs:
         for loop in LOOPS:
             if loop.on != on or args.only not in loop.name or time.monotonic() > end:

@@ -8,7 +8,6 @@ commands).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ from tests.ranks import run_ranks
 
 from . import bare
 from .common import REPO, earlier, environment, in_turns, paired_ratio, stamp, unmeasured, write_result
+from .options import RESUME, options
 
 ENGINES = ("ddp", "fsdp", "zero2")
 GOALS = {"step_time": 1.02, "peak_tensor_memory": 1.01, "first_step": 1.10}
@@ -163,12 +163,7 @@ def write_tokens(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=40)
-    parser.add_argument("--starts", type=int, default=9)
-    parser.add_argument("--engines", nargs="*", default=list(ENGINES))
-    parser.add_argument("--resume", action="store_true", help="leave out engines that this commit has measured")
-    args = parser.parse_args()
+    args = options(__doc__, pairs=40, starts=9, engines=ENGINES, resume=RESUME)
     results = earlier("overhead").get("engines", {})
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)

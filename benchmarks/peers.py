@@ -9,7 +9,6 @@ ratio is written unless all losses equal those of the hand-written loop.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from . import bare, peers_arms, peers_env
 from .common import RESULTS, earlier, environment, paired_ratio, stamp, write_json, write_result
+from .options import Option, options, refuse
 from .overhead import write_tokens
 from .peers_arms import ARMS, OURS, REFUSALS
 from .peers_ranks import Ranks
@@ -203,22 +203,19 @@ def show(engine: str, found: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="starts of each arm; nothing is written below 6")
-    parser.add_argument("--steps", type=int, default=25, help="of each arm; nothing is written below 6")
-    parser.add_argument("--engines", nargs="*", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--parts", nargs="*", default=["memory", "time"], choices=["memory", "time"])
-    parser.add_argument(
-        "--cuda", action="store_true",
-        help="memory, calls and processor time on emulated cards, in this interpreter: the environment of "
-        "`make test-cuda` with lightning-fabric beside",
-    )  # fmt: skip
-    parser.add_argument("--only", default="", metavar="TEXT", help="of --cuda: only libraries whose names contain this")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        rounds=Option(9, "starts of each arm; nothing is written below 6"),
+        steps=Option(25, "of each arm; nothing is written below 6"),
+        engines=ARMS,
+        parts=("memory", "time"),
+        cuda=Option(False, "on emulated cards: in the environment of `make test-cuda` with lightning-fabric beside"),
+        only=Option("", "of --cuda: only libraries whose names contain this"),
+    )
     if args.cuda:
         missing = [name for name in ("emucuda", "lightning_fabric", "accelerate") if find_spec(name) is None]
         if missing:
-            parser.error(f"--cuda: this interpreter has no {', '.join(missing)}: see docs/gpu.md")
+            refuse(f"--cuda: this interpreter has no {', '.join(missing)}: see docs/gpu.md")
         cuda(args.engines, args.only)
         return
     peers_env.enter()

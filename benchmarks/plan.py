@@ -6,7 +6,6 @@ start-up of Python and torch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from .common import REPO, write_result
+from .options import options
 
 GOALS = {"llama 70b, fsdp × 1024": {"seconds": 10, "gib": 4}, "355m, fsdp × 8": {"seconds": 5, "gib": 4}}
 LLAMA_70B = {
@@ -57,7 +57,7 @@ def once(world_size: int, overrides: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    options(__doc__)
     rows: dict[str, Any] = {}
     for name, (world_size, overrides) in CASES.items():
         samples = [once(world_size, overrides) for _ in range(ROUNDS)]

@@ -7,7 +7,6 @@ planner's tracker.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -19,6 +18,7 @@ from typing import Any
 from tests.ranks import run_ranks
 
 from .common import RESULTS, environment, write_result
+from .options import Option, options
 
 TEXT = ["train.micro_batch_size=2", "train.seq_len=256"]
 SIZES: dict[str, dict[str, Any]] = {
@@ -300,14 +300,11 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", default="", help="the cases whose names contain this; without --keep-measured nothing is written"
+    args = options(
+        __doc__,
+        only=Option("", "the cases whose names contain this; without --keep-measured nothing is written"),
+        keep_measured=Option(False, "predict again; run only cases that are not recorded"),
     )
-    parser.add_argument(
-        "--keep-measured", action="store_true", help="predict again; run only cases that are not recorded"
-    )
-    args = parser.parse_args()
     before = json.loads((RESULTS / "plan_accuracy.json").read_text()) if args.keep_measured else {"cases": {}}
     rows = compare({name: case for name, case in cases().items() if args.only in name}, before["cases"])
     if args.only and args.keep_measured:

@@ -12,15 +12,15 @@ compares with the measurements there. Nothing is trained here.
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from .common import REPO, RESULTS, write_result
+from tests.ranks import run_ranks
+
+from .common import RESULTS, write_result
+from .options import Option, options
 from .plan_accuracy import Unheard, cases
 
 Case = tuple[str, int, list[str]]
@@ -179,34 +179,28 @@ def _spread(found: Iterator[float] | Any) -> dict[str, float]:
     }
 
 
-def _in_world(world_size: int) -> dict[str, Any]:
-    """Run the cases of one world size in a process, which can pretend to be a rank of only one world."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.plan_peers", str(world_size)],
-        stdout=subprocess.PIPE, text=True, cwd=REPO, check=True,
-    )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def in_world(world_size: int, only: str) -> dict[str, Any]:
+    """The answers for the cases of one world size: a process can pretend to be a rank of only one world."""
+    from shardkit.plan.model.predict import prepare
+    from shardkit.plan.target import Target
+
+    prepare(Target(world_size, None, 8), "cpu")
+    said = {}
+    for name, case in cases().items():
+        if case[0] == world_size and only in name:
+            said[name] = of_case(name, *case)
+            print(f"{name:52s} {said[name]}", flush=True)
+    return said
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("world_size", nargs="?", type=int, help=argparse.SUPPRESS)
-    world_size = parser.parse_args().world_size
+    only = options(__doc__, only=Option("", "the cases whose names contain this; then nothing is written")).only
     said: dict[str, Any] = {}
-    if world_size is not None:
-        from shardkit.plan.model.predict import prepare
-        from shardkit.plan.target import Target
-
-        prepare(Target(world_size, None, 8), "cpu")
-        for name, case in cases().items():
-            if case[0] == world_size:
-                said[name] = of_case(name, *case)
-                print(f"{name:52s} {said[name]}", file=sys.stderr, flush=True)
-        print(json.dumps(said))
+    for world in sorted({world for world, _ in cases().values()}):
+        target = "benchmarks.plan_peers:in_world"
+        said |= run_ranks(1, target, timeout=1800, init_group=False, world_size=world, only=only)[0]
+    if only:
         return
-    for size in sorted({world for world, _ in cases().values()}):
-        said |= _in_world(size)
     accuracy = json.loads((RESULTS / "plan_accuracy.json").read_text())
     found = errors(accuracy["cases"], said)
     for tool, one in found.items():

@@ -10,7 +10,6 @@ with `datasets.map` on the same number of processes, in turns; `--settings` with
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ from typing import Any, TextIO
 
 from . import peers_env, sft_arms, sft_data, turns
 from .common import earlier, in_turns, paired_ratio, stamp, write_result
+from .options import Option, options, refuse
 from .peers import DifferentLosses
 from .peers_ranks import peak_of
 from .sft_arms import AT_ONCE, PEERS, Setting
@@ -152,14 +152,15 @@ def beside(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6, help="starts of each arm (6 for an interval)")
-    parser.add_argument("--steps", type=int, default=15, help="timed steps of each arm")
-    parser.add_argument("--settings", nargs="*", default=[" ".join(s) for s in SETTINGS], help="such as 'lora packed'")
-    parser.add_argument("--no-data", dest="data", action="store_false", help="leave out tokenisation and packing")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        rounds=Option(6, "starts of each arm (6 for an interval)"),
+        steps=Option(15, "timed steps of each arm"),
+        settings=[" ".join(setting) for setting in SETTINGS],
+        no_data=Option(False, "leave out tokenisation and packing"),
+    )
     if args.settings and min(args.rounds, args.steps) < INTERVAL:
-        parser.error(f"--rounds and --steps must be {INTERVAL} or more, for an interval of the median")
+        refuse(f"--rounds and --steps must be {INTERVAL} or more, for an interval of the median")
     peers_env.enter(NAME)
     load = os.getloadavg()[0]
     result = earlier(NAME) or {"settings": {}}
@@ -185,7 +186,7 @@ def main() -> None:
             found["beside"] = beside(found)
             result["settings"][named] = found
             print(named, json.dumps(found["beside"], indent=1), write_result(NAME, result), flush=True)
-        if args.data:
+        if not args.no_data:
             setting = Setting("full", "padded", str(model), str(data))
             result["data_measured"] = {**stamp(), "load": load}
             result |= {"tokenise_s": tokenisation(setting, folder, args.rounds), "packing": packing()}

@@ -6,7 +6,6 @@ commands (plain, like ours, and with typer's default rich output), and an interp
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from .common import REPO, in_turns, median_ci, paired_ratio, write_result
+from .options import Option, options
 
 SHARDKIT_HELP = (
     "import sys; from shardkit.cli.__main__ import main as m; sys.argv = ['shardkit', '--help']; sys.exit(m())"
@@ -89,9 +89,7 @@ def import_ms(rounds: int, timing: Callable[[str, dict[str, str]], float] = seco
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=40, help="timings of each, at least 20")
-    pairs = max(20, parser.parse_args().pairs)
+    pairs = max(20, options(__doc__, pairs=Option(40, "timings of each, at least 20")).pairs)
     ours, plain, rich = interleaved([SHARDKIT_HELP, PLAIN_APP, RICH_APP], pairs)
     submit, command = interleaved([SUBMIT_HELP, PLAIN_COMMAND], pairs)
     value, low, high = import_ms(pairs)

@@ -9,7 +9,6 @@ small model, to show the cost itself. A tool that is not installed is left out: 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -17,13 +16,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, TextIO
 
 from .common import earlier, in_turns, median_ci, stamp, write_result
+from .options import Option, options
 from .turns import Ranks
 
 NAME = "watch_cost"
@@ -285,8 +285,9 @@ def figures(taken: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any
     }
 
 
-def installed() -> Iterator[str]:
-    for loop, tool in LOOPS.items():
+def installed(loops: Iterable[str]) -> Iterator[str]:
+    for loop in loops:
+        tool = LOOPS[loop]
         if tool is None or importlib.util.find_spec(tool) is not None:
             yield loop
         else:
@@ -294,13 +295,10 @@ def installed() -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=400, help="measured steps of each kind")
-    parser.add_argument("--loops", nargs="*", choices=list(LOOPS), help="default: all that are installed")
-    args = parser.parse_args()
+    args = options(__doc__, pairs=Option(400, "measured steps of each kind"), loops=LOOPS)
     loops: dict[str, Any] = earlier(NAME).get("loops", {})
     with tempfile.TemporaryDirectory() as temp:
-        for loop in args.loops or installed():
+        for loop in installed(args.loops):
             loops[loop] = found = measure(loop, args.pairs * (3 if "short" in loop else 1), Path(temp))
             ratio, low, high = found["step_time"]
             added, least, most = (1e3 * value for value in found["added_processor_s"])
