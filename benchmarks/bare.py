@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import time
@@ -38,29 +39,28 @@ def backend() -> str:
 
 
 def batches(tokens_file: str, rank: int, world: int) -> Iterator[list[Any]]:
-    """Each step's micro-batches of this rank, in file order."""
-    import numpy as np
-
-    tokens = np.memmap(tokens_file, dtype=np.uint16, mode="r")
-    at = 0
+    """Each step's micro-batches of this rank, on its device."""
+    micro = micro_batches(tokens_file, SEQ, MICRO, rank, world)
     while True:
-        step = []
-        for micro in range(ACCUM):
-            rows = [at + (micro * world + rank) * MICRO + i for i in range(MICRO)]
-            step.append(_placed(np.stack([tokens[r * SEQ : r * SEQ + SEQ + 1] for r in rows]).astype(np.int64)))
-        at += ACCUM * MICRO * world
-        yield step
+        yield [_placed(next(micro)) for _ in range(ACCUM)]
 
 
-def _placed(window: Any) -> tuple[Any, Any]:
-    """Inputs and targets of a micro-batch, on this rank's device."""
+def micro_batches(tokens_file: str, seq: int, micro: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Any, Any]]:
+    """Inputs and targets of a rank's micro-batches, in the file's order; ranks take turns."""
+    import numpy as np
     import torch
 
-    whole = torch.from_numpy(window)
-    x, y = whole[:, :-1], whole[:, 1:]
+    tokens = np.memmap(tokens_file, dtype=np.uint16, mode="r")
+    for first in itertools.count(rank * micro, world * micro):
+        rows = np.stack([tokens[row * seq : (row + 1) * seq + 1] for row in range(first, first + micro)])
+        whole = torch.from_numpy(rows.astype(np.int64))
+        yield whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+
+def _placed(pair: tuple[Any, Any]) -> tuple[Any, Any]:
     if device().type == "cpu":
-        return x, y
-    x, y = (part.contiguous().pin_memory().to(device(), non_blocking=True) for part in (x, y))
+        return pair
+    x, y = (part.pin_memory().to(device(), non_blocking=True) for part in pair)
     return x, y
 
 

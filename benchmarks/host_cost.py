@@ -9,7 +9,6 @@ which counts that itself. `--clock` measures steps on kernels of a given duratio
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import sys
@@ -64,19 +63,6 @@ def settings(engine: str, tokens: str, folder: str, steps: int) -> dict[str, Any
     }  # fmt: skip
 
 
-def batches(tokens: str, train: Any, rank: int, world: int) -> Iterator[tuple[Any, Any]]:
-    """This rank's micro-batches in file order, in pinned memory."""
-    import numpy as np
-    import torch
-
-    stream = np.memmap(tokens, dtype=np.uint16, mode="r")
-    micro, seq = train.micro_batch_size, train.seq_len
-    for first in itertools.count(rank * micro, world * micro):
-        rows = [stream[row * seq : (row + 1) * seq + 1] for row in range(first, first + micro)]
-        whole = torch.from_numpy(np.stack(rows).astype(np.int64))
-        yield whole[:, :-1].contiguous().pin_memory(), whole[:, 1:].contiguous().pin_memory()
-
-
 def hand_written(engine: str, config: Any, tokens: str) -> Step:
     """The shortest loop for an engine; it never reads a loss."""
     import torch
@@ -90,7 +76,9 @@ def hand_written(engine: str, config: Any, tokens: str) -> Step:
     model = model.to_empty(device=device)
     for param in model.parameters():
         param.detach().normal_(std=0.02)
-    data = batches(tokens, config.train, dist.get_rank(), dist.get_world_size())
+    seq, micro = config.train.seq_len, config.train.micro_batch_size
+    read = bare.micro_batches(tokens, seq, micro, dist.get_rank(), dist.get_world_size())
+    data = ((x.pin_memory(), y.pin_memory()) for x, y in read)
     if engine == "zero2":
         return _deepspeed(model, data, device)
     autocast: Any = torch.autocast("cuda", dtype=torch.bfloat16)

@@ -9,8 +9,6 @@ preemption flag's calls and inside the step's one reduction.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
+
+from tests.launch.tasks import Troubled
 
 from .common import REPO, earlier, in_turns, median_ci, paired_ratio, write_result
 from .options import Option, options
@@ -75,32 +75,16 @@ def first_steps(rounds: int, tokens: str, folder: Path) -> dict[str, list[float]
     return in_turns({name: partial(start, name) for name in commands([], 0)}, rounds)
 
 
-class Dying:
+class Dying(Troubled):
     """A task whose rank 1 kills itself in step 4 of the first attempt, and records the time."""
 
     def __init__(self, config: Any, note: str) -> None:
-        self.note, self.step = Path(note), 0
-        self.dies = os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        super().__init__(config, how="kill", calls=4)
+        self.note = Path(note)
 
-    def build_model(self) -> Any:
-        from torch import nn
-
-        return nn.Linear(4, 2)
-
-    def dataset(self, split: Literal["train", "val"]) -> Any:
-        import torch
-
-        return [torch.ones(4) for _ in range(64)] if split == "train" else None
-
-    def n_targets(self, batch: Any) -> int:
-        return len(batch)
-
-    def loss(self, model: Any, batch: Any) -> Any:
-        self.step += 1
-        if self.dies and self.step == 4:
-            self.note.write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return model(batch).square().sum()
+    def go_wrong(self) -> None:
+        self.note.write_text(str(time.time()))
+        super().go_wrong()
 
 
 def recoveries(rounds: int, folder: Path) -> list[float]:

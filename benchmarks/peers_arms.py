@@ -155,6 +155,39 @@ def _fabric_step(fabric: Any, model: Any, optimizer: Any, reduce_every: bool = F
     return bare.loop(model, optimizer, fabric.backward, clip, unreduced)
 
 
+class Rows:
+    """The token file as samples of the Trainer."""
+
+    def __init__(self, tokens: str) -> None:
+        import numpy as np
+
+        self._stream = np.memmap(tokens, dtype=np.uint16, mode="r")
+
+    def __len__(self) -> int:
+        return (len(self._stream) - 1) // bare.SEQ
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        import torch
+
+        whole = torch.from_numpy(self._stream[row * bare.SEQ : (row + 1) * bare.SEQ + 1].astype("int64"))
+        return {"x": whole[:-1], "y": whole[1:]}
+
+
+def _with_mean_loss(model: Any) -> Any:
+    """The model with its loss as the Trainer wants it."""
+    from torch import nn
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Any, y: Any) -> dict[str, Any]:
+            return {"loss": self.model(x, y) / y.numel()}
+
+    return Mean()
+
+
 def trainer(engine: str, tokens: str, folder: str, count: int, after: Callable[[float], None]) -> None:
     """Train with transformers' Trainer; `after` gets the mean of this rank's losses in each step.
 
@@ -163,34 +196,11 @@ def trainer(engine: str, tokens: str, folder: str, count: int, after: Callable[[
     os.environ.setdefault("ACCELERATE_USE_CPU", str(_on_cpu()).lower())
     if engine.startswith("zero"):
         bare.import_deepspeed()
-    import numpy as np
-    import torch
-    from torch import nn
     from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    stream = np.memmap(tokens, dtype=np.uint16, mode="r")
-
-    class Rows(torch.utils.data.Dataset[dict[str, Any]]):
-        def __len__(self) -> int:
-            return (len(stream) - 1) // bare.SEQ
-
-        def __getitem__(self, row: int) -> dict[str, Any]:
-            whole = torch.from_numpy(stream[row * bare.SEQ : (row + 1) * bare.SEQ + 1].astype(np.int64))
-            return {"x": whole[:-1], "y": whole[1:]}
-
-    class Mean(nn.Module):
-        """The model with its loss as the Trainer wants it."""
-
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Any, y: Any) -> dict[str, Any]:
-            return {"loss": self.model(x, y) / y.numel()}
 
     losses: list[Any] = []
 
-    class Ours(Trainer):  # type: ignore[misc, unused-ignore]
+    class Recorded(Trainer):  # type: ignore[misc, unused-ignore]
         def create_optimizer(self, model: Any = None) -> Any:
             self.optimizer = self.optimizer or bare.adamw(model or self.model)
             return self.optimizer
@@ -205,7 +215,7 @@ def trainer(engine: str, tokens: str, folder: str, count: int, after: Callable[[
             after(bare.read(losses))
             losses.clear()
 
-    model = Mean(bare.make_model())
+    model = _with_mean_loss(bare.make_model())
     more: dict[str, Any] = {
         "ddp": {"ddp_find_unused_parameters": False},
         "fsdp": {"fsdp": "full_shard", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Block"]}},
@@ -217,7 +227,7 @@ def trainer(engine: str, tokens: str, folder: str, count: int, after: Callable[[
         train_sampling_strategy="sequential", save_strategy="no", logging_strategy="no", report_to=[],
         disable_tqdm=True, remove_unused_columns=False, use_cpu=_on_cpu(), **more,
     )  # fmt: skip
-    Ours(model=model, args=args, train_dataset=Rows(), callbacks=[After()]).train()
+    Recorded(model=model, args=args, train_dataset=Rows(tokens), callbacks=[After()]).train()
 
 
 ARMS: dict[str, dict[str, Arm]] = {

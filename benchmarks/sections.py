@@ -9,7 +9,8 @@ from typing import Any
 
 from .common import median_ci
 from .markdown import change, interval, mib, ratios
-from .other_loops import GOALS, LOOPS
+from .other_loops import GOALS
+from .other_loops_jobs import LOOPS
 from .report_compiled import compiled
 
 Values = dict[str, Any]

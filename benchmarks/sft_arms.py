@@ -67,24 +67,61 @@ def _model(setting: Setting) -> Any:
     return PeftModel.from_pretrained(model, setting.adapter, is_trainable=True)
 
 
-def trl(setting: Setting, steps: int, in_turns: bool = True) -> Iterator[Taken]:
-    """TRL's SFTTrainer.
+class Turns:
+    """Steps of a library's own loop, which runs in a thread and waits before each until it is asked for.
 
     Args:
-        in_turns: its loop runs in a thread and waits before each step until the step is asked for; otherwise all
-            steps are taken first, in the calling thread, which a profiler follows.
+        is_asked: false: nothing waits, and all steps are taken in the calling thread, which a profiler follows.
     """
+
+    def __init__(self, is_asked: bool) -> None:
+        self._is_asked = is_asked
+        self._asked: queue.Queue[bool] = queue.Queue()
+        self._taken: queue.Queue[Taken | BaseException] = queue.Queue()
+
+    def begins(self) -> None:
+        """A step of the loop begins."""
+        if self._is_asked and not self._asked.get():
+            raise KeyboardInterrupt
+
+    def ends(self, taken: Taken) -> None:
+        self._taken.put(taken)
+
+    def steps(self, loop: Callable[[], object], count: int) -> Iterator[Taken]:
+        if not self._is_asked:
+            loop()
+            yield from (self._next() for _ in range(count))
+            return
+        thread = threading.Thread(target=self._run, args=(loop,))
+        thread.start()
+        try:
+            for _ in range(count):
+                self._asked.put(True)
+                yield self._next()
+        finally:
+            self._asked.put(False)  # ends a loop that was not asked for all of its steps
+            thread.join()
+
+    def _run(self, loop: Callable[[], object]) -> None:
+        try:
+            loop()
+        except BaseException as error:  # a thread's error is raised where its losses are read
+            self._taken.put(error)
+
+    def _next(self) -> Taken:
+        taken = self._taken.get()
+        if isinstance(taken, BaseException):
+            raise taken
+        return taken
+
+
+def trl(setting: Setting, steps: int, in_turns: bool = True) -> Iterator[Taken]:
+    """TRL's SFTTrainer; `in_turns`: see `Turns`."""
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    asked: queue.Queue[bool] = queue.Queue()
-    losses: queue.Queue[Taken | BaseException] = queue.Queue()
-
-    class Turns(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if in_turns and not asked.get():
-                raise KeyboardInterrupt
+    turns = Turns(in_turns)
 
     class Recorded(SFTTrainer):  # type: ignore[misc]
         taken: Taken
@@ -95,9 +132,12 @@ def trl(setting: Setting, steps: int, in_turns: bool = True) -> Iterator[Taken]:
             self.taken = float(loss), tokens
             return loss
 
-    class Told(TrainerCallback):  # type: ignore[misc]
+    class Reported(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            turns.begins()
+
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            losses.put(trainer.taken)
+            turns.ends(trainer.taken)
 
     arguments = SFTConfig(
         output_dir=str(Path(setting.data).parent / "trl"), use_cpu=True, max_length=SEQ, assistant_only_loss=True,
@@ -111,32 +151,9 @@ def trl(setting: Setting, steps: int, in_turns: bool = True) -> Iterator[Taken]:
         args=arguments,
         train_dataset=load_dataset("json", data_files=setting.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(setting.model),
-        callbacks=[Turns(), Told()],
+        callbacks=[Reported()],
     )
-
-    if not in_turns:
-        trainer.train()
-        yield from (losses.get_nowait() for _ in range(steps))  # type: ignore[misc]
-        return
-
-    def loop() -> None:
-        try:
-            trainer.train()
-        except BaseException as error:  # a thread's error is raised where its losses are read
-            losses.put(error)
-
-    thread = threading.Thread(target=loop)
-    thread.start()
-    try:
-        for _ in range(steps):
-            asked.put(True)
-            told = losses.get()
-            if isinstance(told, BaseException):
-                raise told
-            yield told
-    finally:
-        asked.put(False)  # ends a loop that was not asked for all of its steps
-        thread.join()
+    yield from turns.steps(trainer.train, steps)
 
 
 def tokenised(data: str, model: str) -> Any:

@@ -137,6 +137,28 @@ def _kept(found: Found | None) -> Found:
     return {key: value for key, value in (found or {}).items() if key not in stamps}
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
+    add = parser.add_argument
+    parts = tuple(dict.fromkeys((*PARTS, *FOR_EMULATED)))
+    places = "; ".join(str(folder.relative_to(REPO)) for folder in (RESULTS, EMULATED, DRY))
+    add("--part", choices=parts, action="append", help="may be repeated; default: all")
+    add("--budget-s", type=float, default=520.0, metavar="S", help="seconds for each part (%(default)s)")
+    add("--only", default="", metavar="TEXT", help="only cases whose names contain this")
+    add("--dry-run", action="store_true", help="the same code with tiny sizes, on the CPU without --emulated")
+    add(
+        "--emulated", action="store_true",
+        help="on emulated cards that compute nothing: no speeds (needs the environment of `make test-cuda`)",
+    )  # fmt: skip
+    add("--predict", action="store_true", help="only plan: needs no GPU")
+    add("--keep-plans", action="store_true", help="take predictions that another version of the code has made")
+    add("--gpu", metavar="NAME", help=f"the card, if it is not here or not known (default {DEFAULT_CARD})")
+    add("--host-memory", metavar="120GiB", help="available to cases; default: the free memory here")
+    add("--out", type=Path, metavar="DIR", help=f"default: {places}")
+    add("--commit", metavar="HASH", help="of this checkout, if there is no git")
+    return parser
+
+
 def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
     """The parts to run and the request.
 
@@ -144,37 +166,7 @@ def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
         SystemExit: options that do not go together; argparse has printed the reason.
         ConfigError: an unknown card, or an invalid amount of memory.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
-    parser.add_argument(
-        "--part",
-        choices=tuple(dict.fromkeys((*PARTS, *FOR_EMULATED))),
-        action="append",
-        help="may be repeated; default: all",
-    )
-    parser.add_argument(
-        "--budget-s", type=float, default=520.0, metavar="S", help="seconds for each part (%(default)s)"
-    )
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose names contain this")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="the same code with tiny sizes, on the CPU without --emulated"
-    )
-    parser.add_argument(
-        "--emulated", action="store_true",
-        help="on emulated cards that compute nothing: no speeds (needs the environment of `make test-cuda`)",
-    )  # fmt: skip
-    parser.add_argument("--predict", action="store_true", help="only plan: needs no GPU")
-    parser.add_argument(
-        "--keep-plans", action="store_true", help="take predictions that another version of the code has made"
-    )
-    parser.add_argument(
-        "--gpu", metavar="NAME", help=f"the card, if it is not here or not known (default {DEFAULT_CARD})"
-    )
-    parser.add_argument("--host-memory", metavar="120GiB", help="available to cases; default: the free memory here")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR",
-        help="default: " + "; ".join(str(folder.relative_to(REPO)) for folder in (RESULTS, EMULATED, DRY)),
-    )  # fmt: skip
-    parser.add_argument("--commit", metavar="HASH", help="of this checkout, if there is no git")
+    parser = _parser()
     args = parser.parse_args(argv)
     if args.emulated and args.predict:
         parser.error("--emulated measures: it does not go with --predict")

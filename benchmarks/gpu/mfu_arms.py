@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +30,7 @@ from .cases import Found, Where
 from .mfu import Model, overrides
 from .target import settings
 
-_WARMUP = 2
+WARMUP = 2
 """Untimed turns of each arm: compilation, and the allocator's first segments."""
 Steps = Callable[[int], list[float]]
 """Takes this many optimizer steps, waits for the device, and returns their losses."""
@@ -43,7 +42,7 @@ def in_turns(model: Model, where: Where) -> Found:
     tokens = write_tokens(where.folder)
     given = settings(where, overrides(model), [
         f"data.path={tokens}", "data.shuffle=false", f"run.dir={where.folder / 'run'}", "train.eval_samples=0",
-        f"train.max_steps={(model.turns + _WARMUP) * model.steps}", "checkpoint.at_end=false",
+        f"train.max_steps={(model.turns + WARMUP) * model.steps}", "checkpoint.at_end=false",
         "memory.plan=false",
         f"train.max_norm={bare.MAX_NORM}", f"optim.lr={bare.LR}", "optim.schedule=constant",
         f"optim.weight_decay={bare.WEIGHT_DECAY}",
@@ -53,10 +52,11 @@ def in_turns(model: Model, where: Where) -> Found:
         trainer = Trainer(job)
         trainer.loop.first_update.is_checked = where.emulated  # else it looks whether the weights move
         records = trainer.recorded_steps()
+        losses_of = (record["loss"] for record in records)  # ledger, metrics and progress included
         data = batches(tokens, model, device)
         loop = Bare(job.config, job.model, data, device)
-        arms: dict[str, Steps] = {"shardkit": partial(_recorded, records, device), "bare": loop.steps}
-        times, losses = _timed(arms, model)
+        arms: dict[str, Steps] = {"shardkit": partial(taken_of, losses_of, device), "bare": loop.steps}
+        times, losses = timed(arms, model.turns, model.steps)
         per_token = getattr(trainer.task, "flops_per_token", lambda: None)()
         records.close()  # type: ignore[attr-defined]
         del loop, arms, trainer
@@ -83,46 +83,33 @@ def nothing_computed() -> Iterator[None]:
         yield
 
 
-def _timed(arms: dict[str, Steps], model: Model) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    def timed(steps: Steps) -> tuple[float, list[float]]:
+def timed(arms: Mapping[str, Steps], turns: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds a step of each arm's turns, those to warm up left out, and the losses of all its steps."""
+
+    def turn(take: Steps) -> tuple[float, list[float]]:
         began = time.perf_counter()
-        losses = steps(model.steps)
-        return (time.perf_counter() - began) / model.steps, losses
+        losses = take(steps)
+        return (time.perf_counter() - began) / steps, losses
 
-    taken = common.in_turns({arm: partial(timed, steps) for arm, steps in arms.items()}, model.turns + _WARMUP)
-    times = {arm: [took for took, _ in turns[_WARMUP:]] for arm, turns in taken.items()}
-    return times, {arm: [loss for _, losses in turns for loss in losses] for arm, turns in taken.items()}
-
-
-def _recorded(records: Iterator[dict[str, float]], device: torch.device, count: int) -> list[float]:
-    """shardkit's full trainer: ledger, metrics and progress included."""
-    losses = [next(records)["loss"] for _ in range(count)]
-    _wait(device)
-    return losses
+    taken = common.in_turns({arm: partial(turn, take) for arm, take in arms.items()}, turns + WARMUP)
+    times = {arm: [took for took, _ in each[WARMUP:]] for arm, each in taken.items()}
+    return times, {arm: [loss for _, losses in each for loss in losses] for arm, each in taken.items()}
 
 
-def _wait(device: torch.device) -> None:
+def taken_of(losses: Iterator[float], device: torch.device, count: int) -> list[float]:
+    """As `Steps`, of a loop that yields the loss of each step."""
+    taken = [next(losses) for _ in range(count)]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return taken
 
 
 def batches(tokens: str, model: Model, device: torch.device) -> Iterator[list[Any]]:
     """Each step's micro-batches in file order, in pinned memory."""
-    import numpy as np
-
-    stream = np.memmap(Path(tokens), dtype=np.uint16, mode="r")
-    row = 0
+    micro = bare.micro_batches(tokens, model.seq, model.micro)
     while True:
-        step = []
-        for _ in range(model.accum):
-            window = np.stack(
-                [stream[r * model.seq : (r + 1) * model.seq + 1] for r in range(row, row + model.micro)]
-            ).astype(np.int64)
-            row += model.micro
-            whole = torch.from_numpy(window)
-            pair = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
-            step.append(tuple(part.pin_memory() for part in pair) if device.type == "cuda" else pair)
-        yield step
+        step = [next(micro) for _ in range(model.accum)]
+        yield [(x.pin_memory(), y.pin_memory()) for x, y in step] if device.type == "cuda" else step
 
 
 class _Copied(Weights):

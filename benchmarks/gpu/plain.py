@@ -102,16 +102,12 @@ def _build(stage: int, config: Any, given: dict[str, Any], device: Any) -> Any:
 
 
 def _batches(seq: int, device: Any) -> Iterator[tuple[Any, Any]]:
-    import numpy as np
-    import torch
-
+    from ..bare import micro_batches
     from ..overhead import write_tokens
 
     with tempfile.TemporaryDirectory() as folder:
-        stream = np.fromfile(write_tokens(Path(folder)), dtype=np.uint16).astype(np.int64)
-    for at in range(0, len(stream) - seq, seq):
-        window = torch.from_numpy(stream[at : at + seq + 1]).to(device)
-        yield window[None, :-1].contiguous(), window[None, 1:].contiguous()
+        for x, y in micro_batches(write_tokens(Path(folder)), seq, 1):
+            yield x.to(device), y.to(device)
 
 
 def main() -> None:

@@ -65,6 +65,7 @@ def _measure(arms: tuple[str, ...], where: Where) -> Found:
     import torch
 
     from ..overhead import Ours, write_tokens
+    from .mfu_arms import taken_of, timed
 
     device = torch.device("cpu" if where.on_cpu else "cuda")
     model, tokens = where.folder / "model", write_tokens(where.folder)
@@ -81,26 +82,11 @@ def _measure(arms: tuple[str, ...], where: Where) -> Found:
         steps[ARMS[0]] = iter(ours.step, None)
     if ARMS[1] in arms:
         steps[ARMS[1]] = _peft_steps(given, model, device, initial)
-    times, losses = _timed(steps, device)
+    times, losses = timed({arm: partial(taken_of, each, device) for arm, each in steps.items()}, TURNS, STEPS)
     if ours is not None:
         ours.close()
     different = [abs(a - b) for a, b in zip(*losses.values(), strict=True)] if len(arms) > 1 else []
     return {"outcome": "ok", "step_s": times, "losses": losses, "loss_differences": different}
-
-
-def _timed(steps: dict[str, Iterator[float]], device: Any) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    import torch
-
-    def turn(arm: Iterator[float]) -> tuple[float, list[float]]:
-        began = time.perf_counter()
-        losses = [next(arm) for _ in range(STEPS)]
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - began) / STEPS, losses
-
-    taken = common.in_turns({arm: partial(turn, stepping) for arm, stepping in steps.items()}, TURNS + WARMUP)
-    times = {arm: [seconds for seconds, _ in turns[WARMUP:]] for arm, turns in taken.items()}
-    return times, {arm: [loss for _, losses in turns for loss in losses] for arm, turns in taken.items()}
 
 
 def write_model(folder: Path, sizes: dict[str, Any], device: Any) -> None:

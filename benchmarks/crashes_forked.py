@@ -1,0 +1,246 @@
+"""Trainings forked from one process that has loaded torch, each killed at a change on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import random
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shardkit.launch.local import restart
+from tests.launch.jobs import losses
+
+from .crashes_runs import STEPS, check, check_latest, newest, settings
+
+CHANGES = ("write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "link", "utime", "ftruncate")
+"""Functions of `os` through which a run changes what is on disk; files that are opened to be written count as well."""
+WHERE = ("before", "torn", "after")
+USERS = ("notes.txt", "logs/notes.txt", "checkpoints/README", "wandb/mine")
+
+
+def fork(args: list[str], said: Path, crash: tuple[int, str] | None = None) -> int:
+    """Train in a forked process; its exit code, −9 for one that was killed at its `crash[0]`-th change on disk.
+
+    What it promises ("saved N"), and the number of changes at a normal end, are lines of the file `said`.
+    """
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        os.setsid()
+        with said.with_suffix(".out").open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        code = _train(args, os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT), crash)
+    except BaseException:
+        traceback.print_exc()
+        code = 99
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+    os._exit(code)
+
+
+def _train(args: list[str], promises: int, crash: tuple[int, str] | None) -> int:
+    from shardkit.checkpoint.save import Checkpointer
+    from shardkit.run import directory
+    from shardkit.train import main
+
+    directory.environment = dict  # asks git, twice for each case
+    write, finished = os.write, Checkpointer._finished
+
+    def promise(self: Checkpointer, report: Any) -> Any:
+        report = finished(self, report)
+        if report.error is None:
+            write(promises, f"saved {report.step}\n".encode())
+        return report
+
+    Checkpointer._finished = promise  # type: ignore[method-assign]
+    count = _count_changes(crash)
+    code = main(args)
+    write(promises, f"changes {count[0]}\n".encode())
+    write(promises, f"modules {' '.join(sys.modules)}\n".encode())
+    return code
+
+
+def _count_changes(crash: tuple[int, str] | None) -> list[int]:
+    """Count what changes the disk from now on, and end this process at the chosen change."""
+    count, write, opened = [0], os.write, io.open
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            where = crash[1] if crash is not None and count[0] == crash[0] else None
+            if where == "torn" and function is write:
+                write(args[0], bytes(args[1])[: len(args[1]) // 2])
+            if where in ("before", "torn"):
+                end()
+            found = function(*args, **kwargs)
+            if where == "after":
+                end()
+            return found
+
+        return call
+
+    def open_counted(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        counted = guarded(opened) if set(mode) & set("wxa+") else opened
+        return counted(file, mode, *args, **kwargs)
+
+    for name in CHANGES:
+        setattr(os, name, guarded(getattr(os, name)))
+    io.open = open_counted  # type: ignore[assignment]  # what pathlib opens files with
+    return count
+
+
+class Scenario:
+    """What is there before a run, how it is started, and how somebody goes on after a crash."""
+
+    def __init__(
+        self, work: Path, name: str, make: Callable[[Path], None], steps: int, *start: str, **extra: Any
+    ) -> None:
+        self.name, self.work, self.steps, self.start = name, work / name, steps, start
+        self.extra = extra
+        self.work.mkdir()
+        make(self.work / "template")
+        self.changes = 0
+
+    def args(self, run_dir: Path, *more: str) -> list[str]:
+        start = [item.replace("TEMPLATE", str(self.work / "template")) for item in (*self.start, *more)]
+        return [*settings(run_dir, train__max_steps=self.steps, **self.extra), *start]
+
+    def place(self, number: int | str) -> Path:
+        """A run directory with what is there before."""
+        run_dir = self.work / f"run{number}"
+        if self.name != "from another run" and (self.work / "template").exists():
+            shutil.copytree(self.work / "template", run_dir, symlinks=True)
+        return run_dir
+
+
+def scenarios(work: Path) -> list[Scenario]:
+    """Each has been run once to its end, for the number of its changes."""
+
+    def nothing(run_dir: Path) -> None:
+        pass
+
+    def half(run_dir: Path) -> None:
+        check(fork(settings(run_dir, train__max_steps=4), work / "half") == 0, "the first half failed")
+
+    def damaged(run_dir: Path) -> None:
+        half(run_dir)
+        os.truncate(run_dir / "checkpoints/step_00000004/rank_00000.bin", 100)
+
+    def users(run_dir: Path) -> None:
+        half(run_dir)
+        for name in USERS:
+            (run_dir / name).parent.mkdir(exist_ok=True)
+            (run_dir / name).write_text("mine")
+        (work / "precious").mkdir(exist_ok=True)
+        (work / "precious/rank0.json").write_text("mine")
+        (run_dir / "trace").symlink_to(work / "precious")
+
+    fork(settings(work / "first"), work / "first.said")
+    _load((work / "first.said").read_text().splitlines()[-1].split()[1:])
+    found = [
+        Scenario(work, "new", nothing, STEPS),
+        Scenario(work, "saved in the background", nothing, STEPS, checkpoint__async_save="true"),
+        Scenario(work, "resumed", half, STEPS, "run.resume=true"),
+        Scenario(work, "resumed, the newest damaged", damaged, STEPS, "run.resume=true"),
+        Scenario(work, "from another run", half, STEPS, "run.resume=TEMPLATE"),
+        Scenario(work, "overwritten", users, STEPS, "run.overwrite=true", optim__lr=0.01),
+    ]
+    for one in found:
+        said = one.work / "count"
+        code = fork(one.args(one.place("whole")), said)
+        check(code == 0, f"{one.name}: exit code {code}: {said.with_suffix('.out').read_text()[-2000:]}")
+        lines = said.read_text().splitlines()
+        one.changes = int(lines[-2].split()[1])
+        _load(lines[-1].split()[1:])
+    return found
+
+
+def _load(modules: list[str]) -> None:
+    """Load what a forked run loaded, so that the next ones find it."""
+    for name in modules:
+        if name not in sys.modules and name != "__main__":
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+
+def forked_case(number: int, seed: int, all_of: list[Scenario]) -> dict[str, Any]:
+    chance = random.Random(f"{seed}.{number}")
+    one = chance.choice(all_of)
+    crash = chance.randint(1, one.changes), chance.choice(WHERE)
+    run_dir, said = one.place(number), one.work / f"said{number}"
+    began = {"case": number, "seed": seed, "scenario": one.name, "change": crash[0], "where": crash[1]}
+    try:
+        code = fork(one.args(run_dir), said, crash)
+        check(code in (-9, 0), f"exit code {code}")  # a thread that saves counts a little differently each time
+        promised = [int(line.split()[1]) for line in said.read_text().splitlines() if line.startswith("saved ")]
+        _look(one, run_dir, max(promised, default=0))
+        again = _go_on(one, run_dir)
+        done = fork(one.args(run_dir, *again), said.with_suffix(".again"))
+        out = said.with_suffix(".out").with_stem(f"said{number}")
+        check(done == 0, f"went on with exit code {done}: {out.read_text()[-600:]}")
+        check(newest(run_dir) == STEPS, "the run went on, and its last checkpoint is not there")
+        check(losses(run_dir) == losses(one.work / "runwhole"), "the losses are not those of an undisturbed run")
+        _users_files(one, run_dir)
+    except (AssertionError, OSError, ValueError, KeyError) as error:
+        return {**began, "problem": f"{type(error).__name__}: {error}"}
+    shutil.rmtree(run_dir)
+    return {**began, "killed": code == -9, "promised": max(promised, default=0)}
+
+
+def _look(one: Scenario, run_dir: Path, promised: int) -> None:
+    """What is on disk right after the crash."""
+    damaged = one.name == "resumed, the newest damaged"
+    with _aside(run_dir / "checkpoints/step_00000004", damaged and _is_cut(run_dir)):
+        found = newest(run_dir)
+    check_latest(run_dir)
+    check(found >= promised, f"step {promised} was said to be saved, {found} is the newest")
+    if one.name == "resumed":
+        check(found >= 4, f"the checkpoint of step 4 is lost, {found} is the newest")
+    if damaged:
+        check(found >= 2, f"the checkpoint of step 2 is lost, {found} is the newest")
+    _users_files(one, run_dir)
+
+
+def _is_cut(run_dir: Path) -> bool:
+    path = run_dir / "checkpoints/step_00000004/rank_00000.bin"
+    return path.exists() and path.stat().st_size == 100
+
+
+@contextlib.contextmanager
+def _aside(path: Path, wanted: bool) -> Iterator[None]:
+    """Without the checkpoint that the scenario itself damaged."""
+    if wanted:
+        path.rename(path.with_suffix(".mine"))
+    yield
+    if wanted:
+        path.with_suffix(".mine").rename(path)
+
+
+def _users_files(one: Scenario, run_dir: Path) -> None:
+    if one.name == "overwritten":
+        check(all((run_dir / name).read_text() == "mine" for name in USERS), "a user's file is lost")
+        check((one.work.parent / "precious/rank0.json").read_text() == "mine", "a link was followed")
+
+
+def _go_on(one: Scenario, run_dir: Path) -> list[str]:
+    """How a launcher starts it again; what somebody typed is typed again where no launcher would."""
+    if one.name == "overwritten":  # half-way it is still the old run, and said to be one
+        own = run_dir / "config.yaml"
+        return ["run.overwrite=false", "run.resume=auto"] if own.exists() and "lr: 0.01" in own.read_text() else []
+    resume = one.name != "from another run" or str(one.work / "template")
+    return restart.overrides(str(run_dir), resume, {"TORCHELASTIC_RESTART_COUNT": "1"})
