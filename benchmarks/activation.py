@@ -24,7 +24,7 @@ from shardkit.config.schema import ActivationConfig, ModelConfig
 from shardkit.memory import TensorTracker
 from shardkit.models.transformer import Head, Transformer, init_parameter
 
-from .common import in_turns, paired_ratio, write_result
+from .common import in_turns, paired_ratio, publish
 from .options import options
 
 BATCH, SEQ = 1, 1024
@@ -205,32 +205,14 @@ def measure_loss(chunk_size: int, dtype: torch.dtype = torch.float32) -> dict[st
 
 def main() -> None:
     args = options(__doc__, rounds=7)
-    attention = {}
-    for backend in BACKENDS:
-        attention[backend] = measure_backend(backend, args.rounds)
-        show(backend, attention[backend]["policies"])
+    attention = {backend: measure_backend(backend, args.rounds) for backend in BACKENDS}
     chunked, whole = measure_loss(LOSS["chunk_size"]), measure_loss(0)
     reduction = whole["peak"] / chunked["peak"]
-    print(f"loss: peak {whole['peak']:,} -> {chunked['peak']:,} bytes, {reduction:.1f} times less", flush=True)
-    budgets = {backend: measure_budgets(backend, args.rounds) for backend in BACKENDS}
-    write_result(
-        "activation",
-        {
-            "model": SHOWN, "batch": BATCH, "seq": SEQ, "dtype": "float32", "goals": GOALS,
-            "attention": attention, "budget": budgets,
-            "loss": {**LOSS, "dtype": "float32", "chunked": chunked, "whole": whole, "peak_reduction": reduction},
-        },
-    )  # fmt: skip
-
-
-def show(title: str, policies: dict[str, Any]) -> None:
-    print(title)
-    for name, r in policies.items():
-        print(
-            f"  {name:16} saved {r['saved']:>13,}  host {r['on_host']:>13,}  peak {r['peak']:>13,}  "
-            f"again {r['recompute_share']:.2f}  time x {r['time']['ratio'][0]:.3f}  equal {r['gradients_equal']}",
-            flush=True,
-        )
+    publish("activation", {
+        "model": SHOWN, "batch": BATCH, "seq": SEQ, "dtype": "float32", "goals": GOALS, "attention": attention,
+        "budget": {backend: measure_budgets(backend, args.rounds) for backend in BACKENDS},
+        "loss": {**LOSS, "dtype": "float32", "chunked": chunked, "whole": whole, "peak_reduction": reduction},
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

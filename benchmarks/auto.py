@@ -30,7 +30,7 @@ from shardkit.plan.search.search import Search, Setting
 from shardkit.plan.search.trial import TRACED, run_trial
 from shardkit.plan.target import Target
 
-from .common import in_turns, paired_ratio, write_result
+from .common import in_turns, paired_ratio, publish
 from .options import Option, options, refuse
 from .overhead import Ours, torchrun
 from .turns import RANKS, Ranks, timed
@@ -206,7 +206,7 @@ def main() -> None:
             "chosen_peak": grid[chosen]["peak"],
             "under_cap": kept.get(f"capped {mib} {chosen}", partial(run_capped, chosen, mib, work)),
         })  # fmt: skip
-    print(write_result("auto", payload))
+    publish("auto", payload)
 
 
 def measure_grid(kept: Kept, work: Path, steps: int) -> dict[Cell, dict[str, Any]]:

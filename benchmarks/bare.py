@@ -142,24 +142,32 @@ def engine_loop(model: Any, backward: Callable[[Any], object], update: Callable[
     return step
 
 
-def ddp() -> Step:
+def in_ddp(model: Any, on: Any) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
-    cards = [device()] if device().type == "cuda" else None
-    model = DistributedDataParallel(make_model(), device_ids=cards, gradient_as_bucket_view=True)
+    cards = [on] if on.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=cards, gradient_as_bucket_view=True)
+
+
+def ddp() -> Step:
+    model = in_ddp(make_model(), device())
     return loop(model, adamw(model), unreduced=model.no_sync)
 
 
-def fsdp() -> Step:
+def in_fsdp(model: Any, on: Any, **how: Any) -> Any:
+    """The model sharded by FSDP2 block by block; `how`: other arguments of `fully_shard`."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = make_model()
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    mesh = init_device_mesh(on.type, (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, **how)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False, **how)
+
+
+def fsdp() -> Step:
+    model = in_fsdp(make_model(), device())
     return loop(model, adamw(model))
 
 

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from .checkpoint_arms import Clock, Run, deepspeed_save, forget, in_background, raw_read, raw_write, torch_save
-from .common import environment, median_ci, write_result
+from .common import median_ci, publish
 from .options import Option, options
 from .overhead import on_two_ranks
 
@@ -154,9 +154,10 @@ def main() -> None:
         sizes = {"layers": args.layers, "rounds": args.rounds, "minutes": args.minutes, "rest_s": args.rest}
         measured = on_two_ranks(measure, limit_s=3600 + 60 * args.minutes, folder=Path(temp), **sizes)
     result = {"goals": GOALS, "ranks": 2, **summary(measured), "samples": measured}
-    print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=2))
     if args.keep:
-        print(f"written: {write_result('checkpoint', result)} ({environment()['cpu']})")
+        publish("checkpoint", result)
+    else:
+        print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=2))
 
 
 if __name__ == "__main__":

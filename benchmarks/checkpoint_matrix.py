@@ -6,14 +6,13 @@ far the losses after the load differ from those of the run that was never saved.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from tests.checkpoint import cases, matrix
 
-from .common import RESULTS, write_result
+from .common import measure_each
 from .options import options
 
 
@@ -33,14 +32,8 @@ def measure(mode: str) -> dict[str, Any]:
 
 def main() -> None:
     args = options(__doc__, modes=("fp32", "bf16"))
-    path = RESULTS / "checkpoint_matrix.json"
-    modes = json.loads(path.read_text())["modes"] if path.exists() else {}  # modes can be run one at a time
-    modes |= {mode: measure(mode) for mode in args.modes}
     worlds = {case: cases.worlds(case) for case in cases.CASES}
-    write_result("checkpoint_matrix", {"world_sizes": worlds, "modes": modes})
-    for mode, result in modes.items():
-        print(mode, result)
-    print(f"written: {path}")
+    measure_each("checkpoint_matrix", "modes", args.modes, measure, world_sizes=worlds)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from math import comb
@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 import psutil
+from jinja2 import UndefinedError
 
 from shardkit.files import write_whole
 
@@ -86,6 +87,34 @@ def environment() -> dict[str, Any]:
 def write_result(name: str, payload: Mapping[str, Any]) -> Path:
     """Write benchmarks/results/NAME.json: the payload with `environment` beside it."""
     return write_json(RESULTS / f"{name}.json", {"environment": environment(), **payload})
+
+
+def publish(name: str, payload: Mapping[str, Any]) -> None:
+    """Write a result, and print what the page will say of it."""
+    from .report import rendered
+
+    path = write_result(name, payload)
+    try:
+        print(rendered(name, json.loads(path.read_text())))
+    except UndefinedError as error:
+        print(f"the page waits for the parts that are not measured yet: {error}")
+    print(f"written: {path}", flush=True)
+
+
+def measure_each(
+    name: str, group: str, chosen: Iterable[str], measure: Callable[[str], Any], is_resumed: bool = False, **about: Any
+) -> None:
+    """Measure each of the chosen arms, and publish it at once beside those that were measured before.
+
+    Args:
+        group: the key of the result that has the arms.
+        is_resumed: leave out what this commit has measured.
+        about: the other keys of the result.
+    """
+    measured = earlier(name).get(group, {})
+    for arm in unmeasured(list(chosen), measured) if is_resumed else chosen:
+        measured[arm] = measure(arm)
+        publish(name, {**about, group: measured})
 
 
 def write_json(path: Path, payload: Mapping[str, Any]) -> Path:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .common import REPO, add_line, read_lines, write_result
+from .common import REPO, add_line, publish, read_lines
 from .crashes_forked import Scenario, forked_case, scenarios
 from .crashes_real import Real, a_cluster, real_case
 from .options import LIMIT, Option, options
@@ -111,13 +111,12 @@ def main() -> None:
         kind: [one for (is_real, _), one in done.items() if is_real == (kind == "real")] for kind in ("forked", "real")
     }
     problems = [one for one in done.values() if "problem" in one]
-    write_result("crashes", {
+    publish("crashes", {
         "seed": args.seed,
         "asked": {"forked": args.forked, "real": args.real},
         **{kind: {"cases": len(found), "by_scenario": table(found)} for kind, found in kinds.items()},
         "problems": problems,
     })  # fmt: skip
-    print(f"{len(kinds['forked'])} forked, {len(kinds['real'])} real, {len(problems)} with a problem", flush=True)
     sys.exit(bool(problems))
 
 

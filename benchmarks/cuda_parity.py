@@ -16,7 +16,7 @@ from typing import Any
 from tests.cuda import parity, pools, verdict
 from tests.cuda.parity import Case
 
-from .common import REPO, RESULTS, environment, write_result
+from .common import REPO, RESULTS, environment, publish
 from .options import Option, options, refuse
 
 WRITTEN = RESULTS / "cuda_parity.json"
@@ -84,7 +84,7 @@ def main() -> None:
             cases, env = SETS[name]
             todo = [case for case in parity.ordered(cases()) if re.search(args.only, str(case))]
             pools.run(todo, folder, folder / f"{name}.jsonl", **env)
-    print(f"written: {write_result('cuda_parity', collected(folder))}")
+    publish("cuda_parity", collected(folder))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import sft_data
-from .common import median_ci, write_result
+from .common import median_ci, publish
 from .options import Option, options
 from .overhead import launch
 
@@ -66,8 +66,7 @@ def main() -> None:
         for kind, workers in product(KINDS, WORKERS):
             steps = records(model, data, kind, workers, args.steps, folder)
             found.setdefault(kind, {})[str(workers)] = figures(steps)
-            print(kind, workers, json.dumps(found[kind][str(workers)]), flush=True)
-    print("written:", write_result(NAME, {"load": load, "steps": args.steps, "kinds": found}))
+    publish(NAME, {"load": load, "steps": args.steps, "kinds": found})
 
 
 if __name__ == "__main__":

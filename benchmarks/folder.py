@@ -8,8 +8,6 @@ since the shards already exist then. Bytes requested are counted in the reader.
 
 from __future__ import annotations
 
-import json
-import math
 import tempfile
 import threading
 import time
@@ -24,13 +22,11 @@ from shardkit.config.layers import merged
 from tests.ranks import run_ranks
 from tests.strategies.cases import PARTITION_ALL
 
-from .common import write_result
+from .common import measure_each
+from .models import llama
 from .options import options
 
-SIZES = {
-    "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 13, "num_attention_heads": 16,
-    "num_key_value_heads": 16, "vocab_size": 32000, "max_position_embeddings": 256,
-}  # fmt: skip
+SIZES = llama(2048, 5504, depth=13, heads=16, kv_heads=16, vocab=32000, positions=256)
 SMALL = {**SIZES, "num_hidden_layers": 2}
 """For engines of which 4 ranks would need 10 to 30 GB for the large one, with their own copies."""
 RANKS = 4
@@ -52,29 +48,14 @@ EVERY_S = 0.002
 
 
 def make_folder(folder: Path, sizes: dict[str, Any]) -> int:
-    """A folder of a Llama whose weights are zeros; returns the bytes of its tensors."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A folder of a Llama whose weights are holes; returns the bytes of its tensors."""
+    from transformers import LlamaConfig
 
-    from shardkit.checkpoint.formats.safetensors import INDEX, header_of
-    from shardkit.checkpoint.native.reader import TensorSpec
+    from shardkit.checkpoint.formats.pretended import write_pretended_weights
 
-    folder.mkdir(parents=True)
-    config = LlamaConfig(**sizes)
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        tensors = {
-            n: TensorSpec(tuple(t.shape), torch.float32) for n, t in LlamaForCausalLM(config).state_dict().items()
-        }
-    names, placed = list(tensors), {}
-    for index, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
-        file = folder / f"model-{index:05d}-of-00002.safetensors"
-        with file.open("wb") as out:
-            out.write(header_of((name, tensors[name]) for name in part))
-            out.truncate(out.tell() + sum(4 * math.prod(tensors[name].shape) for name in part))
-        placed |= dict.fromkeys(part, file.name)
-    (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
-    return sum(4 * math.prod(info.shape) for info in tensors.values())
+    described_by = folder.with_name(f"{folder.name}-config")
+    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(described_by)
+    return write_pretended_weights(described_by, folder, "fp32").n_bytes
 
 
 def anonymous() -> int:
@@ -154,12 +135,10 @@ def measure(engine: str, root: Path) -> dict[str, Any]:
 
 def main() -> None:
     chosen = options(__doc__, engines=ENGINES).engines
-    engines = {}
     with tempfile.TemporaryDirectory() as root:
-        for engine in chosen:
-            engines[engine] = measure(engine, Path(root))
-            print(engine, json.dumps(engines[engine]), flush=True)
-    print(write_result("folder", {"ranks": RANKS, "goals": GOALS, "engines": engines}))
+        measure_each(
+            "folder", "engines", chosen, lambda engine: measure(engine, Path(root)), ranks=RANKS, goals=GOALS
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from shardkit.memory.ledger import MemoryLedger
 from shardkit.memory.rows import PHASES, encode, gather_json
 from tests.ranks import run_ranks
 
-from .common import median_ci, write_result
+from .common import median_ci, publish
 from .options import options
 
 WORLDS = (2, 4, 8, 16, 32, 64)
@@ -90,16 +90,9 @@ def measure(world: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     args = options(__doc__, worlds=WORLDS, rounds=40)
-    worlds = {}
-    for world in args.worlds:
-        worlds[str(world)] = found = measure(world, args.rounds)
-        print(
-            f"{world} ranks: rank 0 {1e3 * found['rank_0_s'][0]:.2f} ms ({1e3 * found['rank_0_cpu_s'][0]:.2f} ms of "
-            f"processor time, {100 * found['share_of_time']:.2f} %), together {1e3 * found['together_s'][0]:.2f} ms",
-            flush=True,
-        )
+    worlds = {str(world): measure(world, args.rounds) for world in args.worlds}
     settings = {"interval": INTERVAL, "step_s": STEP_S, "rounds": args.rounds, "goal": GOAL}
-    print(f"written: {write_result('gather', {**settings, 'worlds': worlds})}")
+    publish("gather", {**settings, "worlds": worlds})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ which counts that itself. `--clock` measures steps on kernels of a given duratio
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from . import bare
-from .common import earlier, in_turns, median_ci, stamp, unmeasured, write_result
+from .common import earlier, in_turns, measure_each, median_ci, stamp, unmeasured
 from .options import RESUME, Option, options, refuse
 from .overhead import write_tokens
 
@@ -83,18 +82,12 @@ def hand_written(engine: str, config: Any, tokens: str) -> Step:
         return _deepspeed(model, data, device)
     autocast: Any = torch.autocast("cuda", dtype=torch.bfloat16)
     if engine == "ddp":
-        from torch.nn.parallel import DistributedDataParallel
-
-        model = DistributedDataParallel(model, device_ids=[device], gradient_as_bucket_view=True)
+        model = bare.in_ddp(model, device)
     elif engine == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        model = bare.in_fsdp(model, device, mp_policy=policy)
         autocast = nullcontext()
     optimizer = bare.adamw(model)
 
@@ -281,13 +274,15 @@ def main() -> None:
 
     if "computing_ns" not in emucuda.counts():
         refuse("the emulation is older than its sources: python -m tests.emulated_cuda.build")
-    engines: dict[str, Any] = earlier("host_cost").get("engines", {})
-    held = {engine: found.get("clock", {}) for engine, found in engines.items()} if args.clock else engines
-    for engine in unmeasured(args.engines, held) if args.resume else args.engines:
-        found = {"clock": on_the_clock(engine, args.turns)} if args.clock else counted(engine, args.turns)
-        engines[engine] = engines.get(engine, {}) | found
-        print(engine, json.dumps(engines[engine]), flush=True)
-        write_result("host_cost", {"goals": GOALS, "device": "emulated", "engines": engines})
+    before: dict[str, Any] = earlier("host_cost").get("engines", {})
+
+    def measure(engine: str) -> dict[str, Any]:
+        part = {"clock": on_the_clock(engine, args.turns)} if args.clock else counted(engine, args.turns)
+        return {**before.get(engine, {}), **part}
+
+    held = {engine: figures.get("clock", {}) for engine, figures in before.items()} if args.clock else before
+    chosen = unmeasured(args.engines, held) if args.resume else args.engines
+    measure_each("host_cost", "engines", chosen, measure, goals=GOALS, device="emulated")
 
 
 if __name__ == "__main__":

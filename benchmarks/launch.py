@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.launch.tasks import Troubled
 
-from .common import REPO, earlier, in_turns, median_ci, paired_ratio, write_result
+from .common import REPO, earlier, in_turns, median_ci, paired_ratio, publish
 from .options import Option, options
 from .overhead import Ours, on_two_ranks, overrides, rank_environ, torchrun, write_tokens
 
@@ -87,7 +87,7 @@ class Dying(Troubled):
         super().go_wrong()
 
 
-def recoveries(rounds: int, folder: Path) -> list[float]:
+def recovery(rounds: int, folder: Path) -> dict[str, Any]:
     """Seconds from a rank's SIGKILL to the end of the first step after it; every step saves a checkpoint."""
     times = []
     for index in range(rounds):
@@ -101,7 +101,7 @@ def recoveries(rounds: int, folder: Path) -> list[float]:
         execute([*argv, *settings])
         died = float(note.read_text())
         times.append(min(when for _, when in step_times(run_dir) if when > died) - died)
-    return times
+    return {"interval_s": median_ci(times), "samples": times}
 
 
 class Timed:
@@ -176,22 +176,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         tokens = write_tokens(folder)
-        if "first_step" in args.parts:
-            result["first_step"] = compared(first_steps(args.rounds, tokens, folder))
-            for name, found in result["first_step"].items():
-                print(
-                    f"{name}: first step after {found['median_s']:.2f} s, × {found['ratio']} of torchrun's", flush=True
-                )
-            write_result("launch", result)
-        if "recovery" in args.parts:
-            samples = recoveries(args.kills, folder)
-            result["recovery"] = {"interval_s": median_ci(samples), "samples": samples}
-            print(f"first step after a rank was killed: {result['recovery']['interval_s']} s", flush=True)
-            write_result("launch", result)
-        if "watching" in args.parts:
-            result["watching"] = on_two_ranks(watching, tokens=tokens, folder=str(folder), steps=args.steps)
-            print(f"shares of the step time: {result['watching']}")
-    print(f"written: {write_result('launch', result)}")
+        measures: dict[str, Callable[[], Any]] = {
+            "first_step": lambda: compared(first_steps(args.rounds, tokens, folder)),
+            "recovery": lambda: recovery(args.kills, folder),
+            "watching": lambda: on_two_ranks(watching, tokens=tokens, folder=str(folder), steps=args.steps),
+        }
+        for part in args.parts:
+            result[part] = measures[part]()
+            publish("launch", result)
 
 
 if __name__ == "__main__":

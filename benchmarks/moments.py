@@ -24,7 +24,7 @@ from typing import Any
 from tests.slurm import moments
 from tests.slurm.cluster import Cluster, running, why_not
 
-from .common import REPO, read_lines, write_result
+from .common import REPO, publish, read_lines
 from .options import LIMIT, Option, options
 
 PROGRESS = REPO / "build" / "moments.jsonl"
@@ -125,11 +125,10 @@ def main() -> None:
         return
     records = [*known(args.seed).values()]
     problems = [record for record in records if record["problem"] is not None]
-    write_result("moments", {
+    publish("moments", {
         "seed": args.seed, "asked": args.draws, "draws": len(records), "side_by_side": args.jobs,
         "by_fault": counts(records), "problems": problems,
     })  # fmt: skip
-    print(f"{len(records)} of {args.draws} draws, {len(problems)} with a problem", flush=True)
     sys.exit(bool(problems))
 
 

@@ -26,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,8 +35,9 @@ from typing import Any
 import psutil
 import pytest
 
-from .common import REPO, add_line, read_lines, write_result
+from .common import REPO, add_line, publish, read_lines
 from .options import LIMIT, Option, options
+from .peers_env import installed
 
 SEED = 1
 COUNT = 12
@@ -115,18 +115,6 @@ def change(original: str, mutated: str) -> tuple[str, str]:
     sides = ([line[2:].strip() for line in lines if line.startswith(sign)] for sign in ("- ", "+ "))
     was, becomes = (" ".join(side) for side in sides)
     return was, becomes
-
-
-def cosmic_ray(folder: Path) -> str:
-    """The interpreter of an environment with nothing but cosmic-ray; made once."""
-    python, stamp = folder / "bin" / "python", folder / "installed"
-    if not stamp.exists() or stamp.read_text() != COSMIC_RAY:
-        print(f"installing cosmic-ray {COSMIC_RAY} into {folder}", flush=True)
-        venv.create(folder, clear=True, with_pip=True)
-        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, f"cosmic-ray=={COSMIC_RAY}"], check=True)
-        stamp.write_text(COSMIC_RAY)
-    return str(python)
 
 
 def sample(python: str, module: str, source: str, count: int = COUNT) -> tuple[int, list[Mutant]]:
@@ -334,8 +322,8 @@ def commit_of(name: str) -> str:
     return done.stdout.strip()
 
 
-def write(runs: Mapping[str, Mapping[str, Any]]) -> Path:
-    return write_result("mutants", {
+def write(runs: Mapping[str, Mapping[str, Any]]) -> None:
+    publish("mutants", {
         "seed": SEED, "count": COUNT, "cosmic_ray": COSMIC_RAY, "left_out": LEFT_OUT, "slower": SLOWER,
         "tests": CHOSEN, **{label: runs[label] for label in LABELS if label in runs},
     })  # fmt: skip
@@ -361,7 +349,7 @@ def main() -> None:
 def work(args: Any, until: float) -> None:
     label = "before" if args.tests_from else "after"
     source = commit_of(args.tests_from) if args.tests_from else None
-    python = cosmic_ray(args.folder / ".venv")
+    python = str(installed(args.folder / ".venv", COSMIC_RAY, [[f"cosmic-ray=={COSMIC_RAY}"]]))
     modules: dict[str, Any] = {}
     with a_copy(source) as copy:
         for module in args.modules:
@@ -380,7 +368,7 @@ def work(args: Any, until: float) -> None:
     runs = {name: json.loads(path.read_text()) for name in LABELS if (path := args.folder / f"{name}.json").exists()}
     if len({tuple(one["code"] for one in run["modules"].values()) for run in runs.values()}) > 1:
         raise NoResult("before and after are of different code: run both again, with and without --tests-from")
-    print("written:", write(runs), flush=True)
+    write(runs)
 
 
 if __name__ == "__main__":

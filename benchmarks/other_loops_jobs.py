@@ -11,26 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .models import llama
+
 Settings = dict[str, Any]
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 SIZES: dict[str, Settings] = {
-    "llama": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024,
-        "max_position_embeddings": 512,
-    },
+    "llama": {**llama(256, 512, depth=4, heads=4, kv_heads=4, vocab=1024, positions=512), **_LLAMA},
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4,
         "vocab_size": 2048, "n_positions": 512,
     },
     "bert": {
-        "architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 256, "intermediate_size": 1024,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 2048, "max_position_embeddings": 512,
+        "architectures": ["BertForMaskedLM"], "model_type": "bert",
+        **llama(256, 1024, depth=4, heads=4, vocab=2048, positions=512),
     },
-    "llama-110m": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048,
-        "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-    },
+    "llama-110m": {**llama(768, 2048, depth=8, heads=12, kv_heads=4, vocab=32000, positions=2048), **_LLAMA},
     "gpt2-124m": {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12,
         "vocab_size": 50257, "n_positions": 1024,

@@ -23,7 +23,7 @@ from typing import Any
 from tests.ranks import run_ranks
 
 from . import bare
-from .common import REPO, earlier, environment, in_turns, paired_ratio, stamp, unmeasured, write_result
+from .common import REPO, in_turns, measure_each, paired_ratio, stamp
 from .options import RESUME, options
 
 ENGINES = ("ddp", "fsdp", "zero2")
@@ -164,15 +164,11 @@ def write_tokens(folder: Path) -> str:
 
 def main() -> None:
     args = options(__doc__, pairs=40, starts=9, engines=ENGINES, resume=RESUME)
-    results = earlier("overhead").get("engines", {})
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         tokens = write_tokens(folder)
-        for engine in unmeasured(args.engines, results) if args.resume else args.engines:
-            results[engine] = measure(engine, tokens, folder, args.pairs, args.starts)
-            show(engine, results[engine])
-            path = write_result("overhead", {"goals": GOALS, "settings": vars(bare)["SIZES"], "engines": results})
-            print(f"written: {path}  ({environment()['cpu']})", flush=True)
+        measured = partial(measure, tokens=tokens, folder=folder, pairs=args.pairs, starts=args.starts)
+        measure_each("overhead", "engines", args.engines, measured, args.resume, goals=GOALS, settings=bare.SIZES)
 
 
 def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> dict[str, Any]:
@@ -195,20 +191,6 @@ def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> 
         "peak_tensor_memory": {"ratio": peaks["shardkit"] / peaks["bare"], **peaks},
         "first_step": {"ratio": start_ratio, "median_s": median(begins["bare"]), "samples": begins},
     }
-
-
-def show(engine: str, result: dict[str, Any]) -> None:
-    step, low, high = result["step_time"]["ratio"]
-    first, first_low, first_high = result["first_step"]["ratio"]
-    print(
-        f"{engine}: step time × {step:.4f} [{low:.4f}, {high:.4f}] of {1000 * result['step_time']['median_s']:.0f} ms, "
-        f"processor time × {result['processor_time']['ratio'][0]:.4f}, "
-        f"peak tensor memory × {result['peak_tensor_memory']['ratio']:.4f}, "
-        f"first step × {first:.3f} [{first_low:.3f}, {first_high:.3f}] of {result['first_step']['median_s']:.1f} s, "
-        f"ledger {100 * result['ledger_share_of_step_time']:.2f} % of step time, "
-        f"losses differ by at most {result['loss_difference']:.1e}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from . import bare, peers_arms, peers_env
-from .common import RESULTS, earlier, environment, paired_ratio, stamp, write_json, write_result
+from .common import RESULTS, earlier, environment, paired_ratio, publish, stamp, write_json
 from .options import Option, options, refuse
 from .overhead import write_tokens
 from .peers_arms import ARMS, OURS, REFUSALS
@@ -54,24 +53,28 @@ def turns(
     return seconds, {arm: [first[arm], *(step[1] for step in timed)] for arm, timed in taken.items()}
 
 
-def loss_differences(losses: Samples) -> dict[str, float]:
-    """Each arm's largest loss difference from the first arm, the hand-written loop.
+def loss_differences(losses: Samples, tolerance: float = TOLERANCE, **of_arm: float) -> dict[str, float]:
+    """Each arm's largest loss difference from the first arm, the reference.
+
+    Args:
+        of_arm: other tolerances of single arms.
 
     Raises:
         DifferentLosses: a difference is larger than rounding explains.
     """
-    (by_hand, expected), *others = losses.items()
-    found = {by_hand: 0.0}
-    for arm, values in others:
-        off = [abs(value - other) for value, other in zip(values, expected, strict=True)]
-        for step, (value, other, difference) in enumerate(zip(values, expected, off, strict=True), 1):
-            if not difference <= TOLERANCE:  # NaN included
+    reference, expected = next(iter(losses.items()))
+    largest = {}
+    for arm, values in losses.items():
+        allowed = of_arm.get(arm, tolerance)
+        differences = [abs(value - other) for value, other in zip(values, expected, strict=True)]
+        for step, difference in enumerate(differences):
+            if not difference <= allowed:  # NaN included
                 raise DifferentLosses(
-                    f"{arm}: loss {value} in step {step}, {other} with {by_hand}; more than {TOLERANCE:g} apart, "
-                    "so their times are not compared"
+                    f"{arm}: loss {values[step]} in step {step + 1}, {expected[step]} with {reference}; more than "
+                    f"{allowed:g} apart, so their times are not compared"
                 )
-        found[arm] = max(off)
-    return found
+        largest[arm] = max(differences)
+    return largest
 
 
 def ratio(samples: Samples, arm: str) -> tuple[float, float, float]:
@@ -180,26 +183,12 @@ def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:
     return found
 
 
-def write(engines: Mapping[str, Any]) -> Path:
-    return write_result(
-        "peers",
-        {
-            "ranks": RANKS,
-            "tolerance": TOLERANCE,
-            "packages": {package: version(package) for package in PACKAGES},
-            "settings": {key: value for key, value in vars(bare).items() if key.isupper() and key != "ENGINES"},
-            "engines": {engine: engines[engine] for engine in ARMS if engine in engines},
-        },
-    )
-
-
-def show(engine: str, found: Mapping[str, Any]) -> None:
-    for part in ("first_step_s", "step_s"):
-        for arm, samples in found.get(part, {}).items():
-            print(f"{engine} {arm}: {part} {median(samples):.3f}")
-    for part in ("loss_difference", "beside", "peak_bytes", "refused"):
-        for arm, value in found.get(part, {}).items():
-            print(f"{engine} {arm}: {part} {value}", flush=True)
+def write(engines: Mapping[str, Any]) -> None:
+    publish("peers", {
+        "ranks": RANKS, "tolerance": TOLERANCE, "packages": {package: version(package) for package in PACKAGES},
+        "settings": {key: value for key, value in vars(bare).items() if key.isupper() and key != "ENGINES"},
+        "engines": {engine: engines[engine] for engine in ARMS if engine in engines},
+    })  # fmt: skip
 
 
 def main() -> None:
@@ -230,12 +219,11 @@ def main() -> None:
                 found["refused"] = refusals(engine, tokens, folder)
             if "time" in args.parts:
                 found |= times(engine, arms, tokens, folder, args.rounds, args.steps)
-            show(engine, found)
             if "time" in args.parts and "beside" not in found:
-                print("not written: too few samples for an interval")
+                print(f"{engine}: not written: too few samples for an interval: {found}")
                 continue
             known = earlier("peers").get("engines", {})
-            print("written:", write({**known, engine: {**known.get(engine, {}), **found}}), flush=True)
+            write({**known, engine: {**known.get(engine, {}), **found}})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 from .common import REPO
@@ -33,19 +34,26 @@ def make(name: str = PEERS) -> Path:
     torch comes first and alone: pip then takes the build of its settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS); a
     CPU-only one is gigabytes smaller.
     """
-    directory, pins = _venv(name), REPO / "benchmarks" / f"{name}.txt"
+    pins, constraints = REPO / "benchmarks" / f"{name}.txt", REPO / "constraints.txt"
+    wanted = "".join(path.read_text() for path in (pins, constraints, REPO / "setup.cfg"))
+    constrained = ["-c", str(constraints)]
+    everything = [*constrained, "-r", str(pins), "-e", str(REPO)]
+    return installed(_venv(name), wanted, [["--upgrade", "pip>=25.3"], [*constrained, "torch"], everything])
+
+
+def installed(directory: Path, wanted: str, installs: Sequence[Sequence[str]]) -> Path:
+    """The interpreter of a virtual environment, made anew if it was not made for the same `wanted`.
+
+    Args:
+        installs: what pip is told to install, one call after the other.
+    """
     python, stamp = directory / "bin" / "python", directory / "installed"
-    wanted = "".join(path.read_text() for path in (pins, REPO / "constraints.txt", REPO / "setup.cfg"))
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(
-            f"installing the compared libraries into {directory} (once; torch is large, this takes minutes)", flush=True
-        )
+        print(f"installing into {directory} (once; torch is large and takes minutes)", flush=True)
         venv.create(directory, clear=True, with_pip=True)
-        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        constrained = [*pip, "-c", str(REPO / "constraints.txt")]
-        subprocess.run([*pip, "--upgrade", "pip>=25.3"], check=True)
-        subprocess.run([*constrained, "torch"], check=True)
         quietly = {**os.environ, "PYTHONWARNINGS": "ignore"}  # setuptools warns about every editable install
-        subprocess.run([*constrained, "-r", str(pins), "-e", str(REPO)], env=quietly, check=True)
+        for words in installs:
+            pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *words]
+            subprocess.run(pip, env=quietly, check=True)
         stamp.write_text(wanted)
     return python

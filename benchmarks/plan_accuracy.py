@@ -17,29 +17,19 @@ from typing import Any
 
 from tests.ranks import run_ranks
 
-from .common import RESULTS, environment, write_result
+from .common import RESULTS, environment, publish
+from .models import llama
 from .options import Option, options
 
 TEXT = ["train.micro_batch_size=2", "train.seq_len=256"]
+_LLAMA = llama(256, 704, depth=4, heads=4, kv_heads=2, vocab=8192, positions=256)
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 256, "vocab_size": 8192},
-    "llama": {
-        "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 8192, "max_position_embeddings": 256,
-    },
-    "mixtral": {
-        "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 8192, "max_position_embeddings": 256, "num_local_experts": 4,
-    },
-    "bert": {
-        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "vocab_size": 4096, "max_position_embeddings": 256,
-    },
-    "vit": {
-        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "image_size": 64, "patch_size": 8,
-    },
-}  # fmt: skip
+    "llama": _LLAMA,
+    "mixtral": {**_LLAMA, "num_local_experts": 4},
+    "bert": llama(256, 1024, depth=4, heads=4, vocab=4096, positions=256),
+    "vit": llama(256, 1024, depth=4, heads=4, image_size=64, patch_size=8),
+}
 
 
 def _hf(model: str) -> str:
@@ -313,7 +303,7 @@ def main() -> None:
     if args.keep_measured or not args.only:
         measured_at = before.get("measured_at", before.get("environment", {}).get("commit")) or environment()["commit"]
         result = {"summary": summary(rows), "steps": STEPS, "measured_at": measured_at, "cases": rows}
-        print("written:", write_result("plan_accuracy", result))
+        publish("plan_accuracy", result)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from statistics import median
 from typing import Any
 
 from tests.ranks import run_ranks
 
-from .common import RESULTS, write_result
+from .common import RESULTS, publish
 from .options import Option, options
 from .plan_accuracy import Unheard, cases
 
@@ -203,12 +204,7 @@ def main() -> None:
         return
     accuracy = json.loads((RESULTS / "plan_accuracy.json").read_text())
     found = errors(accuracy["cases"], said)
-    for tool, one in found.items():
-        print(f"{tool:28s} {one['asked']:3d} cases, {len(one['failed'])} failed: {one['theirs']}")
-    from importlib.metadata import version
-
-    result = {"accelerate": version("accelerate"), "errors": found, "said": said}
-    print("written:", write_result("plan_peers", {"close": CLOSE, **result}))
+    publish("plan_peers", {"close": CLOSE, "accelerate": version("accelerate"), "errors": found, "said": said})
 
 
 if __name__ == "__main__":

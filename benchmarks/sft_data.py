@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .models import llama
+
 VOCABULARY = 4096
 LONGEST = 512  # tokens of a conversation; longer ones are left out, so that nobody truncates
 ENDED, PADDING = "<|im_end|>", "<|pad|>"
@@ -20,10 +22,7 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-SIZES = {
-    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": False,
-}  # fmt: skip
+SIZES = llama(256, 704, depth=4, heads=4, kv_heads=2, positions=1024, tie_word_embeddings=False)
 
 
 def conversations() -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .common import REPO, in_turns, median_ci, paired_ratio, write_result
+from .common import REPO, in_turns, median_ci, paired_ratio, publish
 from .options import Option, options
 
 SHARDKIT_HELP = (
@@ -100,9 +100,7 @@ def main() -> None:
         "help_vs_default_typer_app": ratio(ours, rich),
         "import_shardkit_ms": {"median": round(value, 1), "interval_95": [round(low, 1), round(high, 1)]},
     }
-    for name, figures in result.items():
-        print(f"{name}: {figures}")
-    print(f"written to {write_result('startup', result)}")
+    publish("startup", result)
 
 
 if __name__ == "__main__":

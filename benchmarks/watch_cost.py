@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, TextIO
 
-from .common import earlier, in_turns, median_ci, stamp, write_result
+from .common import in_turns, measure_each, median_ci, stamp
 from .options import Option, options
 from .turns import Ranks
 
@@ -296,19 +296,11 @@ def installed(loops: Iterable[str]) -> Iterator[str]:
 
 def main() -> None:
     args = options(__doc__, pairs=Option(400, "measured steps of each kind"), loops=LOOPS)
-    loops: dict[str, Any] = earlier(NAME).get("loops", {})
     with tempfile.TemporaryDirectory() as temp:
-        for loop in installed(args.loops):
-            loops[loop] = found = measure(loop, args.pairs * (3 if "short" in loop else 1), Path(temp))
-            ratio, low, high = found["step_time"]
-            added, least, most = (1e3 * value for value in found["added_processor_s"])
-            inside, load = 1e3 * found["inside_s"], found["measured"]["load"]
-            print(
-                f"{loop}: step time × {ratio:.4f} [{low:.4f}, {high:.4f}] of {1e3 * found['step_s']:.0f} ms, processor "
-                f"time {added:+.2f} [{least:+.2f}, {most:+.2f}] ms, inside {inside:.2f} ms, load {load:.1f}",
-                flush=True,
-            )
-            print("written:", write_result(NAME, {"goal": GOAL, "loops": loops}))
+        measure_each(
+            NAME, "loops", installed(args.loops),
+            lambda loop: measure(loop, args.pairs * (3 if "short" in loop else 1), Path(temp)), goal=GOAL,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardkit.hardware.cards import GPUS
 
+from ..models import llama
 from .cases import Case, Cases, Found, Where
 from .child import emulated_card
 from .mfu import MODELS as LARGE
@@ -27,15 +28,11 @@ if TYPE_CHECKING:
 TIGHT = {"required": 1.02, "too little": 0.95}
 """Names of a setting's cases in a limited memory → the share of the required bytes that they get."""
 _TEXT = ("train.micro_batch_size=8", "train.seq_len=1024")
-_LLAMA: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16,
-    "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 2048,
-}  # fmt: skip
-_MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2,
-    "vocab_size": 32000, "max_position_embeddings": 2048,
-}  # fmt: skip
+_LLAMA = llama(1536, 4096, depth=16, heads=24, kv_heads=8, vocab=32000, positions=2048, model_type="llama")
+_MIXTRAL = llama(
+    1024, 3584, depth=8, heads=16, kv_heads=4, vocab=32000, positions=2048, model_type="mixtral", num_local_experts=8,
+    num_experts_per_tok=2,
+)  # fmt: skip
 _CAUSAL = "task.name=hf_causal_lm"
 _QLORA = (_CAUSAL, "model.hf=" + json.dumps(_LLAMA), *_TEXT, "adapter.type=lora", "adapter.r=16")
 MODELS: dict[str, tuple[str, ...]] = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..models import llama
 from .cases import Case, Cases, Found, Where
 
 GOALS = {"over_bare": 0.99, "mfu": 0.5}
@@ -35,26 +36,19 @@ class Model:
     steps: int = 4
 
 
-def _llama(**sizes: Any) -> tuple[str, ...]:
-    return ("task.name=hf_causal_lm", "model.hf=" + json.dumps({"model_type": "llama", **sizes}))
-
-
 # Sizes of Llama 3.2 1B and Llama 3.1 8B (Grattafiori et al. 2024, table 3, and the published configs).
+_ALIKE: dict[str, Any] = {"kv_heads": 8, "vocab": 128256, "positions": 8192, "model_type": "llama"}
+LLAMA_1B = llama(2048, 8192, depth=16, heads=32, head_dim=64, tie_word_embeddings=True, **_ALIKE)
+LLAMA_8B = llama(4096, 14336, depth=32, heads=32, **_ALIKE)
 MODELS = {
     "1.3b": Model(("model.preset=1.3b",), seq=1024, micro=16),
     "llama-1b": Model(
-        _llama(
-            hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=64, vocab_size=128256, max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        ), seq=2048, micro=8,
+        ("task.name=hf_causal_lm", "model.hf=" + json.dumps(LLAMA_1B)), seq=2048, micro=8
     ),
     # fp32 masters of two arms would not fit on one card: weights, gradients and moments are bf16.
     "llama-8b": Model(
-        _llama(
-            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
-        ), seq=2048, micro=1, accum=8, precision="pure_bf16", turns=6, steps=2,
+        ("task.name=hf_causal_lm", "model.hf=" + json.dumps(LLAMA_8B)), seq=2048, micro=1, accum=8,
+        precision="pure_bf16", turns=6, steps=2,
     ),
 }  # fmt: skip
 _DRY_LLAMA = ("task.name=hf_causal_lm", "model.preset=llama-debug")

@@ -14,26 +14,20 @@ from typing import Any
 
 from shardkit.hardware.cards import GPUS
 
+from ..models import LLAMA_70B, llama
 from .cases import Case, Cases, Found, Where
 from .child import emulated_card
 from .target import load, planned, predicted, target, train, went_traced
 
-LLAMA_70B, MIXTRAL = "Llama 70B", "Mixtral 8x7B, experts adapted"
+LLAMA, MIXTRAL = "Llama 70B", "Mixtral 8x7B, experts adapted"
 STEPS = 3
 LARGE: dict[str, dict[str, Any]] = {
-    LLAMA_70B: {
-        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-        "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16",
-    },
+    LLAMA: {"model_type": "llama", **LLAMA_70B, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"},
     MIXTRAL: {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "dtype": "bfloat16"},
 }  # fmt: skip
-_SMALL: dict[str, Any] = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 512,
-}  # fmt: skip
+_SMALL = llama(128, 256, depth=4, heads=4, kv_heads=2, vocab=512)
 _KEYS = {
-    LLAMA_70B: ("model.quantize={bits: 4}",),
+    LLAMA: ("model.quantize={bits: 4}",),
     MIXTRAL: ("model.quantize={bits: 4, experts: true}", "adapter.targets=all-linear"),
 }
 _ALIKE = 2**24

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from .. import common
+from ..models import llama
 from .cases import Case, Cases, Found, Where
 from .target import settings
 
@@ -26,14 +27,9 @@ TURNS, STEPS, WARMUP = 8, 3, 2
 _STARTS, _BUFFER = 5, 2**25
 R, ALPHA, LR, CHUNK = 16, 32, 1e-3, 512
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SIZES: dict[str, Any] = {
-    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-}  # fmt: skip
-DRY_SIZES = {
-    **SIZES, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}  # fmt: skip
+_UNTIED = {"positions": 2048, "tie_word_embeddings": False}
+SIZES = llama(2048, 5632, depth=22, heads=32, kv_heads=4, vocab=32000, **_UNTIED)
+DRY_SIZES = llama(128, 256, depth=2, heads=4, kv_heads=4, vocab=512, **_UNTIED)
 
 
 def cases(dry: bool) -> Cases:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from ..common import REPO
+from ..models import llama
 from .accuracy import named_settings
 from .cases import Case, Cases, Found, Where
 from .target import load, planned, predicted, settings, target, train, went
@@ -41,10 +42,7 @@ SEEDS = range(30)
 STEPS = 3
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 LIMIT_S = 240.0
-_LLAMA = {
-    "vocab_size": 512, "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16,
-    "num_attention_heads": 24, "num_key_value_heads": 8, "max_position_embeddings": 2048,
-}  # fmt: skip
+_LLAMA = llama(1536, 4096, depth=16, heads=24, kv_heads=8, vocab=512, positions=2048)
 
 
 def cases(dry: bool) -> Cases:

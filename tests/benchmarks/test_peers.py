@@ -83,16 +83,18 @@ def test_different_losses_give_no_result(losses: dict[str, float]) -> None:
 
 
 @pytest.mark.usefixtures("losses")
-def test_the_page_has_each_ratio_and_each_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_page_has_each_ratio_and_each_refusal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
     monkeypatch.setattr(peers, "version", lambda package: "1.0")
     remembered = {
         "peak_bytes": peers.peaks("fsdp", ARMS_STAGED, "", Path()), "refused": peers.refusals("fsdp", "", Path())
     }  # fmt: skip
     timed = peers.times("fsdp", ARMS_STAGED, "", Path(), 6, 6)
-    written = peers.write({"zero2": remembered, "fsdp": {**timed, **remembered}})
-    result = json.loads(written.read_text())
-    text = rendered("peers", result)
+    peers.write({"zero2": remembered, "fsdp": {**timed, **remembered}})
+    text = rendered("peers", json.loads((tmp_path / "peers.json").read_text()))
+    assert text in capsys.readouterr().out
     assert "| fsdp | PyTorch | 2.000 [2.000, 2.000] | 0.500 [0.500, 0.500] | 1.0000 | 6 | 6 |" in text
     assert "| fsdp | Accelerate | ValueError: not \\| on a CPU |" in text
     assert "zero2" not in text, "its times are not measured yet"
