@@ -116,8 +116,7 @@ def count_flops(model: nn.Module, backward: bool = True) -> int:
 
 def time_rounds(models: dict[str, nn.Module], rounds: int, base: str) -> dict[str, dict[str, Any]]:
     """Seconds per step, interleaved, and the ratio to `base` round by round; the first one rotates."""
-    arms = {name: partial(step, model) for name, model in models.items()}
-    warm = {name: steps[1:] for name, steps in in_turns(arms, 1 + rounds).items()}
+    warm = in_turns({name: partial(step, model) for name, model in models.items()}, rounds, warmup=1)
     return {
         name: {"ratio": paired_ratio(steps, warm[base]), "median_s": median(steps), "samples": steps}
         for name, steps in warm.items()

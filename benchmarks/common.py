@@ -7,7 +7,9 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from math import comb
@@ -58,13 +60,45 @@ def rotated(arms: Sequence[Arm], index: int) -> list[Arm]:
     return [*arms[start:], *arms[:start]]
 
 
-def in_turns(arms: Mapping[Arm, Callable[[], Sample]], rounds: int) -> dict[Arm, list[Sample]]:
-    """Call every arm once a round, so that neighbours in time can be compared; another arm goes first in each round."""
+def in_turns(arms: Mapping[Arm, Callable[[], Sample]], rounds: int, warmup: int = 0) -> dict[Arm, list[Sample]]:
+    """Call every arm once a round, so that neighbours in time can be compared; another arm goes first in each round.
+
+    Args:
+        warmup: rounds before those that count.
+    """
     taken: dict[Arm, list[Sample]] = {arm: [] for arm in arms}
-    for index in range(rounds):
+    for index in range(warmup + rounds):
         for arm in rotated(list(arms), index):
             taken[arm].append(arms[arm]())
-    return taken
+    return {arm: samples[warmup:] for arm, samples in taken.items()}
+
+
+def output_of(argv: Sequence[str], limit_s: float, **how: Any) -> tuple[int | None, str]:
+    """Exit code and output of a command; no code if it takes longer. It then ends with all that it has started.
+
+    Args:
+        how: arguments of `subprocess.Popen`.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **how)
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+        output.seek(0)
+        return code, output.read()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    parent = psutil.Process(process.pid)
+    for relative in (*parent.children(recursive=True), parent):
+        with suppress(psutil.NoSuchProcess):
+            relative.kill()
+    process.wait()
 
 
 def environment() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from . import sft_data
 from .common import median_ci, publish
 from .options import Option, options
-from .overhead import launch
+from .overhead import execute, torchrun
 
 NAME = "data_wait"
 WARMUP = 3  # steps until workers have filled their queues
@@ -34,13 +34,13 @@ WORKERS = (0, 1)
 def records(model: Path, data: Path, kind: str, workers: int, steps: int, folder: Path) -> list[dict[str, Any]]:
     """What rank 0 says of each step after the first `WARMUP`."""
     run = folder / f"run-{kind.partition(',')[0]}-{workers}"
-    launch([
+    execute(torchrun([
         "shardkit.train", "task.name=hf_causal_lm", f"model.hf_config={model}", f"model.hf={json.dumps(MODEL)}",
         f"data.path={data}", f"data.cache_dir={folder}/cache", "data.loss_on=all", f"data.workers={workers}",
         "data.max_bad_rows=0.01", f"train.max_steps={WARMUP + steps}", "train.eval_samples=0",
         "parallel.strategy=ddp", "run.device=cpu", f"run.dir={run}", "checkpoint.at_end=false",
         "logging.tensorboard=false", *KINDS[kind],
-    ])  # fmt: skip
+    ]))  # fmt: skip
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][WARMUP:]
 

@@ -174,8 +174,8 @@ def _in_turns(arms: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, di
         emulating = {f"emulating_{k}": sum(calls[name] for name in of) / 1e9 for k, of in SECONDS.items()}
         return {**seconds, **emulating, "calls": {k: calls[k] for k in (*WAITS, *CALLS)}}
 
-    by_arm = in_turns({name: partial(counted_step, step) for name, step in arms.items()}, WARM + turns)
-    return {name: _typical(steps[WARM:]) for name, steps in by_arm.items()}
+    by_arm = in_turns({name: partial(counted_step, step) for name, step in arms.items()}, turns, WARM)
+    return {name: _typical(steps) for name, steps in by_arm.items()}
 
 
 def _typical(steps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,9 +8,7 @@ preemption flag's calls and inside the step's one reduction.
 
 from __future__ import annotations
 
-import json
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,9 +20,9 @@ from typing import Any
 
 from tests.launch.tasks import Troubled
 
-from .common import REPO, earlier, in_turns, median_ci, paired_ratio, publish
+from .common import earlier, in_turns, median_ci, paired_ratio, publish
 from .options import Option, options
-from .overhead import Ours, on_two_ranks, overrides, rank_environ, torchrun, write_tokens
+from .overhead import Ours, execute, on_two_ranks, overrides, step_times, torchrun, write_tokens
 
 GOALS = {"first_step": 1.10, "watching": 0.005}
 ENGINE = "ddp"
@@ -47,19 +45,6 @@ def commands(args: list[str], port: int) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-def execute(argv: list[str]) -> None:
-    env = {**rank_environ(), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(argv, cwd=REPO, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-
-
-def step_times(run_dir: Path) -> list[tuple[int, float]]:
-    """(step, time of its end) of every gather."""
-    records = [json.loads(line) for line in (run_dir / "memory.jsonl").read_text().splitlines()]
-    return [(int(record["step"]), float(record["time"])) for record in records]
-
-
 def first_steps(rounds: int, tokens: str, folder: Path) -> dict[str, list[float]]:
     """Seconds from each command to the end of its first step; the first launcher rotates."""
 
@@ -69,7 +54,7 @@ def first_steps(rounds: int, tokens: str, folder: Path) -> dict[str, list[float]
         run_dir = tempfile.mkdtemp(dir=folder) + "/run"
         argv = commands(overrides(ENGINE, tokens, run_dir, 1), port)[name]
         began = time.time()
-        execute(argv)
+        execute(argv, DS_ACCELERATOR="cpu")
         return step_times(Path(run_dir))[0][1] - began
 
     return in_turns({name: partial(start, name) for name in commands([], 0)}, rounds)
@@ -98,7 +83,7 @@ def recovery(rounds: int, folder: Path) -> dict[str, Any]:
             "memory.interval=1", "logging.tensorboard=false",
         ]  # fmt: skip
         argv = [sys.executable, "-m", "shardkit.cli", "launch", "-", "--nproc-per-node", "2", "--max-restarts", "1"]
-        execute([*argv, *settings])
+        execute([*argv, *settings], DS_ACCELERATOR="cpu")
         died = float(note.read_text())
         times.append(min(when for _, when in step_times(run_dir) if when > died) - died)
     return {"interval_s": median_ci(times), "samples": times}

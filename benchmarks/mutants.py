@@ -32,10 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from .common import REPO, add_line, publish, read_lines
+from .common import REPO, add_line, output_of, publish, read_lines
 from .options import LIMIT, Option, options
 from .peers_env import installed
 
@@ -186,19 +185,10 @@ def run_tests(copy: Path, tests: Sequence[str], limit_s: float) -> Outcome:
     env = {**os.environ, "PYTHONPATH": str(copy)}
     env.pop("PYTHONPYCACHEPREFIX", None)
     began = time.monotonic()
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
-        process = subprocess.Popen(
-            argv, cwd=copy, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said, preexec_fn=limit_memory
-        )
-        try:
-            ended = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return Outcome("timeout", time.monotonic() - began)
-        finally:
-            end(process)
-        said.seek(0)
-        text = said.read()
+    ended, text = output_of(argv, limit_s, cwd=copy, env=env, preexec_fn=limit_memory)
     seconds = time.monotonic() - began
+    if ended is None:
+        return Outcome("timeout", seconds)
     if ended in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):  # as if it cannot be imported
         return Outcome("killed", seconds, "pytest found no tests to run")
     if ended == pytest.ExitCode.OK:
@@ -210,19 +200,6 @@ def run_tests(copy: Path, tests: Sequence[str], limit_s: float) -> Outcome:
 def limit_memory() -> None:
     """A mutant may ask for more memory than there is: the process that does gets a MemoryError."""
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all that it started."""
-    if process.poll() is not None:
-        return
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for one in family:
-        try:
-            one.kill()
-        except psutil.NoSuchProcess:
-            pass
-    process.wait()
 
 
 def original_run(copy: Path, module: str, tests: Sequence[str]) -> float:

@@ -9,82 +9,56 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from .common import REPO, RESULTS, environment, write_json
+from .common import REPO, RESULTS, environment, output_of, write_json
 from .options import LIMIT, Option, options
 from .other_loops_jobs import LOOPS, Loop
 
 GOALS = {"cpu": {"allocated": 0.03}, "emulated": {"allocated": 0.01, "reserved": 0.05}}
 CARD = "h100"
-TIME_LIMIT_S = 240
+TIME_LIMIT_S = 600
 
 
-class Jobs:
-    """Processes that have the libraries imported and fork the ranks of jobs, one for each kind of job."""
-
-    def __init__(self) -> None:
-        self._servers: dict[tuple[str, int], subprocess.Popen[str]] = {}
-
-    def __enter__(self) -> Jobs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for server in self._servers.values():
-            assert server.stdin is not None
-            server.stdin.close()  # it ends
-            server.wait()
-
-    def measure(self, loop: Loop, folder: Path) -> dict[str, Any]:
-        """Peaks of a real run on the rank that takes the most, in bytes, or the last words of one that failed."""
-        loop.files(folder)
-        asked = {"seq_len": loop.seq_len, "tool": loop.tool, "masked": loop.model == "bert", "peft": loop.peft,
-                 "on": loop.on}  # fmt: skip
-        (folder / "asked.json").write_text(json.dumps(asked))
-        server = self._server(loop)
-        assert server.stdin is not None
-        began = time.perf_counter()
-        server.stdin.write(json.dumps({"folder": str(folder), "limit_s": TIME_LIMIT_S}) + "\n")
-        server.stdin.flush()
-        ended = _ended(server)
-        words = (folder / "said").read_text(errors="replace").splitlines()
-        peaks = [json.loads(line) for line in words if line.startswith('{"allocated"')]
-        if ended or len(peaks) < loop.ranks:
-            said = [line.strip() for line in words if "Error" in line]
-            return {"failed": ended or (said[-1] if said else "it said nothing")[:300]}
-        most = {key: max(one[key] for one in peaks) for key in peaks[0]}
-        return {**most, "seconds": round(time.perf_counter() - began, 1)}
-
-    def _server(self, loop: Loop) -> subprocess.Popen[str]:
-        kind = loop.on, loop.ranks
-        if kind not in self._servers:
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.other_loops_run", str(loop.ranks)]
-            self._servers[kind] = subprocess.Popen(
-                command, cwd=REPO, env=_environment(loop), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            _ended(self._servers[kind])
-        return self._servers[kind]
+def measure(loop: Loop, folder: Path) -> dict[str, Any]:
+    """Peaks of a real run on the rank that takes the most, in bytes, or the last words of one that failed."""
+    loop.files(folder)
+    asked = {"seq_len": loop.seq_len, "tool": loop.tool, "masked": loop.model == "bert", "peft": loop.peft,
+             "on": loop.on}  # fmt: skip
+    (folder / "asked.json").write_text(json.dumps(asked))
+    began = time.perf_counter()
+    code, output = output_of(_command(loop, folder), TIME_LIMIT_S, cwd=REPO, env=_environment(loop))
+    lines = output.splitlines()
+    peaks = [json.loads(line) for line in lines if line.startswith('{"allocated"')]
+    if code is None:
+        return {"failed": f"not done after {TIME_LIMIT_S} s"}
+    if code or len(peaks) < loop.ranks:
+        errors = [line.strip() for line in lines if "Error" in line]
+        return {"failed": (errors[-1] if errors else "it said nothing")[:300]}
+    most = {key: max(peak[key] for peak in peaks) for key in peaks[0]}
+    return {**most, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def _ended(server: subprocess.Popen[str]) -> str:
-    """Wait for the server's next answer."""
-    assert server.stdout is not None
-    for line in server.stdout:
-        if line.startswith('{"ended"'):
-            ended: str = json.loads(line)["ended"]
-            return ended
-    raise RuntimeError(f"the process of the jobs ended with {server.wait()}")
+def _command(loop: Loop, folder: Path) -> list[str]:
+    """The job's command, as its user types it."""
+    python, program = [sys.executable, "-W", "ignore"], ["-m", "benchmarks.other_loops_run", str(folder)]
+    if loop.tool == "accelerate" and loop.on != "cpu":
+        config = ["--config_file", str(folder / "accelerate.yaml"), "--main_process_port", "0"]
+        return [*python, "-m", "accelerate.commands.launch", *config, "--num_processes", str(loop.ranks), *program]
+    if loop.ranks == 1:
+        return [*python, *program]
+    return [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(loop.ranks), *program]
 
 
 def _environment(loop: Loop) -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     python = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    quiet = {"OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error", "HF_HUB_OFFLINE": "1", "PATH": path}
+    quiet = {"OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error", "HF_HUB_OFFLINE": "1", "PATH": path,
+             "PYTHONWARNINGS": "ignore"}  # fmt: skip
     if loop.on == "cpu":
         device = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     else:
@@ -139,23 +113,22 @@ def main() -> None:
     path = place(on)
     held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cases": {}}
     end = time.monotonic() + args.limit
-    with Jobs() as jobs:
-        for loop in LOOPS:
-            if loop.on != on or args.only not in loop.name or time.monotonic() > end:
-                continue
-            found = held["cases"].setdefault(loop.name, {"model": loop.model, "ranks": loop.ranks})
-            measures = not args.predict and (args.again or "allocated" not in found.get("measured", {}))
-            predicts = args.predict or (not args.measure and "allocated" not in found.get("predicted", {}))
-            with tempfile.TemporaryDirectory() as folder:
-                if measures:
-                    found["measured"] = jobs.measure(loop, Path(folder))
-                    held["measured_at"] = environment()
-                if predicts:
-                    found["predicted"] = predict(loop, Path(folder))
-            if measures or predicts:
-                held["environment"] = environment()
-                write_json(path, held)
-                print(f"{loop.name:45s} {loop.model:11s} {loop.ranks}  {_errors(found)}", flush=True)
+    for loop in LOOPS:
+        if loop.on != on or args.only not in loop.name or time.monotonic() > end:
+            continue
+        found = held["cases"].setdefault(loop.name, {"model": loop.model, "ranks": loop.ranks})
+        measures = not args.predict and (args.again or "allocated" not in found.get("measured", {}))
+        predicts = args.predict or (not args.measure and "allocated" not in found.get("predicted", {}))
+        with tempfile.TemporaryDirectory() as folder:
+            if measures:
+                found["measured"] = measure(loop, Path(folder))
+                held["measured_at"] = environment()
+            if predicts:
+                found["predicted"] = predict(loop, Path(folder))
+        if measures or predicts:
+            held["environment"] = environment()
+            write_json(path, held)
+            print(f"{loop.name:45s} {loop.model:11s} {loop.ranks}  {_errors(found)}", flush=True)
 
 
 def _errors(found: dict[str, Any]) -> str:

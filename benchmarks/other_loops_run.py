@@ -1,25 +1,15 @@
-"""Run jobs of `benchmarks.other_loops` as the tool's user writes them; each rank prints its peaks.
+"""Run a job of `benchmarks.other_loops` as the tool's user writes it; each rank prints its peaks.
 
-`python -m benchmarks.other_loops_run RANKS`: imports the libraries once, then forks RANKS ranks for each folder that a
-line of its input names, and answers with a line when they have ended. The files of the job and `asked.json` lie in the
-folder; the words of its processes go into `said` there.
+`… -m benchmarks.other_loops_run FOLDER` is a rank; the files of the job and `asked.json` lie in the folder.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import signal
-import socket
 import sys
-import time
-import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
-from unittest.mock import patch
+from typing import Any
 
 import torch
 
@@ -27,103 +17,8 @@ STEPS = 3
 MICRO = 2
 
 
-def serve(ranks: int) -> None:
-    """Answer each folder with `{"ended": reason}`; empty if the job ended well."""
-    # torchao asks for the device's properties, and a process that has opened a device cannot be forked.
-    with patch("torch.cuda.is_available", lambda: False):
-        for name in ("transformers", "accelerate.commands.launch", "peft", "shardkit.memory.tracing.tracker"):
-            importlib.import_module(name)
-        from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Trainer  # noqa: F401
-    assert not torch.cuda.is_initialized()
-    print(json.dumps({"ended": ""}), flush=True)  # it is ready
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps({"ended": _job(Path(asked["folder"]), ranks, asked["limit_s"])}), flush=True)
-
-
-def _job(folder: Path, ranks: int, limit_s: float) -> str:
-    leader = os.fork()
-    if leader == 0:
-        _in_child(lambda: _lead(folder, ranks), folder / "said")
-    deadline = time.monotonic() + limit_s
-    ended = ""
-    while os.waitpid(leader, os.WNOHANG) == (0, 0):
-        if time.monotonic() > deadline:
-            ended = f"not done after {limit_s:.0f} s"
-            os.killpg(leader, signal.SIGKILL)
-            os.waitpid(leader, 0)
-            break
-        time.sleep(0.05)
-    with suppress(ProcessLookupError):  # all of them have ended
-        os.killpg(leader, signal.SIGKILL)
-    return ended
-
-
-def _in_child(work: Callable[[], None], said: Path | None = None) -> NoReturn:
-    """Do the work of a forked process, and end it."""
-    code = 1
-    try:
-        if said is not None:
-            os.setsid()
-            sink = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            nothing = os.open(os.devnull, os.O_RDONLY)
-            for source, target in ((nothing, 0), (sink, 1), (sink, 2)):
-                os.dup2(source, target)
-        work()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _lead(folder: Path, ranks: int) -> None:
-    """Start the ranks as the job's tool does."""
+def one_rank(folder: Path) -> None:
     asked = json.loads((folder / "asked.json").read_text())
-    if asked["tool"] != "accelerate" or asked["on"] == "cpu":
-        _start(ranks, lambda: one_rank(folder, asked))
-        return
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
-    words = ["--config_file", str(folder / "accelerate.yaml"), "--num_processes", str(ranks), "-m", __name__]
-    # Its command sets the variables of its config, then calls torchrun in this process.
-    with patch("torch.distributed.run.run", lambda args: _start(ranks, lambda: one_rank(folder, asked))):
-        launch_command(launch_command_parser().parse_args(words))
-
-
-def _start(ranks: int, work: Callable[[], None]) -> None:
-    """Fork ranks with torchrun's variables, and wait; one alone has none of them, as under `python train.py`."""
-    if ranks == 1:
-        work()
-        return
-    listener = socket.create_server(("127.0.0.1", 0))
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "GROUP_RANK": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
-    waiting = set()
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update({**here, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            _in_child(work)
-        waiting.add(pid)
-    port = listener.getsockname()[1]
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    while waiting:
-        pid, status = os.wait()
-        waiting.discard(pid)
-        if status:
-            raise SystemExit(1)  # the others are killed with the session
-    del store
-
-
-def one_rank(folder: Path, asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     cpu = asked["on"] == "cpu"
@@ -225,4 +120,4 @@ def deepspeed(folder: Path, asked: dict[str, Any], tracker: AbstractContextManag
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    one_rank(Path(sys.argv[1]))

@@ -129,11 +129,18 @@ def on_two_ranks(function: Callable[..., Any], limit_s: float = 3600, **given: A
     return run_ranks(2, f"{name}:{function.__name__}", timeout=limit_s, env=environ, **given)[0]
 
 
-def launch(args: list[str]) -> str:
-    done = subprocess.run(torchrun(args), cwd=REPO, env=rank_environ(), capture_output=True, text=True)
+def execute(argv: list[str], **env: str) -> str:
+    """Run a command that starts measured ranks; returns its output."""
+    done = subprocess.run(argv, cwd=REPO, env={**rank_environ(), **env}, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(args)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout
+
+
+def step_times(run_dir: Path) -> list[tuple[int, float]]:
+    """(step, time of its end) of every gather."""
+    records = [json.loads(line) for line in (run_dir / "memory.jsonl").read_text().splitlines()]
+    return [(int(record["step"]), float(record["time"])) for record in records]
 
 
 def first_step_seconds(arm: str, engine: str, tokens: str, folder: Path) -> float:
@@ -141,11 +148,10 @@ def first_step_seconds(arm: str, engine: str, tokens: str, folder: Path) -> floa
     run_dir = folder / f"start-{time.monotonic_ns()}"
     began = time.time()
     if arm == "bare":
-        out = launch(["benchmarks.bare", engine, tokens])
+        out = execute(torchrun(["benchmarks.bare", engine, tokens]))
         return float(out.rpartition("first step done at ")[2].split()[0]) - began
-    launch(["shardkit.train", *overrides(engine, tokens, str(run_dir), 1)])
-    gathered = json.loads((run_dir / "memory.jsonl").read_text().splitlines()[0])
-    return float(gathered["time"]) - began
+    execute(torchrun(["shardkit.train", *overrides(engine, tokens, str(run_dir), 1)]))
+    return step_times(run_dir)[0][1] - began
 
 
 def write_tokens(folder: Path) -> str:

@@ -265,8 +265,7 @@ def measure(loop: str, pairs: int, folder: Path) -> dict[str, Any]:
 
     with Ranks(loop, "benchmarks.watch_cost:work", folder, loop=loop) as ranks:
         ranks.first_step()
-        taken = in_turns({arm: partial(step, ranks, arm) for arm in ARMS}, WARMUP + pairs)
-    return figures({arm: steps[WARMUP:] for arm, steps in taken.items()})
+        return figures(in_turns({arm: partial(step, ranks, arm) for arm in ARMS}, pairs, WARMUP))
 
 
 def figures(taken: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
