@@ -32,6 +32,7 @@ def options(doc: str | None, **defaults: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, given in defaults.items():
         default, text, among = given if isinstance(given, Option) else Option(given)
+        text = text.replace("%", "%%")
         flag = f"--{name.replace('_', '-')}"
         if default is False:
             parser.add_argument(flag, action="store_true", help=text)

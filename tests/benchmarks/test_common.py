@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +35,40 @@ def test_arms_take_turns_and_everyone_goes_first_as_often() -> None:
     taken = common.in_turns({arm: partial(step, arm) for arm in "abc"}, rounds=4)
     assert "".join(calls) == "abcbcacababc"
     assert taken == {"a": [1, 6, 8, 10], "b": [2, 4, 9, 11], "c": [3, 5, 7, 12]}
+
+
+def test_rounds_to_warm_up_do_not_count() -> None:
+    calls = iter(range(10))
+    taken = common.in_turns({arm: lambda: next(calls) for arm in "ab"}, rounds=2, warmup=1)
+    assert taken == {"a": [3, 4], "b": [2, 5]}
+
+
+def test_a_command_that_takes_too_long_ends_with_what_it_started() -> None:
+    assert common.output_of([sys.executable, "-c", "print('done'); raise SystemExit(3)"], 60) == (3, "done\n")
+    child = "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    began = time.monotonic()
+    code, output = common.output_of([sys.executable, "-c", child, "import time; time.sleep(54321)"], 3)
+    assert code is None and output == "begun\n" and time.monotonic() - began < 30
+    assert "sleep(54321)" not in subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True).stdout
+
+
+def test_each_arm_is_published_beside_those_measured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    found = {"pairs": 20, "not_bit_equal": [], "steps_compared": 3, "worst_loss_difference": 0.0, "worst_pair": "a → b"}
+    measured: list[str] = []
+
+    def measure(mode: str) -> dict[str, object]:
+        measured.append(mode)
+        return {**found, "measured": stamp()}
+
+    for modes in (["fp32"], ["fp32", "bf16"]):
+        common.measure_each("checkpoint_matrix", "modes", modes, measure, is_resumed=True, world_sizes={"ddp": [1, 2]})
+    assert measured == ["fp32", "bf16"], "what this commit has measured is left out"
+    written = json.loads((tmp_path / "checkpoint_matrix.json").read_text())
+    assert list(written["modes"]) == measured and written["world_sizes"] == {"ddp": [1, 2]}
+    assert "| bf16 | 20 | 20 | 0.0e+00 (a → b) |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
