@@ -1,7 +1,7 @@
 """Memory and reads while a model's folder fills 4 ranks: python -m benchmarks.folder [--engines fsdp zero3 …].
 
-A Llama of 3.2 GB (fsdp, and zero3: four ranks then take 18 GB, most of it DeepSpeed's) or 0.9 GB in two safetensors,
-sparse files, fills each engine through `model.init_from`.
+A Llama of 3.2 GB (fsdp, and zero3: four ranks then take 18 GB, most of it DeepSpeed's) or 0.9 GB, in safetensors that
+are holes, fills each engine through `model.init_from`.
 Anonymous memory is sampled in every rank while it loads: what exceeds the memory held before is the cost of loading,
 since the shards already exist then. Bytes requested are counted in the reader.
 """
