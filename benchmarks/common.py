@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -73,6 +74,13 @@ def in_turns(arms: Mapping[Arm, Callable[[], Sample]], rounds: int, warmup: int 
     return {arm: samples[warmup:] for arm, samples in taken.items()}
 
 
+def environ(**more: str) -> dict[str, str]:
+    """This process's variables, by which other processes find this checkout and the tools beside this interpreter."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    python = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PATH": path, "PYTHONPATH": python, **more}
+
+
 def output_of(argv: Sequence[str], limit_s: float, **how: Any) -> tuple[int | None, str]:
     """Exit code and output of a command; no code if it takes longer. It then ends with all that it has started.
 
@@ -125,13 +133,13 @@ def write_result(name: str, payload: Mapping[str, Any]) -> Path:
 
 def publish(name: str, payload: Mapping[str, Any]) -> None:
     """Write a result, and print what the page will say of it."""
-    from .report import rendered
-
     path = write_result(name, payload)
     try:
+        from .report import rendered
+
         print(rendered(name, json.loads(path.read_text())))
-    except UndefinedError as error:
-        print(f"the page waits for the parts that are not measured yet: {error}")
+    except (UndefinedError, ImportError) as error:  # parts are not measured yet, or the checkout changed meanwhile
+        print(f"not rendered: {error}")
     print(f"written: {path}", flush=True)
 
 

@@ -8,14 +8,13 @@ result is on disk as soon as it is known; what is measured is not run again unle
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from .common import REPO, RESULTS, environment, output_of, write_json
+from .common import REPO, RESULTS, environ, environment, output_of, write_json
 from .options import LIMIT, Option, options
 from .other_loops_jobs import LOOPS, Loop
 
@@ -55,10 +54,7 @@ def _command(loop: Loop, folder: Path) -> list[str]:
 
 
 def _environment(loop: Loop) -> dict[str, str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    python = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    quiet = {"OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error", "HF_HUB_OFFLINE": "1", "PATH": path,
-             "PYTHONWARNINGS": "ignore"}  # fmt: skip
+    quiet = {"OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     if loop.on == "cpu":
         device = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     else:
@@ -68,7 +64,7 @@ def _environment(loop: Loop) -> dict[str, str]:
 
         device = emulated_card(GPUS[CARD], expandable=False)  # torch's default: their launchers set nothing
         device["EMUCUDA_DEVICES"] = str(loop.ranks)
-    return {**os.environ, "PYTHONPATH": python, **quiet, **device}
+    return environ(**quiet, **device)
 
 
 def predict(loop: Loop, folder: Path) -> dict[str, Any]:

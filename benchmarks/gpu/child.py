@@ -18,7 +18,7 @@ import psutil
 
 from shardkit.hardware.cards import GPUS, Gpu
 
-from ..common import REPO
+from ..common import REPO, environ
 from .cases import Found, Where
 from .nursery import Helpers
 
@@ -115,13 +115,12 @@ def run_case(
 
 def _environment(where: Where, what: str) -> dict[str, str]:
     """An environment that finds ninja and other tools beside this interpreter; a case on the CPU leaves GPUs alone."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     device: dict[str, str] = {}
     if where.on_cpu:
         device = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     elif where.emulated:
         device = {"OMP_NUM_THREADS": "1", **(emulated_card(GPUS[where.card]) if what == "measured" else {})}
-    return {**os.environ, "PATH": path, "DEEPSPEED_LOG_LEVEL": "error", **device}
+    return environ(DEEPSPEED_LOG_LEVEL="error", **device)
 
 
 def emulated_card(card: Gpu, expandable: bool = True) -> dict[str, str]:

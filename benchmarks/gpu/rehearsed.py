@@ -8,14 +8,13 @@ the style of their libraries' examples; random ones are drawn as `tests.cuda.pro
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ..common import REPO
+from ..common import REPO, environ, output_of
 from ..models import llama
 from .accuracy import named_settings
 from .cases import Case, Cases, Found, Where
@@ -95,16 +94,12 @@ def _drawn(seed: int, where: Where) -> Path:
 def _measured(words: Sequence[str], where: Where) -> Found:
     out = where.folder / "peaks.json"
     command = _command(words, ["-m", "benchmarks.gpu.recorded"])
-    environment = {
-        **os.environ, "RECORDED_PEAKS": str(out), "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]),
-    }  # fmt: skip
-    done = subprocess.run(
-        command, cwd=where.folder, env=environment, timeout=LIMIT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace",
-    )  # fmt: skip
-    if done.returncode or not out.exists():
-        return {"outcome": "failed", "message": done.stdout[-1500:]}
+    variables = environ(RECORDED_PEAKS=str(out), HF_HUB_OFFLINE="1")
+    code, output = output_of(command, LIMIT_S, cwd=where.folder, env=variables)
+    if code is None:
+        return {"outcome": "failed", "message": f"not done after {LIMIT_S:.0f} s"}
+    if code or not out.exists():
+        return {"outcome": "failed", "message": output[-1500:]}
     return {"outcome": "ok", **json.loads(out.read_text())}
 
 
@@ -134,9 +129,8 @@ def _rehearse_training(overrides: Sequence[str], where: Where) -> Found:
 
 def _rehearsed(program: Sequence[str], where: Where) -> Found:
     command = [sys.executable, "-m", "shardkit.cli", "rehearse", "--gpu", where.card, "--json", "--", *program]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(
-        command, cwd=where.folder, env=environment, timeout=2 * LIMIT_S + 600, capture_output=True, text=True,
+        command, cwd=where.folder, env=environ(), timeout=2 * LIMIT_S + 600, capture_output=True, text=True,
         errors="replace",
     )  # fmt: skip
     verdict = json.loads(done.stdout) if done.stdout.strip() else {"reason": done.stderr[-1000:]}
@@ -174,7 +168,7 @@ def pretend_model(folder: Path) -> None:
     write_tokenizer(source)
     subprocess.run(
         [sys.executable, "-m", "shardkit.cli", "pretend-weights", str(source / "config.json"), str(folder)], check=True,
-        env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.DEVNULL,
+        env=environ(), stdout=subprocess.DEVNULL,
     )  # fmt: skip
 
 
