@@ -54,9 +54,14 @@ def test_a_disk_without_room_takes_only_the_words_of_a_library(monkeypatch: pyte
 
 
 def test_a_child_writes_no_file_beyond_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_pieces() -> None:
+        with (tmp_path / "large").open("wb", buffering=0) as file:
+            for _ in range(16):
+                file.write(bytes(1 << 20))
+
     monkeypatch.setenv(VARIABLE, "0.01")
     with pytest.raises(DataError, match=r"file cannot be read: OSError: .*File too large"):
-        parsed(lambda: (tmp_path / "large").write_bytes(bytes(1 << 24)))
+        parsed(write_pieces)
     assert (tmp_path / "large").stat().st_size < 1 << 23
     with pytest.raises(DataError, match="file cannot be read: "):
         parsed(lambda: [os.write(2, bytes(1 << 20)) for _ in range(16)])
