@@ -71,6 +71,17 @@ def test_two_ranks_fit_with_their_own_peaks_and_touch_nothing(cache: Path, tmp_p
     assert f"would have been overwritten: {tmp_path / 'model.pt'}" in verdict["notes"]
 
 
+def test_a_process_with_several_gpus_is_judged_by_its_fullest(cache: Path, tmp_path: Path) -> None:
+    """nn.DataParallel, as transformers' Trainer takes it without a launcher: the first GPU holds the optimizer."""
+    program = TRAIN.replace("model = nn.Seq", "model = nn.DataParallel(nn.Seq").replace(").cuda()", ").cuda())")
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", "--gpus", "3", command=command, program=program)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in reversed(done.stderr.splitlines()) if line.startswith("PEAK"))
+    assert [verdict["ranks"][0][key] for key in ("peak_allocated", "peak_reserved")] == [*map(int, line.split()[2:])]
+    assert verdict["ranks"][0]["steps"] == 3
+
+
 def test_ddps_first_buckets_are_gone_in_the_second_step(cache: Path, tmp_path: Path) -> None:
     """NCCL's watchdog holds them for some 100 ms, which a step without computation does not last."""
     program = TRAIN.replace("    torch.save", "    # torch.save")

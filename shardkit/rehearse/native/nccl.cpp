@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <random>
+#include <thread>
 
 #include "core.h"
 #include "lost.h"
@@ -232,7 +233,9 @@ void submit_group() {
   }
   group.clear();
   const Profiler* profiler = emucuda_profiler();
+  int chosen = emucuda_current_device();
   for (auto* task : tasks) {
+    cudaSetDevice(task->comm->device);  // whose default stream it may be
     if (profiler) task->correlation = profiler->launched(ACTIVITY_KERNEL, profiler->now(), profiler->now());
     {
       std::lock_guard<std::mutex> lock(task->comm->mutex);
@@ -240,6 +243,7 @@ void submit_group() {
     }
     emucuda_enqueue(task->stream, run, task);
   }
+  cudaSetDevice(chosen);
 }
 
 ncclResult_t call(Kind kind, const void* from, void* to, size_t number, ncclDataType_t type, int reduction, int peer,
@@ -293,6 +297,24 @@ EMU_EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int ranks, nccl
 EMU_EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t* made, int ranks, int rank, int, ncclUniqueId* ids,
                                                  ncclConfig_t* config) {
   return ncclComm::make(made, ids[0].internal, ranks, rank, config);
+}
+// A process with a rank on each of its devices, as nn.DataParallel has. Ranks meet while they are made, each in a thread.
+EMU_EXPORT ncclResult_t ncclCommInitAll(ncclComm_t* made, int ranks, const int* devices) {
+  int visible = settings().devices();
+  auto is_missing = [&](int device) { return device < 0 || device >= visible; };
+  if (ranks < 1 || (devices ? std::any_of(devices, devices + ranks, is_missing) : ranks > visible))
+    return ncclInvalidArgument;
+  ncclUniqueId id;
+  ncclGetUniqueId(&id);
+  std::vector<ncclResult_t> results(ranks, ncclSuccess);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; rank++)
+    threads.emplace_back([&, rank] {
+      cudaSetDevice(devices ? devices[rank] : rank);
+      results[rank] = ncclComm::make(&made[rank], id.internal, ranks, rank, nullptr);
+    });
+  for (auto& thread : threads) thread.join();
+  return *std::max_element(results.begin(), results.end());
 }
 // Of a communicator with pretended ranks: which of them join a part is not known here, so the part's name tells its size
 // and its live ranks; `key` is the rank in it, as torch numbers them.
