@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from .ignored import IGNORED
 from .presets import task_of
 from .schema import ParallelConfig, RunConfig, Section, sections
-from .strategy import STRATEGIES, ZERO, Capability
+from .strategy import SHARDING, STRATEGIES, Capability
 
 MARKERS = ("<!-- capability:begin -->", "<!-- capability:end -->")
 
@@ -153,7 +153,7 @@ def _refuse_combinations(config: RunConfig, device: str) -> None:
             "updates a share on each side with its own AdamW only",
             "set optim.name=adamw, or remove parallel.offload_ratio",
         )
-    offloaded = strategy in ZERO and config.parallel.offload_optimizer != "none"
+    offloaded = SHARDING[strategy].stage > 0 and config.parallel.offload_optimizer != "none"
     if offloaded and mode == "pure_bf16" and config.optim.name != "adamw":
         raise ConfigError(
             f"precision.mode=pure_bf16 with parallel.offload_optimizer={config.parallel.offload_optimizer} and "
@@ -192,7 +192,7 @@ def _refuse_missing_libraries(config: RunConfig) -> None:
         (project, f"logging.wandb_project={project}", "wandb", f"{wandb} remove logging.wandb_project"),
         (config.model.quantize is not None, "model.quantize", "bitsandbytes", f"{quantize} remove model.quantize"),
         (optimizer == "adamw_bnb_8bit", f"optim.name={optimizer}", "bitsandbytes", f"{quantize} set optim.name=adamw"),
-        (strategy in ZERO, f"parallel.strategy={strategy}", "deepspeed", sharded),
+        (SHARDING[strategy].stage > 0, f"parallel.strategy={strategy}", "deepspeed", sharded),
     ):
         if is_set and importlib.util.find_spec(library) is None:
             raise ConfigError(f"{setting} needs {library}, which is not installed", fix)

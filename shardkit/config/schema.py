@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from ..errors import parse_bytes
 from .presets import HF_PRESETS, MODEL_PRESETS
-from .strategy import Capability, StrategyName
+from .strategy import SHARDING, Capability, Sharding, StrategyName
 
 Offload = Literal["none", "cpu", "nvme"]
 TaskName = Literal["causal_lm", "hf_causal_lm", "hf_masked_lm", "image_classification", "super_resolution"]
@@ -539,6 +539,11 @@ class ParallelConfig(Section):
         ),
     ] = {}
     """Raw DeepSpeed keys, passed through; a key that shardkit sets itself is an error."""
+
+    @property
+    def sharding(self) -> Sharding:
+        """What the strategy shares out among ranks."""
+        return SHARDING[self.strategy]
 
     @model_validator(mode="after")
     def _nvme(self) -> ParallelConfig:

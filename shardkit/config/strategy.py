@@ -8,7 +8,38 @@ from typing import Any, Literal, get_args
 
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
-ZERO = ("zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a strategy shares out among ranks, and by which library: known by its name, before there is an engine.
+
+    Attributes:
+        by_fsdp: by torch's FSDP2.
+        stage: by DeepSpeed's ZeRO at this stage; 0 = not by it.
+        replicates: groups of ranks have copies of the shards.
+    """
+
+    by_fsdp: bool = False
+    stage: int = 0
+    replicates: bool = False
+
+    @property
+    def parameters(self) -> bool:
+        """A rank holds a part of each parameter."""
+        return self.by_fsdp or self.stage == 3
+
+    @property
+    def state(self) -> bool:
+        """A rank holds a part of the weights or of their optimizer state."""
+        return self.by_fsdp or self.stage > 0
+
+
+SHARDING: dict[str, Sharding] = {
+    "single": Sharding(), "ddp": Sharding(), "fsdp": Sharding(by_fsdp=True),
+    "hsdp": Sharding(by_fsdp=True, replicates=True),
+    "zero1": Sharding(stage=1), "zero2": Sharding(stage=2), "zero3": Sharding(stage=3),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

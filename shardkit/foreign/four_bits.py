@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..config.strategy import SHARDING
 from .tables import Settings
 from .together import FileKey, Together
 
 SECTION = "model.quantize."
-_SHARDED = ("fsdp", "hsdp", "zero3")
 _SIZES = ("hidden_size", "intermediate_size", "n_embd", "d_model", "ffn_dim", "n_inner", "ffn_hidden_size")
 _BLOCK = 64
 _CONV1D = ("gpt2", "openai-gpt")
@@ -65,7 +65,7 @@ def _not_planned(job: Together, halves: Sequence[str], stored: str) -> str:
         return "weights in 4 bits have no gradient, and no adapter is trained over them"
     if job.recipe == "axolotl" and job.value("axolotl", "adapter") != "qlora":
         return "axolotl packs weights with adapter: qlora alone"
-    if settings["parallel.strategy"] in _SHARDED:
+    if SHARDING[settings["parallel.strategy"]].parameters:
         return "tools copy or shard packed weights under FSDP and ZeRO-3 as no plan here does"
     if len(halves) > 1 or stored != compute:
         return f"the weights are loaded in {stored or 'an unknown type'}, and forward runs in {compute}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from ..config.strategy import SHARDING
 from .tools import KEYS
 
 Tool = Literal["trainer", "trl", "llamafactory", "axolotl", "accelerate", "deepspeed", "lightning", "torch"]
-ZERO = ("zero1", "zero2", "zero3")
 _AUTOS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 RECOMPUTE = "model.gradient_checkpointing_enable()"
 _LOADER = "batch_size={} in the DataLoader"
@@ -17,9 +17,9 @@ Phrase = str | Callable[[Any, str], str | None] | None
 
 
 def _trainer_engine(value: str, strategy: str) -> str | None:
-    if value in ZERO:  # without the others DeepSpeed refuses the file, and nothing is clipped
-        autos = "" if strategy in ZERO else "".join(f"{key}: auto, " for key in _AUTOS)
-        return f"deepspeed: {{{autos}zero_optimization: {{stage: {value[-1]}}}}}"
+    if SHARDING[value].stage:  # without the others DeepSpeed refuses the file, and nothing is clipped
+        autos = "" if SHARDING[strategy].stage else "".join(f"{key}: auto, " for key in _AUTOS)
+        return f"deepspeed: {{{autos}zero_optimization: {{stage: {SHARDING[value].stage}}}}}"
     return "fsdp: true, fsdp_config: {version: 2}" if value == "fsdp" else None
 
 
@@ -30,23 +30,26 @@ def _axolotl_engine(value: str, strategy: str) -> str | None:
 
 
 def _accelerate_engine(value: str, strategy: str) -> str | None:
-    if value in ZERO:
-        return f"distributed_type: DEEPSPEED, deepspeed_config: {{zero_stage: {value[-1]}}}"
+    if stage := SHARDING[value].stage:
+        return f"distributed_type: DEEPSPEED, deepspeed_config: {{zero_stage: {stage}}}"
     return "distributed_type: FSDP, fsdp_config: {fsdp_version: 2}" if value == "fsdp" else None
 
 
 def _lightning_engine(value: str, strategy: str) -> str | None:
-    names = {**{zero: f"deepspeed_stage_{zero[-1]}" for zero in ZERO}, "fsdp": "fsdp"}
+    names = {
+        **{name: f"deepspeed_stage_{sharding.stage}" for name, sharding in SHARDING.items() if sharding.stage},
+        "fsdp": "fsdp",
+    }
     return f'Trainer(strategy="{names[value]}")' if value in names else None
 
 
 def _of_engine(under_zero: str | None, under_fsdp: str | None) -> Callable[[Any, str], str | None]:
-    return lambda value, strategy: under_zero if strategy in ZERO else under_fsdp
+    return lambda value, strategy: under_zero if SHARDING[strategy].stage else under_fsdp
 
 
 def _four_bits(keys: str) -> Callable[[Any, str], str | None]:
     """Under the other engines no plan knows how a recipe's tool holds the packed base."""
-    return lambda value, strategy: keys if strategy in ("single", "ddp", "zero1", "zero2") else None
+    return lambda value, strategy: None if SHARDING[strategy].parameters else keys
 
 
 _TRAINER: dict[str, Phrase] = {
@@ -83,7 +86,7 @@ _PHRASES: dict[Tool, dict[str, Phrase]] = {
         "train.micro_batch_size": _LOADER,
         "train.grad_accum_steps": "Accelerator(gradient_accumulation_steps={})",
         "activation.policy=full": lambda value, strategy: (
-            "fsdp_config: {fsdp_activation_checkpointing: true}" if strategy == "fsdp" else RECOMPUTE
+            "fsdp_config: {fsdp_activation_checkpointing: true}" if SHARDING[strategy].by_fsdp else RECOMPUTE
         ),
         "precision.mode=bf16": "mixed_precision: bf16",
         "parallel.strategy": _accelerate_engine,
@@ -98,7 +101,7 @@ _PHRASES: dict[Tool, dict[str, Phrase]] = {
         "activation.policy=full": RECOMPUTE,
         "precision.mode=bf16": "bf16: {enabled: true}",
         "parallel.strategy": lambda value, strategy: (
-            f"zero_optimization: {{stage: {value[-1]}}}" if value in ZERO else None
+            f"zero_optimization: {{stage: {SHARDING[value].stage}}}" if SHARDING[value].stage else None
         ),
         "parallel.offload_optimizer=cpu": "zero_optimization: {offload_optimizer: {device: cpu}}",
         "parallel.offload_param=cpu": "zero_optimization: {offload_param: {device: cpu}}",

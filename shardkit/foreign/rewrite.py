@@ -12,14 +12,14 @@ import yaml
 
 from ..config.layers import as_override, split_override
 from ..config.load import LoadedConfig
+from ..config.strategy import SHARDING
 from ..errors import ConfigError
 from .files import File, flatten
 from .gather import prefixed
-from .phrases import ZERO, Tool, phrase
+from .phrases import Tool, phrase
 from .tools import RECIPES, base
 from .translate import ForeignJob, nested
 
-_SHARDED = ("fsdp", "hsdp")
 READERS: tuple[Tool, ...] = ("trainer", "trl", "llamafactory", "axolotl", "accelerate", "deepspeed")
 """Tools whose files are changed."""
 _ENGINES: tuple[Tool, ...] = ("accelerate", "trainer", "trl", "llamafactory", "axolotl", "deepspeed")
@@ -140,7 +140,7 @@ def _reread(
 
 
 def _kind(strategy: str) -> str:
-    return "zero" if strategy in ZERO else "fsdp" if strategy in _SHARDED else ""
+    return "zero" if SHARDING[strategy].stage else "fsdp" if SHARDING[strategy].by_fsdp else ""
 
 
 def _file_names(job: ForeignJob) -> str:

@@ -80,7 +80,7 @@ class Moment:
 def moments(job: ForeignJob, config: RunConfig, estimate: MemoryEstimate) -> list[Moment]:
     """Loading and saving in the tool's loop, in bytes of one rank."""
     shards = estimate.world_size
-    if config.parallel.strategy == "hsdp":
+    if config.parallel.sharding.replicates:
         shards = mesh_shape(config, shards, min(shards, job.gpus_per_node or 8))[-1]
     sizes = Sizes(estimate.n_params, estimate.largest, estimate.largest_block, shards)
     return [

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ..config.strategy import SHARDING
 from . import tables
 from .together import Together
-
-_ZERO12 = ("zero1", "zero2")
-_SHARDED = ("fsdp", "hsdp")
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def _of_four_bits(strategy: str, stored: int) -> Iterator[Transfer]:
     """Loading and saving where bitsandbytes packs the weights on the device, one after another."""
     text = "every rank maps the model's file, and packs one weight after another on the device"
     yield Transfer("loading", "every rank", text, mapped=stored, gathered=stored, beside=True)
-    if strategy in _ZERO12:
+    if SHARDING[strategy].stage in (1, 2):
         text = "get_state_dict clones the packed model on the host of every rank, and rank 0 alone writes it"
         yield Transfer("saving", "every rank", text, host_copy=True)
 
@@ -106,7 +104,7 @@ def _loading(job: Together, strategy: str, half: bool, stored: int) -> Iterator[
     device = 0 if job.on_cpu else 1
     trained = 2 if half else stored
     maps = "every rank maps the model's file"
-    if strategy == "zero3":
+    if SHARDING[strategy].stage == 3:
         early_text = f"{_early(job)}: each layer is sharded at once, and gathered to be filled"
         late = f"{_late(job)}: every rank loads the whole model, and DeepSpeed moves it to the device before it shards"
         early = makes_config_first(job)
@@ -119,14 +117,14 @@ def _loading(job: Together, strategy: str, half: bool, stored: int) -> Iterator[
             "loading", "every rank", late, mapped=stored, host=cast, device=device * trained, expected=not early,
             fix=_make_early(job),
         )  # fmt: skip
-    elif strategy in _ZERO12:
+    elif SHARDING[strategy].stage in (1, 2):
         cast = trained if trained != stored else 0
         yield Transfer(
             "loading", "every rank", f"{maps}, casts it on the host and moves it to the device" if cast else
             f"{maps} and moves it to the device", mapped=stored, host=cast, device=device * trained,
             fix=f"set {_stage_key(job)}: 3, which shards the weights too",
         )  # fmt: skip
-    elif strategy in _SHARDED:
+    elif SHARDING[strategy].by_fsdp:
         loaded = 4 if half else stored
         cast = loaded if loaded != stored else 0
         into = f"{maps}, casts it to fp32 on the host" if cast else maps
@@ -149,26 +147,28 @@ def _loading(job: Together, strategy: str, half: bool, stored: int) -> Iterator[
 
 
 def _saving(job: Together, strategy: str, half: bool, stored: int) -> Iterator[Transfer]:
-    saved = (4 if half else stored) if strategy in _SHARDED else 2 if half and strategy.startswith("zero") else stored
-    if strategy in _SHARDED and saves_whole(job, strategy):
+    saved = (
+        (4 if half else stored) if SHARDING[strategy].by_fsdp else 2 if half and SHARDING[strategy].stage else stored
+    )
+    if SHARDING[strategy].by_fsdp and saves_whole(job, strategy):
         yield Transfer("saving", "every rank", "a parameter is gathered on every device", gathered=saved, beside=True)
         fix = f"set {_fsdp_key(job, 'state_dict_type')}: SHARDED_STATE_DICT"
         yield Transfer("saving", "rank 0", "FULL_STATE_DICT: the whole model on the host", host=saved, fix=fix)
         if job.has("trainer"):
             text = "FULL_STATE_DICT: the optimizer's whole moments, in a checkpoint"
             yield Transfer("saving", "rank 0", text, host=8, fix=fix)
-    elif strategy in _ZERO12:
+    elif SHARDING[strategy].stage in (1, 2):
         text = "get_state_dict clones the whole model on the host of every rank, and rank 0 alone writes it"
         fix = f"set {_stage_key(job)}: 3, whose checkpoints hold shards"
         yield Transfer("saving", "every rank", text, host=saved, fix=fix)
-    elif strategy == "zero3" and saves_whole(job, strategy):
+    elif SHARDING[strategy].stage == 3 and saves_whole(job, strategy):
         text, fix = f"{_GATHER}: a layer is gathered on every device", f"set {_gather_key(job)}: false, and convert "
         fix += "checkpoints with zero_to_fp32.py"
         yield Transfer("saving", "every rank", text, gathered=saved, beside=True, fix=fix)
         yield Transfer("saving", "rank 0", f"{_GATHER}: the whole model on the host", host=saved, fix=fix)
-    elif strategy == "zero3":
+    elif SHARDING[strategy].stage == 3:
         yield Transfer("saving", "every rank", "DeepSpeed's own checkpoint: a rank's fp32 values", host_shard=4)
-    elif strategy in ("single", "ddp") and not job.on_cpu:
+    elif not SHARDING[strategy].state and not job.on_cpu:
         yield Transfer("saving", "rank 0", "safetensors copies the whole file to the host", host=saved)
 
 
@@ -216,7 +216,7 @@ def _gather_key(job: Together) -> str:
 
 def saves_whole(job: Together, strategy: str) -> bool:
     """Whether a sharded model is gathered on rank 0 to be saved."""
-    if strategy in _SHARDED:
+    if SHARDING[strategy].by_fsdp:
         of_accelerate = job.kind == "FSDP"
         tool, prefix = ("accelerate", "fsdp_config.fsdp_") if of_accelerate else ("trainer", "fsdp_config.")
         default = "SHARDED_STATE_DICT" if of_accelerate and job.fsdp_version() == 2 else "FULL_STATE_DICT"

@@ -11,6 +11,7 @@ from ..config.errors import combined, shown
 from ..config.layers import Layers, split_override
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
+from ..config.strategy import SHARDING, Sharding
 from ..config.yaml import Document
 from ..errors import ConfigError, NotPlannedError
 from . import tables
@@ -40,8 +41,6 @@ OF_ONE_ENGINE = (
 )  # fmt: skip
 """Keys that other engines refuse, or that only describe their memory; a search over engines leaves them out."""
 _TORCH_ADAM = "optimizer.params.torch_adam"
-_ZERO = ("zero1", "zero2", "zero3")
-_SHARDED = ("fsdp", "hsdp")
 
 
 @dataclass(frozen=True)
@@ -231,8 +230,10 @@ class _Translation:
         self.settings[setting] = value
         self.added.append((setting, value, reason))
 
-    def is_strategy(self, *names: str) -> bool:
-        return self.settings["parallel.strategy"] in names
+    @property
+    def sharding(self) -> Sharding:
+        """What the job's strategy shares out among ranks."""
+        return SHARDING[self.settings["parallel.strategy"]]
 
     @property
     def of_the_trainer(self) -> bool:
@@ -271,7 +272,7 @@ class _Translation:
             )  # fmt: skip
         if stage is not None:
             named = tables.STAGES[stage]
-        elif named is None and self.engine in _SHARDED and not self.job.on_cpu:
+        elif named is None and self.engine and SHARDING[self.engine].by_fsdp and not self.job.on_cpu:
             named = self.engine
         if named is not None:
             self.settings["parallel.strategy"] = named
@@ -289,13 +290,13 @@ class _Translation:
             )  # fmt: skip
         half = self.halves[0] if self.halves else ""
         self.settings.setdefault("precision.mode", half or ("tf32" if self.tf32 else "fp32"))
-        upcast = self.job.stage is not None or (half and self.is_strategy(*_SHARDED)) or self.job.adapted
+        upcast = self.job.stage is not None or (half and self.sharding.by_fsdp) or self.job.adapted
         if self.stored == "bfloat16" and half != "fp16" and not upcast:
             whose = "the model's dtype is bfloat16, which from_pretrained keeps"
             if self.job.recipe:
                 whose = f"{family(self.job.recipe)} loads the weights in bfloat16, which is kept"
             self.set("precision.mode", "pure_bf16", f"{whose} for weights, gradients and moments")
-        elif half and self.is_strategy(*_SHARDED):
+        elif half and self.sharding.by_fsdp:
             self.set("precision.reduce_dtype", half, "Accelerate reduces FSDP's gradients in that type")
             if self.job.fsdp_version() == 1:
                 self.set("precision.autocast", True, "Accelerate runs FSDP1's forward under autocast too")
@@ -368,12 +369,12 @@ class _Translation:
             fields["keeps_cache"] = self.model.get("use_cache") is not False  # the Trainer turns it off
         if self.job.fsdp_version() == 2:
             fields["tail_unit"] = True
-        if self.job.adapted and self.is_strategy("zero3") and self.halves and makes_config_first(self.job):
+        if self.job.adapted and self.sharding.stage == 3 and self.halves and makes_config_first(self.job):
             fields["fp32_adapters"] = True
             self.added.append(
                 ("adapters", "float32", "peft makes them after zero.Init, and DeepSpeed casts nothing then")
             )
-        if self.job.adapted and not self.is_strategy(*_ZERO):
+        if self.job.adapted and self.sharding.stage == 0:
             fields["frozen"] = stored = self.stored or "float32"
             loaded = {"bf16": "bfloat16", "fp16": "float16"}.get(self.settings["precision.mode"], "float32")
             if stored != loaded:
@@ -413,22 +414,23 @@ class _Translation:
 
     def drop_what_does_nothing(self) -> None:
         """Remove settings that have no effect in this job: shardkit would refuse them."""
-        settings, zero = self.settings, self.is_strategy(*_ZERO)
+        settings, zero = self.settings, self.sharding.stage > 0
+        strategy = settings["parallel.strategy"]
         offloads = [settings.get(f"parallel.offload_{part}") for part in ("optimizer", "param")]
         adam = str(settings.get("optim.name", "adamw")).startswith("adamw")
         betas = [settings.pop(f"optim.betas.{index}", None) for index in (0, 1)]
         if adam and None not in betas:
             settings["optim.betas"] = betas
-        drop = {
-            "parallel.find_unused": not self.is_strategy("ddp"),
-            "parallel.bucket_mb": not self.is_strategy("ddp"),
-            "parallel.dp_shard": not self.is_strategy("hsdp"),
-            "parallel.reshard_after_forward": not self.is_strategy(*_SHARDED),
+        drop = {  # find_unused and buckets are DDP's own, and one rank reduces nothing
+            "parallel.find_unused": strategy != "ddp",
+            "parallel.bucket_mb": strategy != "ddp",
+            "parallel.dp_shard": not self.sharding.replicates,
+            "parallel.reshard_after_forward": not self.sharding.by_fsdp,
             "parallel.nvme_path": "nvme" not in offloads,
             "parallel.hpz": settings.get("parallel.hpz") is None,
             "precision.loss_scale_init_power": settings["precision.mode"] != "fp16",
             "precision.loss_scale_window": settings["precision.mode"] != "fp16",
-            "precision.reduce_dtype": self.is_strategy("single"),
+            "precision.reduce_dtype": strategy == "single",
             "activation.block_classes": settings.get("activation.policy") is None,
             "compile.mode": not settings.get("compile.enabled"),
             "optim.implementation": settings.get("optim.name", "adamw") not in ("adamw", "sgd") or (zero and any(

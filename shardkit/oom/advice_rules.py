@@ -224,14 +224,14 @@ def _sharding(n: Numbers) -> Iterator[Rule]:
     for target in _STRONGER.get(parallel.strategy, ()):
         kinds = set(_SHARDED[target])
         parts = n.world
-        if parallel.strategy == "hsdp":
+        if parallel.sharding.replicates:
             parts = max(1, n.world // (parallel.dp_shard or n.world))
         else:
             kinds -= set(_SHARDED.get(parallel.strategy, ()))
         weights = n.bytes_of("params", "quantized")
         gathered = 2 * weights // n.used.n_blocks if "params" in kinds and n.used.n_blocks else 0
         settings: dict[str, Any] = {"parallel.strategy": target}
-        if parallel.strategy == "hsdp":
+        if parallel.sharding.replicates:
             set_keys = [key for key in ("dp_replicate", "dp_shard") if getattr(parallel, key) is not None]
             settings |= {f"parallel.{key}": None for key in set_keys}
         yield (
@@ -240,7 +240,7 @@ def _sharding(n: Numbers) -> Iterator[Rule]:
             _SHARD_COST[target],
             f"{n.listed(*kinds)} are shared out among {n.world} ranks",
         )
-    if parallel.strategy in ("fsdp", "hsdp"):
+    if parallel.sharding.by_fsdp:
         copies = n.bytes_of("params", "quantized") * (n.world - 1)
         yield (
             {"parallel.reshard_after_forward": True},
@@ -262,15 +262,15 @@ def _offload(n: Numbers) -> Iterator[Rule]:
     if n.device != "cuda":
         return
     slow = "the update runs on the CPU; gradients and parameters cross PCIe in each step"
-    if parallel.strategy in ("zero1", "zero2", "zero3"):
+    if parallel.sharding.stage:
         reason = "optimizer states and fp32 weights live in host memory"
         yield {"parallel.offload_optimizer": "cpu"}, n.bytes_of("optimizer", "master_params"), slow, reason
-    elif parallel.strategy in ("single", "ddp"):
+    elif not parallel.sharding.state:
         saved = n.optimizer + n.grads * (1 - 1 / n.world)
         reason = "optimizer states live in host memory"
         yield {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"}, saved, slow, reason
-    if parallel.strategy in ("fsdp", "hsdp", "zero3"):
-        kinds = ("params", "quantized") + (() if parallel.strategy == "zero3" else ("grads", "optimizer"))
+    if parallel.sharding.parameters:
+        kinds = ("params", "quantized") + (("grads", "optimizer") if parallel.sharding.by_fsdp else ())
         saved = n.bytes_of(*kinds) * (1 - 1 / max(2, n.used.n_blocks))
         reason = f"{n.listed(*kinds)} live in host memory between uses"
         yield {"parallel.offload_param": "cpu"}, saved, "parameters cross PCIe in each pass; " + slow, reason

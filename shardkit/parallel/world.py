@@ -223,7 +223,7 @@ def _backend(config: RunConfig, env: RankEnv, device: torch.device) -> tuple[str
     """
     if device.type != "cuda":
         return "gloo", None
-    if config.parallel.strategy in ("fsdp", "hsdp") and config.parallel.offload_param == "cpu":
+    if config.parallel.sharding.by_fsdp and config.parallel.offload_param == "cpu":
         # The norm of CPU gradients is summed on the CPU. Not bound: NCCL would split off groups without gloo.
         return "cpu:gloo,cuda:nccl", None
     # Splitting a communicator of one rank fails on some machines (DeepSpeed #8248), and it has no peer to connect to.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..config.strategy import ZERO, StrategyName
+from ..config.strategy import SHARDING, StrategyName
 from ..errors import ConfigError, listed
 from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, plain_type
 from ..parallel.world import World
@@ -327,7 +327,7 @@ def advice(strategy: StrategyName, shared: str | None) -> str:
     if strategy == "ddp":  # the words name settings, which differ by the name of the strategy
         return "remove parallel.find_unused"
     ddp = "set parallel.strategy=ddp"
-    counts_as_zero = strategy in ZERO or _fsdp_reduces_unused()
+    counts_as_zero = SHARDING[strategy].stage > 0 or _fsdp_reduces_unused()
     return f"name block_classes that every rank calls ({shared}), or {ddp}" if shared and counts_as_zero else ddp
 
 

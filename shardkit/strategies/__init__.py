@@ -18,7 +18,7 @@ def slower_than_single(config: RunConfig, world_size: int) -> str:
     """A hint for one process under an engine that shards: `single` is faster; empty where it is not the same."""
     parallel = config.parallel
     offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
-    if world_size > 1 or offloads or parallel.strategy not in ("fsdp", "hsdp", "zero3"):
+    if world_size > 1 or offloads or not parallel.sharding.parameters:
         return ""
     return f"hint: {parallel.strategy} has nothing to shard on one process: parallel.strategy=single is faster"
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from ...config.schema import RunConfig
 from ...memory.rows import CATEGORIES, Category
 from ...memory.tracing.events import EventLog, Peak
-from ...strategies.zero.config import STAGES
 from ...tasks.load import model_config
 
 DEEP, DEEP_ROUGHLY = 49, 9
@@ -50,7 +49,7 @@ def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
     Traced whole: shallow models, users' own tasks, unequal layers, √n segments (their length depends on the depth),
     and ZeRO (its buckets span layers) unless a rough answer will do.
     """
-    spans_layers = config.parallel.strategy in STAGES and not rough
+    spans_layers = config.parallel.sharding.stage > 0 and not rough
     if config.task.factory is not None or spans_layers or config.activation.policy == "sqrt":
         return None
     model = _built_in(config) if config.task.name == "causal_lm" else _transformers(config)
@@ -77,7 +76,7 @@ def has_first_look(config: RunConfig) -> bool:
 
     It is not under ZeRO, whose buckets span layers.
     """
-    return config.parallel.strategy not in STAGES and is_slow(config)
+    return config.parallel.sharding.stage == 0 and is_slow(config)
 
 
 def _with_model(config: RunConfig, **changes: object) -> RunConfig:

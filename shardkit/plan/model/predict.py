@@ -23,7 +23,7 @@ from ...memory.tracing.traced_step import BETWEEN, Tracing
 from ...memory.tracing.tracker import TensorTracker
 from ...parallel.weights import Weights
 from ...parallel.world import World
-from ...strategies.zero.config import STAGES, build_ds_config
+from ...strategies.zero.config import build_ds_config
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts, load_task, read_prompts
 from ..simulate import shim
@@ -131,7 +131,7 @@ def ranks_alike(config: RunConfig, world_size: int, n_params: int) -> bool:
     last layers first: if there are several, the last rank keeps its whole share of gradients while most activations
     are still there.
     """
-    if world_size == 1 or config.parallel.strategy not in ("zero1", "zero2"):
+    if world_size == 1 or config.parallel.sharding.stage not in (1, 2):
         return True
     accum = resolve_batch(config, world_size)
     ds = build_ds_config(config, world_size, accum, on_cuda=True, sizes=(n_params, n_params))
@@ -292,7 +292,7 @@ def trace(
     n_evaluated = min(config.train.micro_batch_size, config.train.eval_samples)
     evaluated = sample_batch(task, config, n_evaluated) if n_evaluated else None
     inputs = _Inputs(batch, float(task.n_targets(batch)), evaluated, read_prompts(config, task))
-    zero = config.parallel.strategy in STAGES
+    zero = config.parallel.sharding.stage > 0
     weights = FakeWeights(config.train.seed, getattr(task, "init_parameter", None))
     tracker = TensorTracker(log, work.ran if work else None)
     with (

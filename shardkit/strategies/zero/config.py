@@ -9,7 +9,6 @@ from ...config.layers import merged
 from ...config.schema import PrecisionConfig, RunConfig
 from ...errors import ConfigError
 
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 DEFAULT_BUCKET_MB = 500.0
 
 # DeepSpeed key -> the shardkit key that decides it. A raw value may repeat shardkit's, never contradict it.
@@ -67,7 +66,7 @@ def build_ds_config(
 
 def _owned_values(config: RunConfig, world_size: int, accum: int) -> dict[str, Any]:
     train, parallel, reduce = config.train, config.parallel, config.precision.reduce_dtype
-    zero: dict[str, Any] = {"stage": STAGES[parallel.strategy]}
+    zero: dict[str, Any] = {"stage": parallel.sharding.stage}
     for key in ("offload_optimizer", "offload_param"):
         device = getattr(parallel, key)
         if device != "none":
@@ -120,7 +119,7 @@ def _defaults(config: RunConfig, on_cuda: bool, sizes: tuple[int, int] | None) -
         "contiguous_gradients": True,
         "overlap_comm": on_cuda,
     }
-    if STAGES[parallel.strategy] == 3:
+    if parallel.sharding.stage == 3:
         zero["stage3_prefetch_bucket_size"] = (gathered + gathered % 2) // 10
     for key in ("offload_optimizer", "offload_param"):
         if getattr(parallel, key) != "none":
@@ -138,7 +137,7 @@ def _defaults(config: RunConfig, on_cuda: bool, sizes: tuple[int, int] | None) -
 def _refuse_other_optimizer(config: RunConfig, raw: dict[str, Any]) -> None:
     """Refuse zero1 + bf16 + fp32 accumulation: DeepSpeed (0.19) then uses an optimizer with another state layout."""
     accumulates = raw.get("data_types", {}).get("grad_accum_dtype") if isinstance(raw.get("data_types"), dict) else None
-    if STAGES[config.parallel.strategy] == 1 and config.precision.mode == "bf16" and accumulates in ("fp32", "float32"):
+    if config.parallel.sharding.stage == 1 and config.precision.mode == "bf16" and accumulates in ("fp32", "float32"):
         raise ConfigError(
             f"parallel.ds_config.data_types.grad_accum_dtype={accumulates} under zero1 and bf16 makes DeepSpeed use "
             "BF16_Optimizer, which keeps whole fp32 gradients and whose state shardkit cannot save",

@@ -26,7 +26,7 @@ from ..base import Facts, OptimizerFactory, Shard, Update
 from ..states import buffer_shards, with_scalars
 from ..step import skipping
 from .chosen import ChosenParts
-from .config import STAGES, build_ds_config
+from .config import build_ds_config
 from .cpu_adam import build_cpu_adam
 from .finite_norms import FiniteNorms
 from .gathers import (
@@ -61,7 +61,7 @@ class ZeRO:
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self.name = config.parallel.strategy
-        self.stage = STAGES[self.name]
+        self.stage = config.parallel.sharding.stage
         self.facts = Facts(
             shards_state=True, shards_parameters=self.stage == 3, gathers_by_layer=self.stage == 3, hooks_modules=True,
             needs_same_calls=True, counts_unused_as_zero=config.parallel.find_unused is not False,
