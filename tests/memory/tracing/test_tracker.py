@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -210,13 +211,19 @@ def test_peak_equals_the_allocators_own_events(
     assert tracker.peak("cpu") == pytest.approx(peak, rel=0.001)
 
 
-def settled(tracker: TensorTracker) -> int:
-    """Bytes alive once gloo's threads have let go of the tensors of their last collectives."""
-    import torch.distributed as dist
+LAYER = 4 * 256 * 256
+SHARD = 4 * LAYER // 2
+"""Bytes of a layer in fp32, and of a rank's half of four layers."""
+STEPPED = 4 * SHARD + 4 * 4
+"""Parameters, gradients, two moments, four step counters."""
 
+
+def settled(tracker: TensorTracker, expected: int) -> int:
+    """Bytes alive once gloo's threads have let go of what their last collectives held; more after half a minute."""
     gc.collect()
-    for _ in range(20):
-        dist.barrier()
+    deadline = time.monotonic() + 30
+    while tracker.current("cpu") > expected and time.monotonic() < deadline:
+        time.sleep(0.01)
     return tracker.current("cpu")
 
 
@@ -239,9 +246,9 @@ def fsdp_step() -> dict[str, int]:
         tracker.mark("backward")
         loss.backward()
         del loss
-        grads = settled(tracker)
+        grads = settled(tracker, 2 * SHARD)
         optimizer.step()
-        stepped = settled(tracker)
+        stepped = settled(tracker, STEPPED)
         peaks = tracker.phase_peaks("cpu")
     return dict(wrapped=wrapped, grads=grads, stepped=stepped, forward=peaks["forward"], backward=peaks["backward"])
 
@@ -257,15 +264,13 @@ def on_two_ranks() -> dict[str, Any]:
 
 @pytest.mark.dist
 def test_fsdp2_shards_to_the_byte(two_ranks: list[dict[str, Any]]) -> None:
-    layer = 4 * 256 * 256
-    shard = 4 * layer // 2
     for bytes_of in (rank["fsdp"] for rank in two_ranks):
-        assert bytes_of["wrapped"] == shard
-        assert bytes_of["grads"] == 2 * shard
-        assert bytes_of["stepped"] == 4 * shard + 4 * 4  # parameters, gradients, two moments, four step counters
+        assert bytes_of["wrapped"] == SHARD
+        assert bytes_of["grads"] == 2 * SHARD
+        assert bytes_of["stepped"] == STEPPED
         # one or two layers are whole at a time, on top of the shards; never all four
-        assert shard + layer < bytes_of["forward"] < shard + 4 * layer
-        assert bytes_of["backward"] < 2 * shard + 6 * layer
+        assert SHARD + LAYER < bytes_of["forward"] < SHARD + 4 * LAYER
+        assert bytes_of["backward"] < 2 * SHARD + 6 * LAYER
 
 
 def sharded_matmul() -> tuple[int, int]:
