@@ -301,7 +301,7 @@ DEEPSPEED_REMOVED = _REMOVED.split()
 # Accelerate
 
 DISTRIBUTED = {"no": "single", "multi_gpu": "ddp", "multi_cpu": "ddp", "fsdp": "fsdp", "deepspeed": "zero2"}
-SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+FSDP_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 
 def halves(value: Any) -> Settings:
@@ -320,9 +320,9 @@ def sharding(value: Any) -> Settings:
     """FSDP1's strategy by name or number, or FSDP2's `reshard_after_forward`."""
     if isinstance(value, bool) or str(value).lower() in ("true", "false"):
         return {"parallel.reshard_after_forward": truth(value)}
-    name = SHARDING[int(value) - 1] if str(value) in tuple("12345") else str(value).upper()
-    if name not in SHARDING:
-        raise WrongValue(f"it is none of {', '.join(SHARDING)}")
+    name = FSDP_SHARDING[int(value) - 1] if str(value) in tuple("12345") else str(value).upper()
+    if name not in FSDP_SHARDING:
+        raise WrongValue(f"it is none of {', '.join(FSDP_SHARDING)}")
     if name == "NO_SHARD":
         return {"parallel.strategy": "ddp"}
     strategy = "hsdp" if name.startswith("HYBRID") else "fsdp"

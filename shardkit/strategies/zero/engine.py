@@ -61,9 +61,11 @@ class ZeRO:
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self.name = config.parallel.strategy
-        self.stage = config.parallel.sharding.stage
+        sharding = config.parallel.sharding
+        self.stage = sharding.stage
         self.facts = Facts(
-            shards_state=True, shards_parameters=self.stage == 3, gathers_by_layer=self.stage == 3, hooks_modules=True,
+            shards_state=sharding.state, shards_parameters=sharding.parameters, gathers_by_layer=self.stage == 3,
+            hooks_modules=True,
             needs_same_calls=True, counts_unused_as_zero=config.parallel.find_unused is not False,
         )  # fmt: skip
         self._config = config
