@@ -242,17 +242,29 @@ with fake_world(torch.device("cpu"), 4, 4):
 
 
 def test_a_planner_ends_without_a_crash() -> None:
-    """libtorch destroys the hooks that planning changed after Python has freed all that they pointed to."""
+    """libtorch destroys the hooks that planning changed after Python has freed all that they pointed to.
+
+    A thread of autograd that is still busy with a backward pass at that time would need the interpreter, and abort.
+    """
     code = """
 import atexit
+import threading
+import torch
 from shardkit.hardware.cards import GPUS
 from shardkit.plan.simulate import compat
+from shardkit.plan.simulate.fakes import Fakes
 from shardkit.plan.model.predict import prepare
 from shardkit.plan.target import Target
 
+threads = []
 atexit.register(compat._alive.clear)  # runs last
 assert prepare(Target(1, GPUS["h100"], 1)) == "cuda"
 assert compat._alive
+with Fakes():
+    loss = torch.ones(1, device="cuda", requires_grad=True) * 2
+    loss.grad_fn.register_hook(lambda *_: threads.append(threading.get_ident()))
+    loss.backward()
+assert threads == [threading.get_ident()]
 """
     overwriting_freed = environment({"MALLOC_PERTURB_": "165"})
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=overwriting_freed, capture_output=True, text=True)

@@ -62,6 +62,8 @@ def prepare(target: Target, fakes: str = "cuda") -> Method:
     os.environ["DS_ACCELERATOR"] = fakes = "cpu" if target.gpu is None else fakes
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    # Threads of autograd would drop the last references to our modes, at worst after the interpreter ended (an abort).
+    torch.autograd.set_multithreading_enabled(False)
     call_directly(Fakes, TensorTracker)
     gpu = target.gpu
     if gpu is None or fakes == "cpu":
