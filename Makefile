@@ -85,7 +85,9 @@ test-slow: $(INSTALLED) $(VENV)/$(CPU_ADAM)
 test-touched: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'release and covers' $(ARGS) || [ $$? = 5 ]  # 5: no test is touched
 
+# Without an index that has CUDA builds of torch, the tests that need one are skipped.
 test-release: $(INSTALLED)
+	-$(MAKE) $(CUDA_INSTALLED)
 	$(BIN)/python -m pytest -m 'slow or release' $(ARGS)
 
 # The real CUDA build of torch over an emulated GPU: tests/emulated_cuda/README.md.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import configparser
-import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +14,6 @@ import torch
 
 from tests.test_packaging import REPO, build, copy_tree
 
-TORCH = "torch==2.12.1"  # the registry's wheels for Linux x86-64 are CUDA builds
-NEEDED_BYTES = 12e9  # downloaded and unpacked
 _REFERENCE = "model.preset=355m"
 _LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
@@ -36,32 +31,11 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def cuda_python() -> Path:
-    """An interpreter with a CUDA build of torch and what shardkit needs; kept between runs, it is gigabytes.
-
-    SHARDKIT_CUDA_PYTHON names one that is there already.
-    """
-    if given := os.environ.get("SHARDKIT_CUDA_PYTHON"):
-        return Path(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardkit-tests"
-    folder = cache / f"cuda-{hashlib.blake2b(repr((TORCH, sys.version)).encode(), digest_size=6).hexdigest()}"
-    if not (folder / ".installed").exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(cache).free
-        if free < NEEDED_BYTES:
-            pytest.skip(f"needs {NEEDED_BYTES / 1e9:.0f} GB of disk in {cache}, {free / 1e9:.0f} are free")
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "--no-cache-dir"]
-        done = subprocess.run([*pip, TORCH, *_requirements()], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"needs a package index with {TORCH}: {done.stderr.strip().splitlines()[-1]}")
-        (folder / ".installed").touch()
-    return folder / "bin/python"
-
-
-def _requirements() -> list[str]:
-    parser = configparser.ConfigParser()
-    parser.read(REPO / "setup.cfg")
-    return [line for line in parser["options"]["install_requires"].split() if not line.startswith("torch")]
+    """A Python with a CUDA build of this torch: SHARDKIT_CUDA_PYTHON, or that of the Makefile's environment."""
+    python = Path(os.environ.get("SHARDKIT_CUDA_PYTHON", REPO / ".venv-cuda/bin/python"))
+    if not python.exists():
+        pytest.skip(f"{python} is not there: make test-cuda installs it")
+    return python
 
 
 @pytest.fixture(scope="module")
