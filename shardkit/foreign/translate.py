@@ -218,7 +218,7 @@ class _Translation:
         pseudo = {key: self.settings.pop(key, None) for key in PSEUDO}
         self.halves = [half for half in ("fp16", "bf16") if pseudo[half]]
         self.tf32, self.engine, self.machines = pseudo["tf32"], pseudo["engine"], pseudo["machines"]
-        self.gpus = gpus or max(1, pseudo["gpus"] or 1)
+        self.gpus, self.ranks_are_said = gpus or max(1, pseudo["gpus"] or 1), bool(gpus or pseudo["gpus"])
         self.added: list[tuple[str, Any, str]] = []
         self.in_file = str(self.model.get("dtype") or self.model.get("torch_dtype") or "").removeprefix("torch.")
         self.stored = loaded_type(job, self.halves, self.in_file)
@@ -399,6 +399,8 @@ class _Translation:
         if self.halves and job.stage is None and job.fsdp_version() != 2 and self.text:
             vocabulary = int(self.model.get("vocab_size") or 0)
             yield LeftOut("Accelerate copies half-precision logits to fp32", 4 * vocabulary)
+        if self.sharding.state and not self.ranks_are_said:
+            yield LeftOut("more than one rank to shard over: no file says how many there are; name them with --gpus N")
         if not job.has("trainer"):
             yield LeftOut("the script's own loop and optimizer: planned are transformers' forward and one AdamW")
 

@@ -256,6 +256,18 @@ def test_differences_that_a_plan_does_not_have_are_said_with_their_bytes(tmp_pat
     assert [one.amount(config) for one in found.left_out] == [4 * 256 * 2 * 64], "logits of a micro-batch in fp32"
 
 
+def test_a_sharded_plan_of_one_rank_that_no_file_asked_for_is_told(tmp_path: Path) -> None:
+    def texts(n_ranks: int | None, **files: str) -> str:
+        return " ".join(difference.text for difference in job(tmp_path, n_ranks, **files).left_out)
+
+    without_ranks = FSDP2.replace("num_processes", "main_process_port")
+    assert "no file says how many" in texts(None, accelerate__yaml=without_ranks)
+    assert "no file says how many" in texts(None, ds__json=ZERO3, args__yaml=TRAINER)
+    assert "no file says how many" not in texts(4, accelerate__yaml=without_ranks)
+    assert "no file says how many" not in texts(None, accelerate__yaml=FSDP2)
+    assert "no file says how many" not in texts(None, args__yaml=TRAINER), "nothing is sharded"
+
+
 SIZES = Sizes(params=1000, largest=100, largest_block=200, shards=4)
 
 
