@@ -126,6 +126,7 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             raise ConfigError(cause, f"remove {entry.dotted}")
     _refuse_combinations(config, device)
     mesh_shape(config, world_size, local_world_size)
+    _refuse_absent_ranks(config, world_size)
     _refuse_ignored(config)
     _refuse_missing_libraries(config)
 
@@ -223,6 +224,15 @@ def mesh_shape(config: RunConfig, world_size: int, local_world_size: int) -> tup
     if replicate * shard != world_size:
         raise ConfigError(_mesh_cause(parallel, world_size, local_world_size), _mesh_fix(world_size))
     return replicate, shard
+
+
+def _refuse_absent_ranks(config: RunConfig, world_size: int) -> None:
+    ranks = config.profile.ranks
+    if config.profile.start is not None and ranks != "all" and max(ranks) >= world_size:
+        raise ConfigError(
+            f"profile.ranks={ranks}, but the run's ranks are 0 to {world_size - 1}",
+            "name ranks that exist, or set profile.ranks=all",
+        )
 
 
 def _mesh_cause(parallel: ParallelConfig, world_size: int, local_world_size: int) -> str:

@@ -281,6 +281,7 @@ def test_a_rank_that_is_not_there_is_refused(tmp_path: Path, capfd: pytest.Captu
     args = settings(tmp_path, "run", parallel__strategy="single", profile__steps=3, profile__ranks="[0,5]")
     assert train(args) == [2]
     two_lines(capfd.readouterr().err, "profile.ranks=[0, 5]", "0 to 0")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_profile_of_a_stranger_is_two_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
