@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
+from typing_extensions import Self
 
 from ..errors import TrainingError
 from ..parallel.compat import DispatchMode, attentions, products, schema, tree_leaves, tree_map_only
@@ -76,21 +77,34 @@ class _Keeping(DispatchMode):
 
 
 class _Recalling(DispatchMode):
-    """Hands the kept products out again, in the same order."""
+    """Hands the kept products out again in the first recomputation, in the same order.
+
+    Each backward pass through the block recomputes it (`autograd.grad(…, create_graph=True)` and then the loss's
+    backward are two), and torch ends a recomputation before the block's end, once it has what backward needs. Later
+    recomputations compute the products too.
+    """
 
     def __init__(self, keeping: _Keeping) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products = keeping.products
         self._next = 0
+        self._n_recomputations = 0
+
+    def __enter__(self) -> Self:
+        self._n_recomputations += 1
+        if self._n_recomputations > 1:
+            self._products.clear()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if keep_products(None, func, *args, **kwargs) != CheckpointPolicy.MUST_SAVE:
+        if self._n_recomputations > 1 or keep_products(None, func, *args, **kwargs) != CheckpointPolicy.MUST_SAVE:
             return func(*args, **kwargs)
         if self._next >= len(self._products) or self._products[self._next][0] is not func:
             raise TrainingError(
-                f"activation.policy=selective_op: backward reached {func} a second time, or forward ran differently",
-                "run backward once, let forward depend on its input alone, or set activation.policy=selective",
+                f"activation.policy=selective_op: backward computed {func} where forward had not",
+                "let forward depend on its input alone, or set activation.policy=selective",
             )
         _, out = self._products[self._next]
         self._products[self._next] = None, None  # freed with its last use

@@ -433,12 +433,48 @@ def test_products_that_are_written_to_in_place() -> None:
     assert_same(gradients(technique(chain(), policy="selective_op"), loss), gradients(chain(), loss))
 
 
-def test_selective_op_says_that_backward_ran_twice() -> None:
-    model = technique(Chain(BETWEEN["nothing"]), policy="selective_op")
-    loss = model(torch.ones(5, 8))
-    loss.backward(retain_graph=True)
-    with pytest.raises(TrainingError, match="a second time"):
-        loss.backward()
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("policy", ["full", "selective_op"])
+@pytest.mark.parametrize("n_layers", [1, 2, 3])
+def test_several_backward_passes_through_a_block(policy: str, n_layers: int) -> None:
+    """Products of one shape: with two layers, selective_op took the second's output for the first's."""
+
+    def chain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(*(Perceptron() for _ in range(n_layers))) for _ in range(2)))
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 40).view(5, 8).requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        out.mean().backward(retain_graph=True)
+        return slope.square().sum() + out.sum()
+
+    assert_same(gradients(technique(chain(), policy=policy), loss), gradients(chain(), loss))
+
+
+def test_selective_op_says_that_forward_ran_differently() -> None:
+    class Alternating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.linear, self.conv = 0, nn.Linear(8, 8), nn.Conv1d(5, 5, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            out: torch.Tensor = torch.tanh(self.linear(x) if self.calls % 2 else self.conv(x))
+            return out
+
+    model = technique(nn.Sequential(Alternating(), Alternating()), policy="selective_op")
+    with pytest.raises(TrainingError, match="where forward had not"):
+        model(torch.ones(5, 8)).sum().backward()
 
 
 def test_attention_with_dropout_is_not_kept() -> None:

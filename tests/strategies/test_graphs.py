@@ -39,6 +39,7 @@ FOUND: list[tuple[int, tuple[str, ...], str, str]] = [
         "ddp",
         "full: a block in the model's checkpoint() counted once, not twice",
     ),
+    (1795894522, ("gradient_penalty",), "ddp", "selective_op: a second backward took the last product for the first"),
     (2, ("branch_by_data",), "fsdp", "in a late step one rank had no gradient: ranks reduced different buffers"),
 ]
 """Seed, features and engine of graphs that were wrong once, and what was wrong."""
