@@ -144,7 +144,7 @@ def test_killed_by_the_system_and_started_again(fresh: Path, tmp_path_factory: p
     reference_root = tmp_path_factory.mktemp("whole")
     write_numbers(reference_root / "text")
     # tensorboard on: its events are to hold each step once too
-    same = ["run.resume=true", "train.max_steps=30", "logging.tensorboard=true"]
+    same = ["run.resume=auto", "train.max_steps=30", "logging.tensorboard=true"]
     run(reference_root, *same, ranks=2, code=0)
     launcher = subprocess.Popen(
         command(fresh, *same), cwd=REPO, env=environment(), start_new_session=True,

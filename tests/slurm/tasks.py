@@ -18,10 +18,15 @@ from shardkit.checkpoint.native import layout, writer
 PHASES = ("start-up", "training", "evaluation", "saving")
 
 
+def beside(run_dir: Path, name: str) -> Path:
+    return run_dir.with_name(f"{run_dir.name}.{name}")
+
+
 class Paced:
     """A wide linear model, so that a save takes a moment, and slow evaluations.
 
-    Rank 0 keeps where it stands in RUN_DIR/phase, and appends to RUN_DIR/phases where it stood when USR2 arrived.
+    Rank 0 keeps where it stands in RUN_DIR.phase, and appends to RUN_DIR.phases where it stood when USR2 arrived
+    (`beside`: a new run is refused a directory with files in it).
     """
 
     def __init__(self, config: Any, wide: int = 2048) -> None:
@@ -49,7 +54,7 @@ class Faulty(Paced):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config, wide=4)
-        broken, here = Path(config.run.dir) / "broken", os.environ["SLURMD_NODENAME"]
+        broken, here = beside(Path(config.run.dir), "broken"), os.environ["SLURMD_NODENAME"]
         if not broken.exists():
             broken.write_text(here)
         if broken.read_text() == here:
@@ -140,19 +145,19 @@ def _watch(run_dir: Path) -> None:
     while True:
         phase = _phase()
         if signal.SIGUSR2 in signal.sigpending():
-            with (run_dir / "phases").open("a") as file:
+            with beside(run_dir, "phases").open("a") as file:
                 file.write(phase + "\n")
             return
-        if phase != before and run_dir.exists():
-            before = phase
-            (run_dir / "phase.part").write_text(phase)
-            (run_dir / "phase.part").replace(run_dir / "phase")
+        if phase != before:
+            before, draft = phase, beside(run_dir, "phase.part")
+            draft.write_text(phase)
+            draft.replace(beside(run_dir, "phase"))
         time.sleep(0.002)
 
 
 def _phase() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found = "start-up"
+    phase = "start-up"
     while frame is not None:
         where = (Path(frame.f_code.co_filename).name, frame.f_code.co_name)
         if where == ("evaluate.py", "evaluate"):
@@ -160,6 +165,6 @@ def _phase() -> str:
         if where == ("save.py", "save"):
             return "saving"
         if where == ("loop.py", "__iter__"):
-            found = "training"
+            phase = "training"
         frame = frame.f_back
-    return found
+    return phase

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from tests.disks import mounted
 from tests.launch.jobs import losses, settings
 from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, until
 from tests.slurm.runs import reasons, record, steady, with_task
-from tests.slurm.tasks import PHASES
+from tests.slurm.tasks import PHASES, beside
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist]
 
@@ -141,13 +142,14 @@ def test_preempted_again_and_again_at_any_moment_it_loses_nothing(
             cluster.call("scancel", "--batch", "--signal=USR2", job)
     assert cluster.wait(job, output, 120) == "COMPLETED", read(output)
     assert int(cluster.field(job, "Restarts")) == moments, read(output)
-    hit = Counter((run_dir / "phases").read_text().split())
+    hit = Counter(beside(run_dir, "phases").read_text().split())
     hit["start-up"] += moments - hit.total()  # before the task was there to note it
     print(f"\n{style}: aimed at {Counter(aims)}, noticed in {dict(hit)}; {Counter(reasons(run_dir))}")
     assert losses(run_dir) == losses(whole)
-    found, wanted = validation(run_dir), validation(whole)
-    assert found == {step: wanted[step] for step in found}
-    assert len(wanted) - len(found) <= moments  # the step at which a run is stopped may go without an evaluation
+    interrupted, uninterrupted = validation(run_dir), validation(whole)
+    assert interrupted == {step: uninterrupted[step] for step in interrupted}
+    # The step at which a run is stopped may go without an evaluation.
+    assert len(uninterrupted) - len(interrupted) <= moments
 
 
 def strike_at(phase: str, restart: int, chance: random.Random, run_dir: Path, output: Path) -> None:
@@ -159,7 +161,7 @@ def strike_at(phase: str, restart: int, chance: random.Random, run_dir: Path, ou
         return
     step = last_step(run_dir) + chance.randint(1, 3)
     until(lambda: last_step(run_dir) >= step, 180, lambda: read(output))
-    until(lambda: read(run_dir / "phase") == phase, 120, lambda: read(output))
+    until(lambda: read(beside(run_dir, "phase")) == phase, 120, lambda: read(output))
     if phase != "saving":
         time.sleep(chance.uniform(0, 0.2))
 
@@ -262,7 +264,7 @@ def test_a_node_whose_hardware_fails_is_left_out(cluster: Cluster, tmp_path: Pat
     output, run_dir = tmp_path / "out", tmp_path / "run"
     job = cluster.sbatch("srun", output, with_task(run_dir, "Faulty"), nodes=1, ranks=1)
     assert cluster.wait(job, output) == "COMPLETED", read(output)
-    broken = read(run_dir / "broken")
+    broken = read(beside(run_dir, "broken"))
     assert cluster.field(job, "ExcNodeList") == broken != cluster.field(job, "NodeList")
     assert cluster.field(job, "Restarts") == "1"
     assert reasons(run_dir) == [f"node at fault: {broken}", "done"]
@@ -279,7 +281,8 @@ def test_a_user_may_leave_out_a_node_of_a_job_that_waits(cluster: Cluster, tmp_p
         "scontrol requeue $SLURM_JOB_ID\nscontrol update JobId=$SLURM_JOB_ID ExcNodeList=$SLURM_JOB_NODELIST\necho $?\n"
     )
     as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    for folder in (tmp_path.parent, cluster.folder, cluster.folder.parent, cluster.folder.parent.parent):
+    temporary = Path(tempfile.gettempdir())
+    for folder in {cluster.folder, *cluster.folder.parents, *tmp_path.parents} - {temporary, *temporary.parents}:
         folder.chmod(folder.stat().st_mode | 0o055)
     job = cluster.call(
         *as_nobody, "sbatch", "--parsable", "--requeue", "-N1", "--open-mode=append", f"--chdir={tmp_path}",
