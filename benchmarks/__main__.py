@@ -19,7 +19,7 @@ ON_CPU: dict[str, list[str]] = {
     "data_wait": [],
     "watch_cost": [],
     "startup": [],
-    "checkpoint": ["--keep"],
+    "checkpoint": [],
     "checkpoint_matrix": [],
     "folder": [],
     "launch": [],

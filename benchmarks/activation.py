@@ -25,7 +25,7 @@ from shardkit.memory import TensorTracker
 from shardkit.models.transformer import Head, Transformer, init_parameter
 
 from .common import in_turns, paired_ratio, publish
-from .options import options
+from .options import options, samples
 
 BATCH, SEQ = 1, 1024
 MODEL = ModelConfig(vocab_size=256, max_seq_len=SEQ, d_model=256, n_layers=6, n_heads=4, loss_chunk_size=1024)
@@ -203,7 +203,7 @@ def measure_loss(chunk_size: int, dtype: torch.dtype = torch.float32) -> dict[st
 
 
 def main() -> None:
-    args = options(__doc__, rounds=7)
+    args = options(__doc__, rounds=samples(7))
     attention = {backend: measure_backend(backend, args.rounds) for backend in BACKENDS}
     chunked, whole = measure_loss(LOSS["chunk_size"]), measure_loss(0)
     reduction = whole["peak"] / chunked["peak"]

@@ -5,6 +5,8 @@ policy × micro-batch is trained for a few steps on 2 CPU ranks, several setting
 with the same reference among them. For several memory caps, the search then chooses without these measurements. The
 choices and the fastest settings whose measured peaks are under the caps take turns once more, for longer: a choice is
 compared with the best of them. Each choice also runs alone under the real cap.
+
+Measurements are kept in --folder as they come: started again, the benchmark goes on.
 """
 
 from __future__ import annotations
@@ -30,18 +32,20 @@ from shardkit.plan.search.search import Search, Setting
 from shardkit.plan.search.trial import TRACED, run_trial
 from shardkit.plan.target import Target
 
-from .common import in_turns, paired_ratio, publish
-from .options import Option, options, refuse
+from .common import REPO, in_turns, paired_ratio, publish
+from .options import AGAIN, Option, options, samples
 from .overhead import Ours, torchrun
 from .turns import RANKS, Ranks, timed
 
+FOLDER = REPO / "build" / "auto"
+KEPT = "kept.json"
 SAMPLES = 2
 BASE = (
     "run.device=cpu", "precision.mode=fp32", "model.vocab_size=1024", "model.d_model=256", "model.n_layers=6",
     "model.n_heads=4", "model.max_seq_len=512", "train.seq_len=512", f"train.global_batch_size={RANKS * SAMPLES}",
     "train.micro_batch_size=1",
 )  # fmt: skip
-GIVEN = {"precision.mode"}
+SET_BY_USER = {"precision.mode"}
 GRID = list(product(("ddp", "fsdp", "zero1", "zero2", "zero3"), ("none", "selective_op", "selective", "full"), (1, 2)))
 Cell = tuple[str, str, int]
 REFERENCE: Cell = ("ddp", "none", 1)
@@ -49,7 +53,6 @@ AT_ONCE = 8
 """Settings of the grid that take turns, besides the reference."""
 CAPS = 5
 WARMUP = TRACED + 1
-FEWEST = 6
 RIVALS = 3
 """Fastest settings of the grid that a choice is run against."""
 
@@ -69,7 +72,7 @@ def calibrate(cache: Path) -> None:
         raise SystemExit("the calibration left nothing behind: run `shardkit doctor --calibrate` to see why")
 
 
-class Kept:
+class Measurements:
     """The measurements so far, in a file: an interrupted benchmark continues where it stopped."""
 
     def __init__(self, path: Path) -> None:
@@ -92,8 +95,10 @@ def take_turns(cells: Sequence[Cell], work: Path, steps: int) -> dict[str, Any]:
     """
     with ExitStack() as running:
         alive = [
-            running.enter_context(Ranks(str(cell), "benchmarks.auto:answers", work, settings=[*BASE, *one]))
-            for cell, one in ((cell, settings_of(*cell)) for cell in cells)
+            running.enter_context(
+                Ranks(str(cell), "benchmarks.auto:answers", work, settings=[*BASE, *settings_of(*cell)])
+            )
+            for cell in cells
         ]
         for ranks in alive:
             ranks.first_step()
@@ -140,15 +145,16 @@ def choose(mib: int) -> dict[str, Any]:
     """The search's choice under a cap, and all its predictions: [[*cell, bytes, tokens/s], …]."""
     target = Target(RANKS, None, RANKS, cap=mib * 2**20)
     with Search(
-        lambda more: load_config(None, [*BASE, *more]).config, target, GIVEN, None, lambda said: None
+        lambda more: load_config(None, [*BASE, *more]).config, target, SET_BY_USER, None, lambda line: None
     ) as search:
-        found = search.run()
-    seen = {cell_of(one): one for one in (*found.fitting, *found.misfits, *found.sizes)}
-    assert found.best.estimate is not None
+        outcome = search.run()
+    reported = (*outcome.fitting, *outcome.misfits, *outcome.sizes)
+    predictions = {cell_of(setting): (setting.needed, setting.tokens_per_s) for setting in reported}
+    assert outcome.best.estimate is not None
     return {
-        "chosen": cell_of(found.best),
-        "uncertainty": found.best.estimate.uncertainty,
-        "predicted": [[*cell, one.needed, one.tokens_per_s] for cell, one in seen.items()],
+        "chosen": cell_of(outcome.best),
+        "uncertainty": outcome.best.estimate.uncertainty,
+        "predicted": [[*cell, *prediction] for cell, prediction in predictions.items()],
     }
 
 
@@ -163,27 +169,30 @@ def run_capped(cell: Cell, mib: int, work: Path) -> str:
 def main() -> None:
     args = options(
         __doc__,
-        work=Option(Path("build/auto"), "for runs and measurements so far"),
+        folder=Option(FOLDER, "where runs and measurements are kept"),
         steps=Option(8, "of each setting of the grid"),
-        final_steps=Option(24, "of the choices and the fastest"),
+        final_steps=samples(24, "of the choices and the fastest"),
+        again=AGAIN,
     )
-    if args.final_steps < FEWEST:
-        refuse(f"--final-steps {args.final_steps}: an interval needs {FEWEST}")
-    work: Path = args.work.resolve()
+    work: Path = args.folder.resolve()
     work.mkdir(parents=True, exist_ok=True)
+    if args.again:
+        (work / KEPT).unlink(missing_ok=True)
     if not (work / "cache" / "shardkit" / "calibration.json").exists():
         calibrate(work / "cache")
     os.environ["XDG_CACHE_HOME"] = str(work / "cache")
     searching.Planner = Remembering  # type: ignore[misc]
-    kept = Kept(work / "kept.json")
-    grid = measure_grid(kept, work, args.steps)
+    measurements = Measurements(work / KEPT)
+    grid = measure_grid(measurements, work, args.steps)
     limits = caps([run["peak"] for run in grid.values()])
-    choices = {mib: kept.get(f"choice {mib}", partial(choose, mib)) for mib in limits}
+    choices = {mib: measurements.get(f"choice {mib}", partial(choose, mib)) for mib in limits}
     rivals = {mib: contenders(mib, tuple(choice["chosen"]), grid) for mib, choice in choices.items()}
     finalists = sorted({cell for cells in rivals.values() for cell in cells})
-    final = kept.get(f"final {finalists}", partial(take_turns, finalists, work, args.final_steps))
+    final = measurements.get(
+        f"{args.final_steps} steps of {finalists}", partial(take_turns, finalists, work, args.final_steps)
+    )
     seconds: dict[Cell, list[float]] = dict(zip(finalists, final["seconds"], strict=True))
-    predicted = {tuple(one[:3]): one[3:] for choice in choices.values() for one in choice["predicted"]}
+    predicted = {tuple(row[:3]): row[3:] for choice in choices.values() for row in choice["predicted"]}
     payload = {
         "ranks": RANKS, "samples": SAMPLES, "settings": BASE, "reference": REFERENCE,
         "calibration": json.loads((work / "cache" / "shardkit" / "calibration.json").read_text()),
@@ -193,7 +202,7 @@ def main() -> None:
             for cell, run in grid.items()
         ],
         "caps": [],
-        "final": [{"settings": cell, "seconds": found} for cell, found in seconds.items()],
+        "final": [{"settings": cell, "seconds": taken} for cell, taken in seconds.items()],
     }  # fmt: skip
     for mib, choice in choices.items():
         chosen: Cell = tuple(choice["chosen"])
@@ -204,19 +213,19 @@ def main() -> None:
             "feasible": sum(fits(run, mib) for run in grid.values()), "of": len(GRID),
             "ratio": paired_ratio(seconds[best], seconds[chosen]),
             "chosen_peak": grid[chosen]["peak"],
-            "under_cap": kept.get(f"capped {mib} {chosen}", partial(run_capped, chosen, mib, work)),
+            "under_cap": measurements.get(f"capped {mib} {chosen}", partial(run_capped, chosen, mib, work)),
         })  # fmt: skip
     publish("auto", payload)
 
 
-def measure_grid(kept: Kept, work: Path, steps: int) -> dict[Cell, dict[str, Any]]:
+def measure_grid(measurements: Measurements, work: Path, steps: int) -> dict[Cell, dict[str, Any]]:
     """Every setting's peak, and its speed relative to the reference that took turns with it."""
     grid: dict[Cell, dict[str, Any]] = {}
     for start in range(0, len(GRID), AT_ONCE):
         cells = GRID[start : start + AT_ONCE]
-        found = kept.get(f"turns of {cells}", partial(take_turns, [REFERENCE, *cells], work, steps))
-        reference, *others = found["seconds"]
-        for cell, taken, n_bytes in zip(cells, others, found["peaks"][1:], strict=True):
+        turns = measurements.get(f"{steps} steps of {cells}", partial(take_turns, [REFERENCE, *cells], work, steps))
+        reference, *others = turns["seconds"]
+        for cell, taken, n_bytes in zip(cells, others, turns["peaks"][1:], strict=True):
             speed = median(a / b for a, b in zip(reference, taken, strict=True))
             grid[cell] = {"peak": n_bytes, "speed": speed, "seconds": taken, "reference_seconds": reference}
     return grid

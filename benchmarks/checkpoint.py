@@ -9,7 +9,6 @@ continues, `torch.save` of the full state dict, and DeepSpeed's `save_checkpoint
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 import tempfile
@@ -20,12 +19,10 @@ from statistics import median
 from typing import Any
 
 from .checkpoint_arms import Clock, Run, deepspeed_save, forget, in_background, raw_read, raw_write, torch_save
-from .common import median_ci, publish
-from .options import Option, options
+from .common import FEWEST, median_ci, publish
+from .options import Option, options, samples
 from .overhead import on_two_ranks
 
-FEWEST = 6
-"""Rounds that an interval of 95 % needs."""
 GOALS = {"save_throughput": 0.7, "load_throughput": 0.7, "async_blocking": 0.2}
 
 
@@ -143,21 +140,16 @@ def summary(measured: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     args = options(
         __doc__,
-        rounds=Option(12, "at most; the first is for warming up"),
+        rounds=samples(12, "at most; the first is for warming up"),
         minutes=Option(8.0, f"no new round after that, but at least {FEWEST}"),
         layers=Option(15, "each adds 144 MiB to the checkpoint"),
-        folder=Option(Path.cwd(), "on the disk to be measured"),
+        disk=Option(Path.cwd(), "a folder on the disk to be measured"),
         rest=Option(2.0, "seconds before each use of the disk"),
-        keep=Option(False, "write benchmarks/results/checkpoint.json"),
     )
-    with tempfile.TemporaryDirectory(dir=args.folder, prefix="checkpoint-") as temp:
+    with tempfile.TemporaryDirectory(dir=args.disk, prefix="checkpoint-") as temp:
         sizes = {"layers": args.layers, "rounds": args.rounds, "minutes": args.minutes, "rest_s": args.rest}
         measured = on_two_ranks(measure, limit_s=3600 + 60 * args.minutes, folder=Path(temp), **sizes)
-    result = {"goals": GOALS, "ranks": 2, **summary(measured), "samples": measured}
-    if args.keep:
-        publish("checkpoint", result)
-    else:
-        print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=2))
+    publish("checkpoint", {"goals": GOALS, "ranks": 2, **summary(measured), "samples": measured})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from shardkit.files import write_whole
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "benchmarks" / "results"
 LONGEST_LINE = 4000
+FEWEST = 6
+"""Samples that an interval of 95 % needs."""
 Arm = TypeVar("Arm", bound=Hashable)
 Sample = TypeVar("Sample")
 
@@ -131,13 +133,17 @@ def write_result(name: str, payload: Mapping[str, Any]) -> Path:
     return write_json(RESULTS / f"{name}.json", {"environment": environment(), **payload})
 
 
-def publish(name: str, payload: Mapping[str, Any]) -> None:
-    """Write a result, and print what the page will say of it."""
+def publish(name: str, payload: Mapping[str, Any], section: str | None = None) -> None:
+    """Write a result, and print what the page will say of it.
+
+    Args:
+        section: of page.md; it has the name of the result if this is None.
+    """
     path = write_result(name, payload)
     try:
         from .report import rendered
 
-        print(rendered(name, json.loads(path.read_text())))
+        print(rendered(section or name, json.loads(path.read_text())))
     except (UndefinedError, ImportError) as error:  # parts are not measured yet, or the checkout changed meanwhile
         print(f"not rendered: {error}")
     print(f"written: {path}", flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import tempfile
 import time
@@ -21,12 +20,12 @@ from tests.cuda import gpu_ranks
 from tests.cuda.compiled import Case, cases, pool, refusal, write
 from tests.ranks import RankError
 
-from .common import REPO, RESULTS, environment, write_json
-from .options import Option, options
+from .common import REPO, earlier, publish
+from .options import AGAIN, COLLECT, LIMIT, ONLY, Option, chosen, options
 from .report_compiled import eager
 
 LIST = REPO / "benchmarks" / "compiled_cases.txt"
-WRITTEN = RESULTS / "emulated" / "compiled.json"
+NAME = "emulated/compiled"
 PLANNED = Path("plan") / "plan.json"
 ISOLATED = "isolated"
 AT_ONCE = 40
@@ -44,17 +43,17 @@ CARD = {
 
 def recorded(folder: Path) -> dict[str, Any]:
     """Results by case."""
-    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return {result["case"]: result for result in found}
+    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return {record["case"]: record for record in records}
 
 
 def take_over(folder: Path) -> None:
     """Give the folder the committed results that it lacks, so that a campaign goes on in another checkout."""
-    known = json.loads(WRITTEN.read_text()) if WRITTEN.exists() else {"cases": {}, "isolated": {}, "planned": {}}
-    for place, cases_found in ((folder, known["cases"]), (folder / ISOLATED, known["isolated"])):
-        for name, found in cases_found.items():
+    known = {"cases": {}, "isolated": {}, "planned": {}, **earlier(NAME)}
+    for place, committed in ((folder, known["cases"]), (folder / ISOLATED, known["isolated"])):
+        for name, record in committed.items():
             if not (place / f"{name}.json").exists():
-                write(place, name, found)
+                write(place, name, record)
     plans = known["planned"] | planned(folder)
     (folder / PLANNED).parent.mkdir(parents=True, exist_ok=True)
     (folder / PLANNED).write_text(json.dumps(plans, indent=1))
@@ -113,25 +112,29 @@ def _processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def plan_each(todo: Sequence[Case], folder: Path, deadline: float) -> None:
-    """Ask the planner for the peaks of the eager cases until the deadline; the file has each as soon as it is known."""
+def plan_each(todo: Sequence[Case], folder: Path, deadline: float, again: bool = False) -> None:
+    """Ask the planner for the peaks of the eager cases until the deadline; the file has each as soon as it is known.
+
+    Args:
+        again: also for those that the file has.
+    """
     from shardkit.config.load import load_config
     from shardkit.hardware.cards import GPUS
     from shardkit.plan.client import Planner
     from shardkit.plan.target import Target
 
-    found = planned(folder)
-    wanted = {Case.named(eager(str(case))) for case in todo if refusal(case) is None}
-    left = sorted((case for case in wanted if str(case) not in found), key=lambda case: (case.world, str(case)))
+    plans = planned(folder)
+    plain = {Case.named(eager(str(case))) for case in todo if refusal(case) is None}
+    left = sorted((case for case in plain if again or str(case) not in plans), key=lambda case: (case.world, str(case)))
     for world, group in groupby(left, lambda case: case.world):
         with Planner(Target(world, GPUS["h100"], world)) as planner:
             for case in group:
                 if time.monotonic() > deadline:
                     return
                 peak = planner.predict(load_config(None, case.settings()).config).peak
-                found[str(case)] = {"allocated": peak.allocated, "reserved": peak.reserved}
+                plans[str(case)] = {"allocated": peak.allocated, "reserved": peak.reserved}
                 (folder / PLANNED).parent.mkdir(parents=True, exist_ok=True)
-                (folder / PLANNED).write_text(json.dumps(found, indent=1))
+                (folder / PLANNED).write_text(json.dumps(plans, indent=1))
 
 
 def planned(folder: Path) -> dict[str, Any]:
@@ -141,18 +144,17 @@ def planned(folder: Path) -> dict[str, Any]:
 
 def collect(folder: Path) -> dict[str, Any]:
     """One result of all cases; those without a file are listed as not run."""
-    found, isolated = recorded(folder), recorded(folder / ISOLATED)
+    shared, isolated = recorded(folder), recorded(folder / ISOLATED)
     names = [str(case) for case in cases()]
-    for result in (*found.values(), *isolated.values()):
-        del result["case"]
+    for record in (*shared.values(), *isolated.values()):
+        del record["case"]
     return {
-        "environment": environment(),
         "emulated": True,
         "card": CARD,
-        "not_run": [name for name in names if name not in found],
+        "not_run": [name for name in names if name not in shared],
         "planned": planned(folder),
         "isolated": {name: isolated[name] for name in names if name in isolated},
-        "cases": {name: found[name] for name in names if name in found},
+        "cases": {name: shared[name] for name in names if name in shared},
     }
 
 
@@ -160,30 +162,30 @@ def main() -> None:
     args = options(
         __doc__,
         folder=Option(REPO / "build" / "compiled", "where cases are recorded"),
-        only=Option(".", "a pattern that a case's name has to match"),
-        budget_s=Option(1e6, "no case starts later"),
+        only=ONLY,
+        limit=LIMIT,
         isolated=Option(False, "a case has processes and caches of its own"),
-        again=Option(False, "forget the results of the cases that match"),
+        again=AGAIN,
         list=Option(False, f"write the names of all cases to {LIST.name}"),
         plan=Option(False, "ask the planner for peaks"),
-        collect=Option(False, "run nothing; write the result of recorded cases"),
+        collect=COLLECT,
     )
     if args.list:
         LIST.write_text("".join(f"{case}\n" for case in cases()))
         return
+    deadline = time.monotonic() + args.limit
+    by_name = {str(case): case for case in cases()}
+    todo = [by_name[name] for name in chosen(by_name, args.only)]
     take_over(args.folder)
-    todo = [case for case in cases() if re.search(args.only, str(case))]
-    if args.again:
-        for case in todo:
-            (args.folder / f"{case}.json").unlink(missing_ok=True)
-    deadline = time.monotonic() + args.budget_s
     if args.plan:
-        plan_each(todo, args.folder, deadline)
+        plan_each(todo, args.folder, deadline, args.again)
     elif not args.collect:
         os.environ.update(CARD)  # ranks read it when Python starts
         folder = args.folder / ISOLATED if args.isolated else args.folder
+        for case in todo if args.again else ():
+            (folder / f"{case}.json").unlink(missing_ok=True)
         run(todo, folder, deadline, args.isolated)
-    print(f"written: {write_json(WRITTEN, collect(args.folder))}")
+    publish(NAME, collect(args.folder), section="compiled")
 
 
 if __name__ == "__main__":

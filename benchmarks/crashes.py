@@ -76,16 +76,16 @@ def run_forked(todo: list[int], seed: int, jobs: int, work: Path, until_s: float
         os.waitpid(pid, 0)
 
 
-def run_real(todo: list[int], seed: int, only: str | None, work: Path, until_s: float) -> None:
+def run_real(todo: list[int], seed: int, launchers: list[str], work: Path, until_s: float) -> None:
     if not todo or time.monotonic() > until_s:
         return
     local = Real(work, {})
     local.reference()
-    with a_cluster(work, local.whole, only != "torchrun") as slurm:
+    with a_cluster(work, local.whole, "slurm" in launchers) as slurm:
         for number in todo:
             if time.monotonic() > until_s:
                 break
-            case = real_case(number, seed, None if only == "slurm" else local, slurm)
+            case = real_case(number, seed, local if "torchrun" in launchers else None, slurm)
             if case is not None:
                 keep(case, work)
 
@@ -97,7 +97,7 @@ def main() -> None:
         real=Option(100, "cases with real ranks"),
         jobs=Option(2, "forked cases at a time"),
         seed=1,
-        only=Option(None, "of the cases with real ranks", among=("torchrun", "slurm")),
+        launchers=Option(("torchrun", "slurm"), "of the cases with real ranks"),
         limit=LIMIT,
     )
     until_s = time.monotonic() + args.limit
@@ -105,7 +105,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="crashes-") as folder:
         work = Path(folder)
         run_forked(missing(args.seed, args.forked, is_real=False), args.seed, args.jobs, work, until_s)
-        run_real(missing(args.seed, args.real, is_real=True), args.seed, args.only, work, until_s)
+        run_real(missing(args.seed, args.real, is_real=True), args.seed, args.launchers, work, until_s)
     done = known(args.seed)
     kinds = {
         kind: [one for (is_real, _), one in done.items() if is_real == (kind == "real")] for kind in ("forked", "real")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.cuda import parity, pools, verdict
 from tests.cuda.parity import Case
 
 from .common import REPO, RESULTS, environment, publish
-from .options import Option, options, refuse
+from .options import COLLECT, ONLY, Option, chosen, options, refuse
 
 WRITTEN = RESULTS / "cuda_parity.json"
 
@@ -69,10 +68,12 @@ def main() -> None:
     args = options(
         __doc__,
         folder=Option(REPO / "build" / "cuda_parity", "where cases are recorded"),
-        set=SETS,
-        only=Option(".", "a pattern that a case's name has to match"),
-        collect=Option(False, "run nothing; write the result of recorded cases"),
+        sets=SETS,
+        only=ONLY,
+        collect=COLLECT,
     )
+    sets = {name: {str(case): case for case in parity.ordered(SETS[name][0]())} for name in args.sets}
+    names = set(chosen([case for cases in sets.values() for case in cases], args.only))
     folder: Path = args.folder
     folder.mkdir(parents=True, exist_ok=True)
     if not args.collect:
@@ -80,10 +81,9 @@ def main() -> None:
             refuse("set EMUCUDA=1 and EMUCUDA_DEVICES=4")
         if not (folder / "wanted.json").exists():
             (folder / "wanted.json").write_text(json.dumps(pools.reference(folder)))
-        for name in args.set:
-            cases, env = SETS[name]
-            todo = [case for case in parity.ordered(cases()) if re.search(args.only, str(case))]
-            pools.run(todo, folder, folder / f"{name}.jsonl", **env)
+        for name, cases in sets.items():
+            todo = [case for case_name, case in cases.items() if case_name in names]
+            pools.run(todo, folder, folder / f"{name}.jsonl", **SETS[name][1])
     publish("cuda_parity", collected(folder))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from . import sft_data
 from .common import median_ci, publish
-from .options import Option, options
+from .options import options, samples
 from .overhead import execute, torchrun
 
 NAME = "data_wait"
@@ -57,7 +57,7 @@ def figures(steps: list[dict[str, Any]], ranks: int = 2) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = options(__doc__, steps=Option(STEPS, "measured steps of each setting (6 for an interval)"))
+    args = options(__doc__, steps=samples(STEPS, "measured steps of each setting"))
     load = os.getloadavg()[0]
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temp:

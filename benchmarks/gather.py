@@ -22,7 +22,7 @@ from shardkit.memory.rows import PHASES, encode, gather_json
 from tests.ranks import run_ranks
 
 from .common import median_ci, publish
-from .options import options
+from .options import options, samples
 
 WORLDS = (2, 4, 8, 16, 32, 64)
 INTERVAL, STEP_S = 10, 0.05
@@ -89,7 +89,7 @@ def measure(world: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = options(__doc__, worlds=WORLDS, rounds=40)
+    args = options(__doc__, worlds=WORLDS, rounds=samples(40))
     worlds = {str(world): measure(world, args.rounds) for world in args.worlds}
     settings = {"interval": INTERVAL, "step_s": STEP_S, "rounds": args.rounds, "goal": GOAL}
     publish("gather", {**settings, "worlds": worlds})

@@ -22,7 +22,7 @@ from typing import Any
 
 from . import bare
 from .common import earlier, in_turns, measure_each, median_ci, stamp, unmeasured
-from .options import RESUME, Option, options, refuse
+from .options import RESUME, Option, options, refuse, samples
 from .overhead import write_tokens
 
 ENGINES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2}
@@ -267,7 +267,7 @@ def on_the_clock(engine: str, turns: int) -> dict[str, Any]:
 
 def main() -> None:
     clock = Option(False, "only the steps on kernels of a given duration")
-    args = options(__doc__, turns=30, engines=ENGINES, resume=RESUME, clock=clock)
+    args = options(__doc__, pairs=samples(30), engines=ENGINES, resume=RESUME, clock=clock)
     if os.environ.get("EMUCUDA", "0") in ("", "0"):
         refuse("set EMUCUDA=1 and EMUCUDA_DEVICES=2")
     import emucuda
@@ -277,7 +277,7 @@ def main() -> None:
     before: dict[str, Any] = earlier("host_cost").get("engines", {})
 
     def measure(engine: str) -> dict[str, Any]:
-        part = {"clock": on_the_clock(engine, args.turns)} if args.clock else counted(engine, args.turns)
+        part = {"clock": on_the_clock(engine, args.pairs)} if args.clock else counted(engine, args.pairs)
         return {**before.get(engine, {}), **part}
 
     held = {engine: figures.get("clock", {}) for engine, figures in before.items()} if args.clock else before

@@ -21,7 +21,7 @@ from typing import Any
 from tests.launch.tasks import Troubled
 
 from .common import earlier, in_turns, median_ci, paired_ratio, publish
-from .options import Option, options
+from .options import Option, options, samples
 from .overhead import Ours, execute, on_two_ranks, overrides, step_times, torchrun, write_tokens
 
 GOALS = {"first_step": 1.10, "watching": 0.005}
@@ -154,8 +154,13 @@ def compared(times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    rounds = Option(9, "starts of each launcher, at least 6")
-    args = options(__doc__, rounds=rounds, kills=7, steps=60, parts=("first_step", "recovery", "watching"))
+    args = options(
+        __doc__,
+        rounds=samples(9, "starts of each launcher"),
+        kills=samples(7, "ranks that are killed"),
+        steps=Option(60, "watched steps"),
+        parts=("first_step", "recovery", "watching"),
+    )
     result = {**earlier("launch"), "goals": GOALS}
     result.pop("environment", None)
     with tempfile.TemporaryDirectory() as temp:

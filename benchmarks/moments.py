@@ -107,18 +107,19 @@ def main() -> None:
         jobs=Option(3, "jobs side by side"),
         seed=1,
         faults=moments.FAULTS,
-        only=Option(-1, "play this draw alone"),
+        number=Option(-1, "play the draw of this number alone, and write nothing"),
         limit=LIMIT,
     )
+    until_s = time.monotonic() + args.limit
     missing = why_not()
     if missing is not None:
         sys.exit(f"error: {missing}\n  fix: run it as root on Debian or Ubuntu")
     PROGRESS.parent.mkdir(exist_ok=True)
-    alone = args.only >= 0
+    alone = args.number >= 0
     done = {} if alone else known(args.seed)
-    numbers = [args.only] if alone else [number for number in range(args.draws) if number not in done]
+    numbers = [args.number] if alone else [number for number in range(args.draws) if number not in done]
     with tempfile.TemporaryDirectory(prefix="moments-") as folder, a_cluster(Path(folder) / "slurm") as cluster:
-        campaign = Campaign(cluster, Path(folder), time.monotonic() + args.limit)
+        campaign = Campaign(cluster, Path(folder), until_s)
         chosen = [number for number in numbers if moments.CYCLE[number % len(moments.CYCLE)] in args.faults]
         campaign.run([moments.draw(args.seed, number) for number in chosen], args.jobs)
     if alone:

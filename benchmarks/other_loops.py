@@ -1,8 +1,8 @@
 """Plans from other tools' files against real runs of the Trainer, Accelerate and DeepSpeed in loops of their own.
 
-`python -m benchmarks.other_loops` runs
-the cases on CPUs, `--emulated` (in the environment of `make test-cuda`) those on emulated cards that compute nothing. A
-result is on disk as soon as it is known; what is measured is not run again unless `--again` asks for it.
+`python -m benchmarks.other_loops` runs the cases on CPUs, `--emulated` (in the environment of `make test-cuda`) those
+on emulated cards that compute nothing. A result is on disk as soon as it is known; what is measured is not run again
+unless `--again` asks for it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .common import REPO, RESULTS, environ, environment, output_of, write_json
-from .options import LIMIT, Option, options
+from .common import REPO, RESULTS, earlier, environ, environment, output_of, publish, write_json
+from .options import AGAIN, LIMIT, ONLY, PREDICT, Option, chosen, options
 from .other_loops_jobs import LOOPS, Loop
 
 GOALS = {"cpu": {"allocated": 0.03}, "emulated": {"allocated": 0.01, "reserved": 0.05}}
@@ -91,52 +91,54 @@ def predict(loop: Loop, folder: Path) -> dict[str, Any]:
     return {"allocated": peak.allocated, "reserved": peak.reserved, "phase": peak.phase}
 
 
-def place(on: str) -> Path:
-    return (RESULTS if on == "cpu" else RESULTS / "emulated") / "other_loops.json"
+RESULT_OF = {"cpu": "other_loops", "emulated": "emulated/other_loops"}
+SECTION_OF = {"cpu": "other_loops", "emulated": "other_loops_on_cards"}
 
 
 def main() -> None:
     args = options(
         __doc__,
         emulated=Option(False, "the cases on emulated cards"),
-        only=Option("", "cases whose names contain this"),
-        again=Option(False, "measure again what is recorded"),
-        predict=Option(False, "predict all again, measure nothing"),
-        measure=Option(False, "predict nothing"),
+        only=ONLY,
+        again=AGAIN,
+        predict=PREDICT,
+        measure=Option(False, "measure, predict nothing"),
         limit=LIMIT,
     )
+    until_s = time.monotonic() + args.limit
     on = "emulated" if args.emulated else "cpu"
-    path = place(on)
-    held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cases": {}}
-    end = time.monotonic() + args.limit
-    for loop in LOOPS:
-        if loop.on != on or args.only not in loop.name or time.monotonic() > end:
-            continue
-        found = held["cases"].setdefault(loop.name, {"model": loop.model, "ranks": loop.ranks})
-        measures = not args.predict and (args.again or "allocated" not in found.get("measured", {}))
-        predicts = args.predict or (not args.measure and "allocated" not in found.get("predicted", {}))
+    loops = {loop.name: loop for loop in LOOPS if loop.on == on}
+    known: dict[str, Any] = {"cases": {}, **earlier(RESULT_OF[on])}
+    for name in chosen(loops, args.only):
+        if time.monotonic() > until_s:
+            break
+        loop = loops[name]
+        case = known["cases"].setdefault(name, {"model": loop.model, "ranks": loop.ranks})
+        measures = not args.predict and (args.again or "allocated" not in case.get("measured", {}))
+        predicts = args.predict or (not args.measure and "allocated" not in case.get("predicted", {}))
         with tempfile.TemporaryDirectory() as folder:
             if measures:
-                found["measured"] = measure(loop, Path(folder))
-                held["measured_at"] = environment()
+                case["measured"] = measure(loop, Path(folder))
+                known["measured_at"] = environment()
             if predicts:
-                found["predicted"] = predict(loop, Path(folder))
+                case["predicted"] = predict(loop, Path(folder))
         if measures or predicts:
-            held["environment"] = environment()
-            write_json(path, held)
-            print(f"{loop.name:45s} {loop.model:11s} {loop.ranks}  {_errors(found)}", flush=True)
+            known["environment"] = environment()
+            write_json(RESULTS / f"{RESULT_OF[on]}.json", known)
+            print(f"{name:45s} {loop.model:11s} {loop.ranks}  {_errors(case)}", flush=True)
+    publish(RESULT_OF[on], known, SECTION_OF[on])
 
 
-def _errors(found: dict[str, Any]) -> str:
+def _errors(case: dict[str, Any]) -> str:
     for kind in ("measured", "predicted"):
-        if "failed" in found.get(kind, {"failed": "not run"}):
-            return f"{kind}: {found.get(kind, {}).get('failed', 'not run')}"
+        if "failed" in case.get(kind, {"failed": "not run"}):
+            return f"{kind}: {case.get(kind, {}).get('failed', 'not run')}"
     shown = [
-        f"{key} {100 * (found['predicted'][key] / found['measured'][key] - 1):+7.3f} %"
+        f"{key} {100 * (case['predicted'][key] / case['measured'][key] - 1):+7.3f} %"
         for key in ("allocated", "reserved")
-        if found["measured"].get(key)
+        if case["measured"].get(key)
     ]
-    return "  ".join(shown) + f"  in {found['predicted']['phase']}"
+    return "  ".join(shown) + f"  in {case['predicted']['phase']}"
 
 
 if __name__ == "__main__":

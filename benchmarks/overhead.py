@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 
 from . import bare
 from .common import REPO, in_turns, measure_each, paired_ratio, stamp
-from .options import RESUME, options
+from .options import RESUME, options, samples
 
 ENGINES = ("ddp", "fsdp", "zero2")
 GOALS = {"step_time": 1.02, "peak_tensor_memory": 1.01, "first_step": 1.10}
@@ -169,7 +169,7 @@ def write_tokens(folder: Path) -> str:
 
 
 def main() -> None:
-    args = options(__doc__, pairs=40, starts=9, engines=ENGINES, resume=RESUME)
+    args = options(__doc__, pairs=samples(40), starts=samples(9), engines=ENGINES, resume=RESUME)
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         tokens = write_tokens(folder)

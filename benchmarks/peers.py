@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from . import bare, peers_arms, peers_env
-from .common import RESULTS, earlier, environment, paired_ratio, publish, stamp, write_json
-from .options import Option, options, refuse
+from .common import earlier, paired_ratio, publish, stamp
+from .options import ONLY, Option, options, refuse, samples
 from .overhead import write_tokens
 from .peers_arms import ARMS, OURS, REFUSALS
 from .peers_ranks import Ranks
@@ -29,7 +29,7 @@ from .turns import RANKS, Arms, peaks_of, side_by_side, starts_of
 TOLERANCE = 1e-5  # largest difference of a loss from the hand-written loop's
 WARMUP = 2  # untimed steps after the first
 PEAK_STEPS = 3
-FEWEST = 6  # samples for an interval
+ON_CARDS = "emulated/peers"
 SMALL_STEPS, FULL_STEPS = 10, 76  # on cards; shardkit looks at its first 64 losses, DDP at its first ten steps
 PACKAGES = ("torch", "accelerate", "deepspeed", "lightning-fabric", "transformers")
 
@@ -83,7 +83,7 @@ def ratio(samples: Samples, arm: str) -> tuple[float, float, float]:
 
 
 def times(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
-    """Starts, steps, and shardkit's ratios to each arm ("beside") if there are enough samples for an interval.
+    """Starts, steps, and shardkit's ratios to each arm ("beside").
 
     Args:
         arms: names, the hand-written loop first, including shardkit.
@@ -95,18 +95,16 @@ def times(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: i
     """
     began = starts_of(arms_of(engine, arms, tokens, folder, 1), rounds)
     taken, losses = turns(engine, arms, tokens, folder, steps)
-    result: dict[str, Any] = {
+    return {
         "measured": stamp(),
         "loss_difference": loss_differences(losses),
         "first_step_s": began,
         "step_s": taken,
         "losses": losses,
-    }
-    if min(rounds, steps) >= FEWEST:
-        result["beside"] = {
+        "beside": {
             arm: {"step_time": ratio(taken, arm), "first_step": ratio(began, arm)} for arm in arms if arm != OURS
-        }
-    return result
+        },
+    }
 
 
 def peaks(engine: str, arms: Sequence[str], tokens: str, folder: Path) -> dict[str, int]:
@@ -147,12 +145,11 @@ def cuda(engines: Sequence[str], only: str) -> None:
     Raises:
         DifferentLosses: an arm that computes does not train like the hand-written loop.
     """
-    path = RESULTS / "emulated" / "peers.json"
-    known: dict[str, Any] = earlier("emulated/peers").get("engines", {})
+    known: dict[str, Any] = earlier(ON_CARDS).get("engines", {})
     with tempfile.TemporaryDirectory() as folder:
         tokens = write_tokens(Path(folder))  # imports torch, before the ranks' settings emulate a card
         for engine in engines:
-            _cuda(engine, only, tokens, known.setdefault(engine, {}), lambda: _write_cuda(path, known))
+            _cuda(engine, only, tokens, known.setdefault(engine, {}), lambda: _write_cuda(known))
 
 
 def _cuda(engine: str, only: str, tokens: str, known: dict[str, Any], write: Callable[[], None]) -> None:
@@ -168,10 +165,10 @@ def _cuda(engine: str, only: str, tokens: str, known: dict[str, Any], write: Cal
             print(engine, loss_differences({arm: held[arm]["losses"] for arm in arms if "losses" in held.get(arm, {})}))
 
 
-def _write_cuda(path: Path, known: Mapping[str, Any]) -> None:
-    about = {"environment": environment(), "emulated": True, "ranks": RANKS, "tolerance": TOLERANCE}
+def _write_cuda(known: Mapping[str, Any]) -> None:
+    about = {"emulated": True, "ranks": RANKS, "tolerance": TOLERANCE}
     packages = {package: version(package) for package in PACKAGES}
-    write_json(path, {**about, "packages": packages, "engines": known})
+    publish(ON_CARDS, {**about, "packages": packages, "engines": known}, section="peers_on_cards")
 
 
 def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:
@@ -194,12 +191,12 @@ def write(engines: Mapping[str, Any]) -> None:
 def main() -> None:
     args = options(
         __doc__,
-        rounds=Option(9, "starts of each arm; nothing is written below 6"),
-        steps=Option(25, "of each arm; nothing is written below 6"),
+        rounds=samples(9, "starts of each arm"),
+        steps=samples(25, "of each arm"),
         engines=ARMS,
         parts=("memory", "time"),
         cuda=Option(False, "on emulated cards: in the environment of `make test-cuda` with lightning-fabric beside"),
-        only=Option("", "of --cuda: only libraries whose names contain this"),
+        only=ONLY._replace(help="of --cuda: the libraries whose names contain this"),
     )
     if args.cuda:
         missing = [name for name in ("emucuda", "lightning_fabric", "accelerate") if find_spec(name) is None]
@@ -219,9 +216,6 @@ def main() -> None:
                 found["refused"] = refusals(engine, tokens, folder)
             if "time" in args.parts:
                 found |= times(engine, arms, tokens, folder, args.rounds, args.steps)
-            if "time" in args.parts and "beside" not in found:
-                print(f"{engine}: not written: too few samples for an interval: {found}")
-                continue
             known = earlier("peers").get("engines", {})
             write({**known, engine: {**known.get(engine, {}), **found}})
 

@@ -1,7 +1,7 @@
 """The cost of planning: seconds and memory from a fresh process to the estimate, by depth, width and world size.
 
-`python -m benchmarks.plan` plans each case on fake H100s three times, each time in a fresh process; this includes the
-start-up of Python and torch.
+`python -m benchmarks.plan` plans each case on fake H100s, each time in a fresh process; this includes the start-up of
+Python and torch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 from statistics import median
 from typing import Any
 
-from .common import REPO, publish
+from .common import REPO, earlier, publish
 from .models import LLAMA_70B
-from .options import options
+from .options import ONLY, Option, chosen, options
 
 GOALS = {"llama 70b, fsdp × 1024": {"seconds": 10, "gib": 4}, "355m, fsdp × 8": {"seconds": 5, "gib": 4}}
 FSDP = ["parallel.strategy=fsdp", "precision.mode=bf16", "train.micro_batch_size=1"]
@@ -38,8 +38,8 @@ ROUNDS = 3
 
 def once(world_size: int, overrides: list[str]) -> tuple[float, float]:
     """(seconds, GiB of the largest process) for one `shardkit plan`."""
-    asked = ["plan", "-", *overrides, "--gpus", str(world_size)]
-    command = [sys.executable, "-m", "shardkit.cli", *asked, "--gpu", "h100", "--json", "--no-advice"]
+    target = ["--gpus", str(world_size), "--gpu", "h100"]
+    command = [sys.executable, "-m", "shardkit.cli", "plan", "-", *overrides, *target, "--json", "--no-advice"]
     timed = "import resource, subprocess, sys; c = subprocess.run(sys.argv[1:], stdout=-3).returncode; "
     timed += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(c if c != 4 else 0)"
     began = time.perf_counter()
@@ -50,15 +50,16 @@ def once(world_size: int, overrides: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    options(__doc__)
-    rows: dict[str, Any] = {}
-    for name, (world_size, overrides) in CASES.items():
-        samples = [once(world_size, overrides) for _ in range(ROUNDS)]
+    args = options(__doc__, rounds=Option(ROUNDS, "plans of each case"), only=ONLY)
+    rows: dict[str, Any] = earlier("plan").get("cases", {})
+    for name in chosen(CASES, args.only):
+        world_size, overrides = CASES[name]
+        samples = [once(world_size, overrides) for _ in range(args.rounds)]
         rows[name] = {
             "seconds": median(seconds for seconds, _ in samples), "gib": max(gib for _, gib in samples),
             "samples": samples,
         }  # fmt: skip
-    publish("plan", {"goals": GOALS, "cases": rows})
+    publish("plan", {"goals": GOALS, "cases": {name: rows[name] for name in CASES if name in rows}})
 
 
 if __name__ == "__main__":

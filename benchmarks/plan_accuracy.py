@@ -17,9 +17,9 @@ from typing import Any
 
 from tests.ranks import run_ranks
 
-from .common import RESULTS, environment, publish
+from .common import earlier, environment, publish
 from .models import llama
-from .options import Option, options
+from .options import ONLY, PREDICT, chosen, options
 
 TEXT = ["train.micro_batch_size=2", "train.seq_len=256"]
 _LLAMA = llama(256, 704, depth=4, heads=4, kv_heads=2, vocab=8192, positions=256)
@@ -89,18 +89,19 @@ ZERO: dict[str, tuple[int, list[str]]] = {
         ),
     }.items()
 }
+NAME = "plan_accuracy"
 STEPS = 3
 _MARKER = 12_347  # bytes; allocated at the end of each step, to find that moment among the allocator's events
 
 
 def cases() -> dict[str, tuple[int, list[str]]]:
     """Name → (ranks, overrides)."""
-    found: dict[str, tuple[int, list[str]]] = {}
+    named: dict[str, tuple[int, list[str]]] = {}
 
     def add(model: str, strategy: str, precision: str, policy: str, optimizer: str) -> None:
         world, sharding = (STRATEGIES | ZERO)[strategy]
         name = f"{model} {strategy} {precision} {policy} {optimizer}"
-        found[name] = world, [
+        named[name] = world, [
             *MODELS[model], *sharding, *POLICIES[policy],
             f"precision.mode={precision}", f"optim.name={optimizer}", "run.device=cpu",
             *([] if "offload" in strategy else ["optim.implementation=foreach"]),
@@ -132,7 +133,7 @@ def cases() -> dict[str, tuple[int, list[str]]]:
         add("qlora-experts", strategy, "bf16", "full", "adamw")
     for model in ("qlora", "qlora-double", "qlora-experts"):
         add(model, "single@1", "fp32", "none", "adamw")
-    return found
+    return named
 
 
 def measured(overrides: list[str]) -> tuple[int, int]:
@@ -199,12 +200,14 @@ def held_addresses() -> set[int]:
     """Start addresses of the storages of all CPU tensors that Python knows."""
     import torch
 
-    found = set()
-    for obj in gc.get_objects():
-        if issubclass(type(obj), torch.Tensor) and obj.device.type == "cpu" and obj.layout == torch.strided:
+    addresses = set()
+    for python_object in gc.get_objects():
+        if not issubclass(type(python_object), torch.Tensor):
+            continue
+        if python_object.device.type == "cpu" and python_object.layout == torch.strided:
             with suppress(RuntimeError):  # a fake tensor has no address
-                found.add(obj.untyped_storage().data_ptr())
-    return found
+                addresses.add(python_object.untyped_storage().data_ptr())
+    return addresses
 
 
 def _events(tree: list[Any]) -> Iterator[tuple[int, int, int]]:
@@ -242,27 +245,31 @@ def unobserved(config: Any, world: Any, task: Any, batch: Any, weights: Any) -> 
 
 
 def compare(
-    found: dict[str, tuple[int, list[str]]], known: Mapping[str, Mapping[str, Any]] | None = None
+    selected: Mapping[str, tuple[int, list[str]]], known: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
     """Predictions beside measurements, case by case.
 
     Args:
-        known: rows of an earlier result; their measurements are kept instead of running the cases again.
+        selected: name → (ranks, overrides).
+        known: rows of an earlier result; their measurements are taken instead of running the cases again.
     """
     from shardkit.config.load import load_config
     from shardkit.plan.client import Planner
     from shardkit.plan.target import Target
 
     rows: dict[str, Any] = {}
-    for world_size in sorted({world for world, _ in found.values()}):
+    commit = environment()["commit"]
+    for world_size in sorted({world for world, _ in selected.values()}):
         with Planner(Target(world_size, None, 8)) as planner:
-            for name, (_, overrides) in ((n, case) for n, case in found.items() if case[0] == world_size):
+            for name, (_, overrides) in ((n, case) for n, case in selected.items() if case[0] == world_size):
                 began = time.perf_counter()
                 estimate = planner.predict(load_config(None, overrides).config)
                 seconds = time.perf_counter() - began
                 if known is not None and name in known:
-                    peak, resident = known[name]["measured"], known[name]["resident_measured"]
+                    row = known[name]
+                    peak, resident, measured_at = (row[key] for key in ("measured", "resident_measured", "measured_at"))
                 else:
+                    measured_at = commit
                     environ = {"DS_ACCELERATOR": "cpu"}  # ranks that hold nothing of this process
                     case = {"overrides": overrides, "env": environ, "timeout": 300}
                     peak, resident = run_ranks(world_size, "benchmarks.plan_accuracy:measured", **case)[0]
@@ -271,7 +278,7 @@ def compare(
                     "error": estimate.peak.allocated / peak - 1,
                     "resident_predicted": estimate.resident, "resident_measured": resident,
                     "resident_error": estimate.resident / resident - 1,
-                    "phase": estimate.peak.phase, "seconds": round(seconds, 2),
+                    "phase": estimate.peak.phase, "seconds": round(seconds, 2), "measured_at": measured_at,
                 }  # fmt: skip
                 shown = f"peak {100 * row['error']:+8.3f} %  resident {100 * row['resident_error']:+8.3f} %"
                 print(f"{name:52s} {shown}  {row['phase']:9s} {seconds:5.1f} s", flush=True)
@@ -290,20 +297,20 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = options(
-        __doc__,
-        only=Option("", "the cases whose names contain this; without --keep-measured nothing is written"),
-        keep_measured=Option(False, "predict again; run only cases that are not recorded"),
-    )
-    before = json.loads((RESULTS / "plan_accuracy.json").read_text()) if args.keep_measured else {"cases": {}}
-    rows = compare({name: case for name, case in cases().items() if args.only in name}, before["cases"])
-    if args.only and args.keep_measured:
-        rows = before["cases"] | rows
+    args = options(__doc__, only=ONLY, predict=PREDICT)
+    names, known = chosen(cases(), args.only), recorded()
+    if args.predict:
+        names = [name for name in names if name in known]
+    rows = compare({name: cases()[name] for name in names}, known if args.predict else None)
     print(summary(rows))
-    if args.keep_measured or not args.only:
-        measured_at = before.get("measured_at", before.get("environment", {}).get("commit")) or environment()["commit"]
-        result = {"summary": summary(rows), "steps": STEPS, "measured_at": measured_at, "cases": rows}
-        publish("plan_accuracy", result)
+    rows = {name: row for name in cases() if (row := rows.get(name, known.get(name)))}
+    publish(NAME, {"summary": summary(rows), "steps": STEPS, "cases": rows})
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """The rows of the earlier result, each with the commit that it was measured at."""
+    before = earlier(NAME)
+    return {name: {"measured_at": before.get("measured_at"), **row} for name, row in before.get("cases", {}).items()}
 
 
 if __name__ == "__main__":

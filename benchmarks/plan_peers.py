@@ -12,19 +12,19 @@ compares with the measurements there. Nothing is trained here.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from statistics import median
 from typing import Any
 
 from tests.ranks import run_ranks
 
-from .common import RESULTS, publish
-from .options import Option, options
+from .common import earlier, publish
+from .options import ONLY, chosen, options
 from .plan_accuracy import Unheard, cases
 
 Case = tuple[str, int, list[str]]
+NAME = "plan_peers"
 CLOSE = 0.03
 
 
@@ -142,31 +142,37 @@ def with_gradients(name: str, row: Mapping[str, Any], n_params: int, key: str) -
     return int(row[key] + per_param[engine] * n_params)
 
 
-def errors(rows: Mapping[str, Mapping[str, Any]], said: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """By tool and reference: the tool's errors, and the planner's in the same cases."""
+def errors(rows: Mapping[str, Mapping[str, Any]], answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """By tool and reference: the tool's errors, and the planner's in the same cases; of tools with an answer.
+
+    Args:
+        rows: the measured cases of `plan_accuracy`.
+    """
 
     def of(tool: str, ours: Callable[[str], float], truth: Callable[[str], float]) -> dict[str, Any]:
-        asked = {name: answer[tool] for name, answer in said.items() if tool in answer}
-        answered = {name: n_bytes for name, n_bytes in asked.items() if not isinstance(n_bytes, str)}
+        of_tool = {name: answer[tool] for name, answer in answers.items() if tool in answer and name in rows}
+        answered = {name: n_bytes for name, n_bytes in of_tool.items() if not isinstance(n_bytes, str)}
+        if not answered:
+            return {}
         return {
-            "asked": len(asked),
-            "failed": {name: why for name, why in asked.items() if isinstance(why, str)},
+            "asked": len(of_tool),
+            "failed": {name: why for name, why in of_tool.items() if isinstance(why, str)},
             "theirs": _spread(n_bytes / truth(name) - 1 for name, n_bytes in answered.items()),
             "ours": _spread(ours(name) / truth(name) - 1 for name in answered),
         }
 
     def states(key: str) -> Callable[[str], float]:
-        return lambda name: with_gradients(name, rows[name], said[name]["n_params"], key)
+        return lambda name: with_gradients(name, rows[name], answers[name]["n_params"], key)
 
     def column(key: str) -> Callable[[str], float]:
         return lambda name: float(rows[name][key])
 
-    result = {}
+    compared = {}
     for tool in ("deepspeed", "accelerate"):
-        result[f"{tool}: model states"] = of(tool, states("resident_predicted"), states("resident_measured"))
+        compared[f"{tool}: model states"] = of(tool, states("resident_predicted"), states("resident_measured"))
     for tool in ("deepspeed", "accelerate", "fsdpmemtracker", "memtracker"):
-        result[f"{tool}: peak"] = of(tool, column("predicted"), column("measured"))
-    return result
+        compared[f"{tool}: peak"] = of(tool, column("predicted"), column("measured"))
+    return {comparison: spreads for comparison, spreads in compared.items() if spreads}
 
 
 def _spread(found: Iterator[float] | Any) -> dict[str, float]:
@@ -180,31 +186,32 @@ def _spread(found: Iterator[float] | Any) -> dict[str, float]:
     }
 
 
-def in_world(world_size: int, only: str) -> dict[str, Any]:
-    """The answers for the cases of one world size: a process can pretend to be a rank of only one world."""
+def in_world(world_size: int, names: Sequence[str]) -> dict[str, Any]:
+    """The answers for those of these cases that are of one world size: a process can be a rank of only one world."""
     from shardkit.plan.model.predict import prepare
     from shardkit.plan.target import Target
 
     prepare(Target(world_size, None, 8), "cpu")
-    said = {}
-    for name, case in cases().items():
-        if case[0] == world_size and only in name:
-            said[name] = of_case(name, *case)
-            print(f"{name:52s} {said[name]}", flush=True)
-    return said
+    answers = {}
+    for name in names:
+        case = cases()[name]
+        if case[0] == world_size:
+            answers[name] = of_case(name, *case)
+            print(f"{name:52s} {answers[name]}", flush=True)
+    return answers
 
 
 def main() -> None:
-    only = options(__doc__, only=Option("", "the cases whose names contain this; then nothing is written")).only
-    said: dict[str, Any] = {}
-    for world in sorted({world for world, _ in cases().values()}):
+    names = chosen(cases(), options(__doc__, only=ONLY).only)
+    answers: dict[str, Any] = earlier(NAME).get("said", {})
+    for world in sorted({cases()[name][0] for name in names}):
         target = "benchmarks.plan_peers:in_world"
-        said |= run_ranks(1, target, timeout=1800, init_group=False, world_size=world, only=only)[0]
-    if only:
-        return
-    accuracy = json.loads((RESULTS / "plan_accuracy.json").read_text())
-    found = errors(accuracy["cases"], said)
-    publish("plan_peers", {"close": CLOSE, "accelerate": version("accelerate"), "errors": found, "said": said})
+        answers |= run_ranks(1, target, timeout=1800, init_group=False, world_size=world, names=names)[0]
+    publish(NAME, {
+        "close": CLOSE, "accelerate": version("accelerate"),
+        "errors": errors(earlier("plan_accuracy")["cases"], answers),
+        "said": {name: answers[name] for name in cases() if name in answers},
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

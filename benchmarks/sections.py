@@ -151,7 +151,8 @@ def plan_accuracy(result: Values) -> Values:
         engine = "DeepSpeed ZeRO" if strategy.startswith("zero") else strategy.partition("@")[0]
         errors.setdefault(engine, []).append(row["error"])
     furthest = sorted(result["cases"].items(), key=lambda case: -abs(case[1]["error"]))[:5]
-    return {"errors_of": errors, "furthest": furthest}
+    commits = dict.fromkeys(row.get("measured_at") or result.get("measured_at") for row in result["cases"].values())
+    return {"errors_of": errors, "furthest": furthest, "measured_at": ", ".join(str(commit)[:10] for commit in commits)}
 
 
 TOOLS = {

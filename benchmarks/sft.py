@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from . import peers_env, sft_arms, sft_data, turns
-from .common import earlier, in_turns, paired_ratio, publish, stamp
+from .common import FEWEST, earlier, in_turns, paired_ratio, publish, stamp
 from .options import Option, options, refuse
 from .peers import loss_differences
 from .peers_ranks import peak_of
@@ -39,7 +39,6 @@ TOLERANCE = 2e-5  # largest difference of a loss from the reference's
 BF16_ADAPTER = {"qlora": {"TRL": 5e-3}}
 """Larger tolerances: over a base in 4 bits TRL trains the adapter in bf16, the others in fp32."""
 COMPARED, PEAK_STEPS, WARMUP = 4, 2, 2
-INTERVAL = 6  # fewest samples with a 95 % interval of their median
 COPIES = 10  # of the conversations, to tokenise
 LENGTHS, CONTEXT = 1_000_000, 4096  # packed by best-fit decreasing
 
@@ -144,13 +143,13 @@ def beside(found: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> None:
     args = options(
         __doc__,
-        rounds=Option(6, "starts of each arm (6 for an interval)"),
-        steps=Option(15, "timed steps of each arm"),
+        rounds=Option(6, f"starts of each arm, at least {FEWEST} of a setting"),
+        steps=Option(15, f"timed steps of each arm, at least {FEWEST} of a setting"),
         settings=[" ".join(setting) for setting in SETTINGS],
         no_data=Option(False, "leave out tokenisation and packing"),
     )
-    if args.settings and min(args.rounds, args.steps) < INTERVAL:
-        refuse(f"--rounds and --steps must be {INTERVAL} or more, for an interval of the median")
+    if args.settings and min(args.rounds, args.steps) < FEWEST:
+        refuse(f"--rounds {args.rounds} --steps {args.steps}: at least {FEWEST}")
     peers_env.enter(NAME)
     load = os.getloadavg()[0]
     result = earlier(NAME) or {"settings": {}}

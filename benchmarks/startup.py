@@ -89,7 +89,7 @@ def import_ms(rounds: int, timing: Callable[[str, dict[str, str]], float] = seco
 
 
 def main() -> None:
-    pairs = max(20, options(__doc__, pairs=Option(40, "timings of each, at least 20")).pairs)
+    pairs = options(__doc__, pairs=Option(40, "timings of each", least=20)).pairs
     ours, plain, rich = interleaved([SHARDKIT_HELP, PLAIN_APP, RICH_APP], pairs)
     submit, command = interleaved([SUBMIT_HELP, PLAIN_COMMAND], pairs)
     value, low, high = import_ms(pairs)

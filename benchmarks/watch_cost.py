@@ -23,7 +23,7 @@ from statistics import mean, median
 from typing import Any, TextIO
 
 from .common import in_turns, measure_each, median_ci, stamp
-from .options import Option, options
+from .options import options, samples
 from .turns import Ranks
 
 NAME = "watch_cost"
@@ -294,7 +294,7 @@ def installed(loops: Iterable[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    args = options(__doc__, pairs=Option(400, "measured steps of each kind"), loops=LOOPS)
+    args = options(__doc__, pairs=samples(400, "measured steps of each kind"), loops=LOOPS)
     with tempfile.TemporaryDirectory() as temp:
         measure_each(
             NAME, "loops", installed(args.loops),

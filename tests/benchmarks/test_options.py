@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.options import Option, options, refuse
+import benchmarks
+from benchmarks.options import Option, chosen, options, refuse, samples
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,37 @@ def test_another_word_is_refused(words: list[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "argv", ["benchmark", *words])
     with pytest.raises(SystemExit, match="2"):
         options(None, arms=("ddp", "fsdp"), part=Option(None, among=("ddp",)))
+
+
+def test_too_few_samples_for_an_interval_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--final-steps", "5"])
+    with pytest.raises(SystemExit, match="2"):
+        options(None, final_steps=samples(24, "of each arm"))
+    assert capsys.readouterr().err == "error: --final-steps 5: at least 6\n"
+
+
+def test_cases_are_chosen_by_a_part_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["ddp@2 fp32", "fsdp@2 fp32", "fsdp@2+offload bf16"]
+    assert chosen(names, "") == names
+    assert chosen(names, "2+off") == names[2:]
+    with pytest.raises(SystemExit, match="2"):
+        chosen(names, "fsdp.2")
+    assert capsys.readouterr().err == "error: --only fsdp.2: no case has such a name\n"
+
+
+SHARED = {"limit", "resume", "only", "again", "predict", "collect"}
+
+
+def test_an_option_of_one_name_is_the_same_in_every_benchmark() -> None:
+    for path in sorted(Path(benchmarks.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "options"):
+                continue
+            for keyword in node.keywords:
+                if keyword.arg in SHARED:
+                    assert keyword.arg.upper() in ast.unparse(keyword.value), f"{path.name}: --{keyword.arg}"
 
 
 def test_help_says_what_is_taken_without_an_option(
