@@ -48,23 +48,23 @@ class Bench:
     def disk(self, number: int) -> dict[str, dict[str, float]]:
         """A raw write and read, and a save and load, each from a disk at rest; the first one alternates."""
         views, mine = self.fsdp.state(), self.raw / f"{self.fsdp.job.world.rank}.bin"
-        found: dict[str, dict[str, float]] = {}
+        times: dict[str, dict[str, float]] = {}
 
         def raw() -> None:
             self.clean()
-            found["raw_write"] = self.clock(partial(raw_write, views, mine))
+            times["raw_write"] = self.clock(partial(raw_write, views, mine))
             self.cold(self.raw)
-            found["raw_read"] = self.clock(partial(raw_read, views, mine))
+            times["raw_read"] = self.clock(partial(raw_read, views, mine))
 
         def ours() -> None:
             self.clean()
-            found["save"] = self.clock(partial(self.fsdp.save, number))
+            times["save"] = self.clock(partial(self.fsdp.save, number))
             self.cold(self.fsdp.folder)
-            found["load"] = self.clock(self.fsdp.load)
+            times["load"] = self.clock(self.fsdp.load)
 
         for arm in (raw, ours) if number % 2 else (ours, raw):
             arm()
-        return found
+        return times
 
     def cold(self, where: Path) -> None:
         self.clock.most(0)
@@ -74,7 +74,7 @@ class Bench:
 
     def others(self, number: int) -> dict[str, dict[str, float]]:
         """A save in the background, and each peer's save beside ours of the same engine."""
-        found = {}
+        times = {}
         for name, action in {
             "background": partial(in_background, self.fsdp, 10_000 + number, 2),
             "torch_save": partial(self.clock, partial(torch_save, self.fsdp, self.peer / "full.pt")),
@@ -82,8 +82,8 @@ class Bench:
             "deepspeed_save": partial(self.clock, partial(deepspeed_save, self.zero, self.peer)),
         }.items():
             self.clean()
-            found[name] = action()
-        return found
+            times[name] = action()
+        return times
 
 
 def measure(folder: Path, layers: int, rounds: int, minutes: float, rest_s: float) -> dict[str, Any]:
@@ -94,12 +94,16 @@ def measure(folder: Path, layers: int, rounds: int, minutes: float, rest_s: floa
     n_bytes = sum(len(view) for view in bench.fsdp.state())
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, n_bytes)
-    found: list[dict[str, dict[str, float]]] = []
-    began = time.monotonic()
-    while len(found) <= FEWEST or (len(found) <= rounds and bench.clock.most(time.monotonic() - began) < 60 * minutes):
-        number = len(found) + 1
-        found.append({**bench.disk(number), **bench.others(number)})
-    first, *rest = found
+    measured: list[dict[str, dict[str, float]]] = []
+    clock, began = bench.clock, time.monotonic()
+
+    def has_time() -> bool:
+        return clock.most(time.monotonic() - began) < 60 * minutes
+
+    while len(measured) <= FEWEST or (len(measured) <= rounds and has_time()):
+        number = len(measured) + 1
+        measured.append({**bench.disk(number), **bench.others(number)})
+    first, *rest = measured
     bench.zero.close()
     bench.fsdp.close()
     del bench

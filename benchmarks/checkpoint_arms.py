@@ -38,9 +38,9 @@ class Clock:
         return {"s": self.most(took), "extra_bytes": self.most(_status("VmHWM") - before)}
 
     def most(self, value: float) -> float:
-        found: list[Any] = [None] * self._dist.get_world_size()
-        self._dist.all_gather_object(found, value)
-        return float(max(found))
+        values: list[Any] = [None] * self._dist.get_world_size()
+        self._dist.all_gather_object(values, value)
+        return float(max(values))
 
 
 def _status(key: str) -> int:

@@ -212,10 +212,10 @@ def earlier(name: str) -> dict[str, Any]:
     return held
 
 
-def unmeasured(engines: Sequence[str], found: Mapping[str, Any]) -> list[str]:
+def unmeasured(engines: Sequence[str], measured: Mapping[str, Any]) -> list[str]:
     """The engines without a result of this commit: where an interrupted measurement goes on."""
     commit = _commit()
-    return [engine for engine in engines if found.get(engine, {}).get("measured", {}).get("commit") != commit]
+    return [engine for engine in engines if measured.get(engine, {}).get("measured", {}).get("commit") != commit]
 
 
 def stamp() -> dict[str, Any]:

@@ -30,7 +30,7 @@ PROGRESS = REPO / "build" / "crashes.jsonl"
 
 def known(seed: int) -> dict[tuple[bool, int], dict[str, Any]]:
     """Cases of this seed that are done."""
-    return {(bool(one.get("real")), one["case"]): one for one in read_lines(PROGRESS) if one["seed"] == seed}
+    return {(bool(case.get("real")), case["case"]): case for case in read_lines(PROGRESS) if case["seed"] == seed}
 
 
 def missing(seed: int, count: int, is_real: bool) -> list[int]:
@@ -108,13 +108,14 @@ def main() -> None:
         run_real(missing(args.seed, args.real, is_real=True), args.seed, args.launchers, work, until_s)
     done = known(args.seed)
     kinds = {
-        kind: [one for (is_real, _), one in done.items() if is_real == (kind == "real")] for kind in ("forked", "real")
+        kind: [case for (is_real, _), case in done.items() if is_real == (kind == "real")]
+        for kind in ("forked", "real")
     }
-    problems = [one for one in done.values() if "problem" in one]
+    problems = [case for case in done.values() if "problem" in case]
     publish("crashes", {
         "seed": args.seed,
         "asked": {"forked": args.forked, "real": args.real},
-        **{kind: {"cases": len(found), "by_scenario": table(found)} for kind, found in kinds.items()},
+        **{kind: {"cases": len(cases), "by_scenario": table(cases)} for kind, cases in kinds.items()},
         "problems": problems,
     })  # fmt: skip
     sys.exit(bool(problems))

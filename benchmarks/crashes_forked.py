@@ -26,20 +26,20 @@ WHERE = ("before", "torn", "after")
 USERS = ("notes.txt", "logs/notes.txt", "checkpoints/README", "wandb/mine")
 
 
-def fork(args: list[str], said: Path, crash: tuple[int, str] | None = None) -> int:
+def fork(args: list[str], promises_file: Path, crash: tuple[int, str] | None = None) -> int:
     """Train in a forked process; its exit code, −9 for one that was killed at its `crash[0]`-th change on disk.
 
-    What it promises ("saved N"), and the number of changes at a normal end, are lines of the file `said`.
+    What it promises ("saved N"), and the number of changes at a normal end, are lines of the file `promises_file`.
     """
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
         os.setsid()
-        with said.with_suffix(".out").open("w") as out:
+        with promises_file.with_suffix(".out").open("w") as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
-        code = _train(args, os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT), crash)
+        code = _train(args, os.open(promises_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), crash)
     except BaseException:
         traceback.print_exc()
         code = 99
@@ -87,10 +87,10 @@ def _count_changes(crash: tuple[int, str] | None) -> list[int]:
                 write(args[0], bytes(args[1])[: len(args[1]) // 2])
             if where in ("before", "torn"):
                 end()
-            found = function(*args, **kwargs)
+            returned = function(*args, **kwargs)
             if where == "after":
                 end()
-            return found
+            return returned
 
         return call
 
@@ -152,7 +152,7 @@ def scenarios(work: Path) -> list[Scenario]:
 
     fork(settings(work / "first"), work / "first.said")
     _load((work / "first.said").read_text().splitlines()[-1].split()[1:])
-    found = [
+    made = [
         Scenario(work, "new", nothing, STEPS),
         Scenario(work, "saved in the background", nothing, STEPS, checkpoint__async_save="true"),
         Scenario(work, "resumed", half, STEPS, "run.resume=true"),
@@ -160,14 +160,14 @@ def scenarios(work: Path) -> list[Scenario]:
         Scenario(work, "from another run", half, STEPS, "run.resume=TEMPLATE"),
         Scenario(work, "overwritten", users, STEPS, "run.overwrite=true", optim__lr=0.01),
     ]
-    for one in found:
-        said = one.work / "count"
-        code = fork(one.args(one.place("whole")), said)
-        check(code == 0, f"{one.name}: exit code {code}: {said.with_suffix('.out').read_text()[-2000:]}")
-        lines = said.read_text().splitlines()
-        one.changes = int(lines[-2].split()[1])
+    for scenario in made:
+        promises_file = scenario.work / "count"
+        code = fork(scenario.args(scenario.place("whole")), promises_file)
+        check(code == 0, f"{scenario.name}: exit code {code}: {promises_file.with_suffix('.out').read_text()[-2000:]}")
+        lines = promises_file.read_text().splitlines()
+        scenario.changes = int(lines[-2].split()[1])
         _load(lines[-1].split()[1:])
-    return found
+    return made
 
 
 def _load(modules: list[str]) -> None:
@@ -180,40 +180,41 @@ def _load(modules: list[str]) -> None:
 
 def forked_case(number: int, seed: int, all_of: list[Scenario]) -> dict[str, Any]:
     chance = random.Random(f"{seed}.{number}")
-    one = chance.choice(all_of)
-    crash = chance.randint(1, one.changes), chance.choice(WHERE)
-    run_dir, said = one.place(number), one.work / f"said{number}"
-    began = {"case": number, "seed": seed, "scenario": one.name, "change": crash[0], "where": crash[1]}
+    scenario = chance.choice(all_of)
+    crash = chance.randint(1, scenario.changes), chance.choice(WHERE)
+    run_dir, promises_file = scenario.place(number), scenario.work / f"said{number}"
+    began = {"case": number, "seed": seed, "scenario": scenario.name, "change": crash[0], "where": crash[1]}
     try:
-        code = fork(one.args(run_dir), said, crash)
+        code = fork(scenario.args(run_dir), promises_file, crash)
         check(code in (-9, 0), f"exit code {code}")  # a thread that saves counts a little differently each time
-        promised = [int(line.split()[1]) for line in said.read_text().splitlines() if line.startswith("saved ")]
-        _look(one, run_dir, max(promised, default=0))
-        again = _go_on(one, run_dir)
-        done = fork(one.args(run_dir, *again), said.with_suffix(".again"))
-        out = said.with_suffix(".out").with_stem(f"said{number}")
+        promises = promises_file.read_text().splitlines()
+        promised = [int(line.split()[1]) for line in promises if line.startswith("saved ")]
+        _look(scenario, run_dir, max(promised, default=0))
+        again = _go_on(scenario, run_dir)
+        done = fork(scenario.args(run_dir, *again), promises_file.with_suffix(".again"))
+        out = promises_file.with_suffix(".out").with_stem(f"said{number}")
         check(done == 0, f"went on with exit code {done}: {out.read_text()[-600:]}")
         check(newest(run_dir) == STEPS, "the run went on, and its last checkpoint is not there")
-        check(losses(run_dir) == losses(one.work / "runwhole"), "the losses are not those of an undisturbed run")
-        _users_files(one, run_dir)
+        check(losses(run_dir) == losses(scenario.work / "runwhole"), "the losses are not those of an undisturbed run")
+        _users_files(scenario, run_dir)
     except (AssertionError, OSError, ValueError, KeyError) as error:
         return {**began, "problem": f"{type(error).__name__}: {error}"}
     shutil.rmtree(run_dir)
     return {**began, "killed": code == -9, "promised": max(promised, default=0)}
 
 
-def _look(one: Scenario, run_dir: Path, promised: int) -> None:
+def _look(scenario: Scenario, run_dir: Path, promised: int) -> None:
     """What is on disk right after the crash."""
-    damaged = one.name == "resumed, the newest damaged"
+    damaged = scenario.name == "resumed, the newest damaged"
     with _aside(run_dir / "checkpoints/step_00000004", damaged and _is_cut(run_dir)):
-        found = newest(run_dir)
+        step = newest(run_dir)
     check_latest(run_dir)
-    check(found >= promised, f"step {promised} was said to be saved, {found} is the newest")
-    if one.name == "resumed":
-        check(found >= 4, f"the checkpoint of step 4 is lost, {found} is the newest")
+    check(step >= promised, f"step {promised} was said to be saved, {step} is the newest")
+    if scenario.name == "resumed":
+        check(step >= 4, f"the checkpoint of step 4 is lost, {step} is the newest")
     if damaged:
-        check(found >= 2, f"the checkpoint of step 2 is lost, {found} is the newest")
-    _users_files(one, run_dir)
+        check(step >= 2, f"the checkpoint of step 2 is lost, {step} is the newest")
+    _users_files(scenario, run_dir)
 
 
 def _is_cut(run_dir: Path) -> bool:
@@ -222,25 +223,26 @@ def _is_cut(run_dir: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _aside(path: Path, wanted: bool) -> Iterator[None]:
+def _aside(path: Path, is_damaged: bool) -> Iterator[None]:
     """Without the checkpoint that the scenario itself damaged."""
-    if wanted:
+    if is_damaged:
         path.rename(path.with_suffix(".mine"))
     yield
-    if wanted:
+    if is_damaged:
         path.with_suffix(".mine").rename(path)
 
 
-def _users_files(one: Scenario, run_dir: Path) -> None:
-    if one.name == "overwritten":
+def _users_files(scenario: Scenario, run_dir: Path) -> None:
+    if scenario.name == "overwritten":
         check(all((run_dir / name).read_text() == "mine" for name in USERS), "a user's file is lost")
-        check((one.work.parent / "precious/rank0.json").read_text() == "mine", "a link was followed")
+        check((scenario.work.parent / "precious/rank0.json").read_text() == "mine", "a link was followed")
 
 
-def _go_on(one: Scenario, run_dir: Path) -> list[str]:
+def _go_on(scenario: Scenario, run_dir: Path) -> list[str]:
     """How a launcher starts it again; what somebody typed is typed again where no launcher would."""
-    if one.name == "overwritten":  # half-way it is still the old run, and said to be one
-        own = run_dir / "config.yaml"
-        return ["run.overwrite=false", "run.resume=auto"] if own.exists() and "lr: 0.01" in own.read_text() else []
-    resume = one.name != "from another run" or str(one.work / "template")
+    if scenario.name == "overwritten":  # half-way it is still the old run, and said to be one
+        config_file = run_dir / "config.yaml"
+        is_new = config_file.exists() and "lr: 0.01" in config_file.read_text()
+        return ["run.overwrite=false", "run.resume=auto"] if is_new else []
+    resume = scenario.name != "from another run" or str(scenario.work / "template")
     return restart.overrides(str(run_dir), resume, {"TORCHELASTIC_RESTART_COUNT": "1"})

@@ -107,9 +107,9 @@ class Real:
         process = self.launch(run_dir, *(["--max-restarts", "1"] if again else []))
         reach(run_dir, step, process)
         os.kill(ranks_of(run_dir)[victim], signal.SIGKILL)
-        said = process.communicate(timeout=180)[0]
-        check(process.returncode == (0 if again else 137), f"exit code {process.returncode}: {said[-600:]}")
-        check(again or "killed by SIGKILL" in said, said[-600:])
+        output = process.communicate(timeout=180)[0]
+        check(process.returncode == (0 if again else 137), f"exit code {process.returncode}: {output[-600:]}")
+        check(again or "killed by SIGKILL" in output, output[-600:])
         (self.complete if again else self.finish)(run_dir)
 
     def signal(self, run_dir: Path, chance: random.Random) -> None:
@@ -121,25 +121,25 @@ class Real:
             process.send_signal(number)
         else:
             os.killpg(process.pid, number)  # all that belongs to the terminal hears of these
-        said, code = process.communicate(timeout=120)[0], process.returncode
-        check(code == (130 if number == signal.SIGINT else 75), f"{number.name}: exit code {code}: {said[-600:]}")
-        check((code == 75) == saved_word(said), f"exit code {code}, but it said: {said[-300:]}")
+        output, code = process.communicate(timeout=120)[0], process.returncode
+        check(code == (130 if number == signal.SIGINT else 75), f"{number.name}: exit code {code}: {output[-600:]}")
+        check((code == 75) == saved_word(output), f"exit code {code}, but it said: {output[-300:]}")
         at, saved = last_step(run_dir), newest(run_dir)
         check(code != 75 or saved == at, f"saved and stopped at step {at}, but the newest checkpoint is {saved}")
         self.finish(run_dir)
 
     def full_disk(self, run_dir: Path, chance: random.Random) -> None:
         """The disk with the checkpoints is full at some step: saves fail until there is room."""
-        told, step, room = chance.random() < 0.5, chance.randint(1, 30), chance.randrange(4)
+        is_signalled, step, room = chance.random() < 0.5, chance.randint(1, 30), chance.randrange(4)
         with self.small_disk(run_dir) as disk:
             process = self.launch(run_dir, f"checkpoint.async_save={chance.choice(['true', 'false'])}")
             reach(run_dir, step, process)
             fill(disk, room)
-            if told:
+            if is_signalled:
                 process.send_signal(signal.SIGTERM)
-            said = process.communicate(timeout=120)[0]
-            check(process.returncode == 5, f"exit code {process.returncode}: {said[-600:]}")
-            unsaved_word(said, last_step(run_dir))
+            output = process.communicate(timeout=120)[0]
+            check(process.returncode == 5, f"exit code {process.returncode}: {output[-600:]}")
+            unsaved_word(output, last_step(run_dir))
             newest(run_dir)
             (disk / "filler").unlink()
             self.finish(run_dir)
@@ -150,10 +150,11 @@ class Real:
         first = self.launch(run_dir, pace=10 * PACE_S)
         reach(run_dir, chance.randint(1, 15), first)
         second = self.launch(run_dir, more)
-        said = second.communicate(timeout=120)[0]
-        check(second.returncode == 2 and "is being written by process" in said, f"{second.returncode}: {said[-600:]}")
-        told = first.communicate(timeout=180)[0]
-        check(first.returncode == 0, told[-600:])
+        refused = second.communicate(timeout=120)[0]
+        is_refused = second.returncode == 2 and "is being written by process" in refused
+        check(is_refused, f"{second.returncode}: {refused[-600:]}")
+        finished = first.communicate(timeout=180)[0]
+        check(first.returncode == 0, finished[-600:])
         self.complete(run_dir)
 
 
@@ -176,21 +177,21 @@ def fill(disk: Path, pages: int) -> None:
                     raise
 
 
-def unsaved_word(said: str, step: int) -> None:
-    check(f"the last save, of step {step}, failed" in said, f"stopped at step {step}: {said[-600:]}")
-    check(not saved_word(said), said[-600:])
+def unsaved_word(output: str, step: int) -> None:
+    check(f"the last save, of step {step}, failed" in output, f"stopped at step {step}: {output[-600:]}")
+    check(not saved_word(output), output[-600:])
 
 
 def ranks_of(run_dir: Path) -> list[int]:
     """Processes that train in `run_dir`."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_text().split("\0")
             here = any(word == f"run.dir={run_dir}" or word.startswith(f"{run_dir}/submit/") for word in words)
             if here and words[1:4].count("shardkit.train"):
-                found.append(int(path.parent.name))
-    return sorted(found)
+                pids.append(int(path.parent.name))
+    return sorted(pids)
 
 
 class OnSlurm(Real):
@@ -216,13 +217,13 @@ class OnSlurm(Real):
         self.jobs.clear()
         super().end(run_dir)
 
-    def ended(self, job: str, output: Path, wanted: str, code: int) -> str:
+    def ended(self, job: str, output: Path, expected: str, code: int) -> str:
         """Its output; the job must have ended so."""
         state = self.cluster.wait(job, output)
-        said: str = output.read_text()
-        found = self.cluster.field(job, "ExitCode")
-        check(state == wanted and found == f"{code}:0", f"{state}, {found}: {said[-600:]}")
-        return said
+        text: str = output.read_text()
+        exit_code = self.cluster.field(job, "ExitCode")
+        check(state == expected and exit_code == f"{code}:0", f"{state}, {exit_code}: {text[-600:]}")
+        return text
 
     def usr2(self, run_dir: Path, chance: random.Random, preempt: bool = False) -> None:
         """Slurm's warning before the time limit."""
@@ -232,9 +233,9 @@ class OnSlurm(Real):
             self.cluster.preempt()
         else:
             self.cluster.call("scancel", "--batch", "--signal=USR2", job)
-        said = self.ended(job, output, "COMPLETED", 0)
+        text = self.ended(job, output, "COMPLETED", 0)
         restarts = int(self.cluster.field(job, "Restarts"))
-        check(restarts == 1 and said.count("saved after USR2: ") == 1, f"{restarts} restarts: {said[-600:]}")
+        check(restarts == 1 and text.count("saved after USR2: ") == 1, f"{restarts} restarts: {text[-600:]}")
         self.complete(run_dir)
 
     def preempted(self, run_dir: Path, chance: random.Random) -> None:
@@ -248,10 +249,10 @@ class OnSlurm(Real):
             self.cluster.wait_for_step(run_dir, chance.randint(1, 30), output)
             fill(disk, chance.randrange(4))
             self.cluster.call("scancel", "--batch", "--signal=USR2", job)
-            said = self.ended(job, output, "FAILED", 5)
-            unsaved_word(said, last_step(run_dir))
+            text = self.ended(job, output, "FAILED", 5)
+            unsaved_word(text, last_step(run_dir))
             restarts, saved = int(self.cluster.field(job, "Restarts")), newest(run_dir)
-            check(restarts == said.count("queued again") == (saved > 0), f"{restarts} restarts with {saved} saved")
+            check(restarts == text.count("queued again") == (saved > 0), f"{restarts} restarts with {saved} saved")
             (disk / "filler").unlink()
             self.finish(run_dir)
 
@@ -268,8 +269,8 @@ class OnSlurm(Real):
         more = chance.choice(["run.resume=auto", "run.overwrite=true"])
         job, output = self.queue(run_dir, f"task.args.pace={10 * PACE_S}")
         self.cluster.wait_for_step(run_dir, chance.randint(1, 15), output)
-        said = self.ended(*self.queue(run_dir, more, output=".second"), "FAILED", 2)
-        check(f"is being written by Slurm job {job}" in said, said[-600:])
+        text = self.ended(*self.queue(run_dir, more, output=".second"), "FAILED", 2)
+        check(f"is being written by Slurm job {job}" in text, text[-600:])
         self.ended(job, output, "COMPLETED", 0)
         self.complete(run_dir)
 
@@ -315,8 +316,8 @@ def real_case(number: int, seed: int, local: Real | None, slurm: OnSlurm | None)
 
 
 @contextlib.contextmanager
-def a_cluster(work: Path, whole: dict[int, float], wanted: bool) -> Iterator[OnSlurm | None]:
-    missing = why_not() if wanted else "not asked for"
+def a_cluster(work: Path, whole: dict[int, float], is_used: bool) -> Iterator[OnSlurm | None]:
+    missing = why_not() if is_used else "not asked for"
     if missing is not None:
         print(f"without Slurm: {missing}", flush=True)
         yield None

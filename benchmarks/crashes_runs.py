@@ -52,11 +52,11 @@ def check(condition: bool, what: str) -> None:
 
 def newest(run_dir: Path) -> int:
     """The newest checkpoint's step; every folder that looks like a checkpoint must be one."""
-    found = layout.checkpoints(run_dir / "checkpoints")
-    for path in found:
+    checkpoints = layout.checkpoints(run_dir / "checkpoints")
+    for path in checkpoints:
         problems = manage.verify(path)
         check(not problems, f"{path.name}: {problems[:1]}")
-    return max([layout.step_of(path) or 0 for path in found], default=0)
+    return max([layout.step_of(path) or 0 for path in checkpoints], default=0)
 
 
 def check_latest(run_dir: Path) -> None:

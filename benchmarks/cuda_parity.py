@@ -21,17 +21,17 @@ from .options import COLLECT, ONLY, Option, chosen, options, refuse
 WRITTEN = RESULTS / "cuda_parity.json"
 
 
-def summary(found: Mapping[Case, dict[str, Any]], wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def summary(results: Mapping[Case, dict[str, Any]], reference: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """`engine mode` → number of cases, the largest differences, and the disagreements."""
     out: dict[str, dict[str, Any]] = {}
-    for case, result in found.items():
+    for case, result in results.items():
         row = out.setdefault(f"{case.engine} {case.mode}", {"cases": 0, "loss": 0.0, "weights": 0.0, "wrong": {}})
         row["cases"] += 1
-        wrong = list(verdict.problems(case, result, wanted))
+        wrong = list(verdict.problems(case, result, reference))
         if wrong:
             row["wrong"][str(case)] = wrong
         if "error" not in result:
-            row["loss"] = max(row["loss"], verdict.loss_difference(case, result, wanted))
+            row["loss"] = max(row["loss"], verdict.loss_difference(case, result, reference))
             row["weights"] = max(row["weights"], result["weights"])
     return out
 
@@ -46,19 +46,19 @@ SETS: dict[str, tuple[Callable[[], list[Case]], dict[str, str]]] = {
 
 def collected(folder: Path) -> dict[str, Any]:
     """The sets that have cases in the folder; the others as they were last written, with their commit."""
-    wanted = json.loads((folder / "wanted.json").read_text())
+    reference = json.loads((folder / "wanted.json").read_text())
     sets = json.loads(WRITTEN.read_text())["sets"] if WRITTEN.exists() else {}
     for name, (cases, _) in SETS.items():
-        asked = cases()
-        found = pools.recorded(folder / f"{name}.jsonl")
-        if found:
-            rows = summary({case: found[case] for case in asked if case in found}, wanted)
-            sets[name] = {"asked": len(asked), "commit": environment()["commit"], "rows": rows}
+        listed = cases()
+        results = pools.recorded(folder / f"{name}.jsonl")
+        if results:
+            rows = summary({case: results[case] for case in listed if case in results}, reference)
+            sets[name] = {"asked": len(listed), "commit": environment()["commit"], "rows": rows}
     return {
         "device": "emulated",
-        "steps": len(next(iter(wanted["losses"].values()))),
+        "steps": len(next(iter(reference["losses"].values()))),
         "limits": {"fp32": [verdict.EXACT, verdict.EXACT_WEIGHTS], **verdict.TIMES},
-        "spread": wanted["spread"],
+        "spread": reference["spread"],
         "late": parity.LATE,
         "sets": {name: sets[name] for name in SETS if name in sets},
     }

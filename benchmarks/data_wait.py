@@ -59,14 +59,14 @@ def figures(steps: list[dict[str, Any]], ranks: int = 2) -> dict[str, Any]:
 def main() -> None:
     args = options(__doc__, steps=samples(STEPS, "measured steps of each setting"))
     load = os.getloadavg()[0]
-    found: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         model, data = sft_data.write(folder)
         for kind, workers in product(KINDS, WORKERS):
             steps = records(model, data, kind, workers, args.steps, folder)
-            found.setdefault(kind, {})[str(workers)] = figures(steps)
-    publish(NAME, {"load": load, "steps": args.steps, "kinds": found})
+            kinds.setdefault(kind, {})[str(workers)] = figures(steps)
+    publish(NAME, {"load": load, "steps": args.steps, "kinds": kinds})
 
 
 if __name__ == "__main__":

@@ -65,14 +65,14 @@ def anonymous() -> int:
 
 
 @contextmanager
-def peak_of(found: dict[str, int], name: str) -> Iterator[None]:
+def peak_of(peaks: dict[str, int], name: str) -> Iterator[None]:
     """Sample the anonymous memory; `found[name]` is the largest, and `found[name before]` that at the start."""
-    stop, found[f"{name} before"] = threading.Event(), anonymous()
-    found[name] = found[f"{name} before"]
+    stop, peaks[f"{name} before"] = threading.Event(), anonymous()
+    peaks[name] = peaks[f"{name} before"]
 
     def sample() -> None:
         while not stop.is_set():
-            found[name] = max(found[name], anonymous())
+            peaks[name] = max(peaks[name], anonymous())
             time.sleep(EVERY_S)
 
     thread = threading.Thread(target=sample)
@@ -95,21 +95,21 @@ def load(folder: str, engine: str, extra: dict[str, Any]) -> dict[str, Any]:
         "run.device": "cpu", "task.name": "hf_causal_lm", "model.init_from": folder, "parallel.strategy": engine,
         **extra,
     }  # fmt: skip
-    found: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     with start(None, settings) as job:
         task = load_task(job.config)
-        with peak_of(found, "build"):
+        with peak_of(peaks, "build"):
             job.wrap(
                 partial(build_model, job.config, task), block_classes=task.block_classes,
                 init_parameter=task.init_parameter, drawn=False,
             )  # fmt: skip
         shard = sum(s.local.numel() * s.local.element_size() for s in job.strategy.load_targets())
         began = time.perf_counter()
-        with peak_of(found, "load"), opening(folder, job.model) as open_source:
+        with peak_of(peaks, "load"), opening(folder, job.model) as open_source:
             loaded = load_weights(job.strategy, job.world, job.world.control_group, open_source)
         took = time.perf_counter() - began
         state = count_storages(job.strategy.state_tensors())
-    return {**found, "shard": shard, "state": state, "bytes_read": loaded.bytes_read, "seconds": took}
+    return {**peaks, "shard": shard, "state": state, "bytes_read": loaded.bytes_read, "seconds": took}
 
 
 def measure(engine: str, root: Path) -> dict[str, Any]:

@@ -77,13 +77,13 @@ def timed(rounds: int) -> dict[str, Any]:
 
 
 def measure(world: int, rounds: int) -> dict[str, Any]:
-    found = run_ranks(world, "benchmarks.gather:timed", timeout=600, rounds=rounds)[0]
-    times = found["times"]
+    rank = run_ranks(world, "benchmarks.gather:timed", timeout=600, rounds=rounds)[0]
+    times = rank["times"]
     return {
         **{f"{name}_s": median_ci(samples) for name, samples in times.items()},
         "share_of_time": median(times["rank_0_cpu"]) / (INTERVAL * STEP_S),
-        "bytes_sent_per_rank": found["bytes_sent"],
-        "jsonl_line_bytes": found["line"],
+        "bytes_sent_per_rank": rank["bytes_sent"],
+        "jsonl_line_bytes": rank["line"],
         "samples": times,
     }
 

@@ -107,16 +107,16 @@ def _deepspeed(model: Any, data: Iterator[Any], device: Any) -> Step:
     import deepspeed
 
     deepspeed.init_distributed("nccl", verbose=False, dist_init_required=False)
-    given = bare.ds_config(2, model) | {
+    config = bare.ds_config(2, model) | {
         "train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True, "check_grad_overflow": False},
     }  # fmt: skip
     bucket = min(sum(p.numel() for p in model.parameters()), BUCKET)
-    given["zero_optimization"] |= {
+    config["zero_optimization"] |= {
         "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
     }  # fmt: skip
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=bare.adamw(model), config=given)
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=bare.adamw(model), config=config)
 
     def step() -> None:
         x, y = (part.to(device, non_blocking=True) for part in next(data))
@@ -148,15 +148,15 @@ def measured(
         }  # fmt: skip
         gc.collect()
         gc.disable()  # what it frees, and when, is not the step's doing
-        found = {n: _on_the_clock(arm, turns) for n, arm in arms.items()} if virtual else _in_turns(arms, turns)
+        figures = {n: _on_the_clock(arm, turns) for n, arm in arms.items()} if virtual else _in_turns(arms, turns)
         if not virtual:
             for name, arm in arms.items():
-                found[name]["python_calls"] = _python_calls(arm)
+                figures[name]["python_calls"] = _python_calls(arm)
         gc.enable()
         records.close()  # type: ignore[attr-defined]
         arms.clear()
     gc.collect()
-    return found
+    return figures
 
 
 def _in_turns(arms: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, dict[str, Any]]:
@@ -228,9 +228,9 @@ def ranks(engine: str, turns: int, **env: str) -> dict[str, Any]:
 
     os.environ.update({"EMUCUDA_COMPUTE": "0", "EMUCUDA_MEMORY": "80G", "DEEPSPEED_LOG_LEVEL": "error", **env})
     with tempfile.TemporaryDirectory() as folder:
-        given = {"engine": engine, "tokens": write_tokens(Path(folder)), "folder": f"{folder}/run", "turns": turns}
-        found = run_ranks(ENGINES[engine], "benchmarks.host_cost:measured", gpu=True, timeout=570, **given)
-    return dict(found[0])
+        arguments = {"engine": engine, "tokens": write_tokens(Path(folder)), "folder": f"{folder}/run", "turns": turns}
+        arms_by_rank = run_ranks(ENGINES[engine], "benchmarks.host_cost:measured", gpu=True, timeout=570, **arguments)
+    return dict(arms_by_rank[0])
 
 
 def counted(engine: str, turns: int) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def section(name: str, values: Mapping[str, Any]) -> str:
 def parts() -> tuple[str, dict[str, tuple[str, str]]]:
     """The introduction of page.md; and of each section by name its file of results and its template."""
     text = Path(__file__).with_name("page.md").read_text()
-    introduction, *found = re.split(r"^@@ (\w+) ?(\S*)\n", text, flags=re.MULTILINE)
-    each = zip(found[::3], found[1::3], found[2::3], strict=True)
+    introduction, *pieces = re.split(r"^@@ (\w+) ?(\S*)\n", text, flags=re.MULTILINE)
+    each = zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True)
     return introduction.strip() + "\n", {name: (file or name, template) for name, file, template in each}
 
 

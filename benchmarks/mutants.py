@@ -119,9 +119,9 @@ def change(original: str, mutated: str) -> tuple[str, str]:
 def sample(python: str, module: str, source: str, count: int = COUNT) -> tuple[int, list[Mutant]]:
     """How many mutations of the source cosmic-ray knows, and `count` of them."""
     script = Path(__file__).parent / "mutants_operators.py"
-    asked = [python, str(script), str(SEED), str(count), LEFT_OUT]
-    found = json.loads(subprocess.run(asked, input=source, text=True, stdout=subprocess.PIPE, check=True).stdout)
-    return found["possible"], [Mutant(module, **one) for one in found["mutants"]]
+    command = [python, str(script), str(SEED), str(count), LEFT_OUT]
+    drawn = json.loads(subprocess.run(command, input=source, text=True, stdout=subprocess.PIPE, check=True).stdout)
+    return drawn["possible"], [Mutant(module, **mutant) for mutant in drawn["mutants"]]
 
 
 def git(*command: str) -> bytes:
@@ -166,10 +166,10 @@ def digest(copy: Path, module: str, tests: Sequence[str]) -> str:
     """Of the module and everything that its tests are made of: an outcome counts as long as these are the same."""
     helpers = (path for path in (copy / "tests").rglob("*") if path.is_file() and not path.name.startswith("test_"))
     files = sorted(path for path in helpers if path.suffix != ".pyc")
-    found = hashlib.sha256(code((copy / module).read_text()).encode())
+    hashed = hashlib.sha256(code((copy / module).read_text()).encode())
     for path in (*(copy / test.partition("::")[0] for test in tests), *files):
-        found.update(f"{path.relative_to(copy)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+        hashed.update(f"{path.relative_to(copy)}\0".encode() + path.read_bytes())
+    return hashed.hexdigest()[:16]
 
 
 def put(copy: Path, module: str, source: str) -> None:
@@ -221,7 +221,7 @@ def original_run(copy: Path, module: str, tests: Sequence[str]) -> float:
 
 
 def run_module(
-    copy: Path, module: str, tests: Sequence[str], mutants: Iterable[Mutant], kept: Path, until: float
+    copy: Path, module: str, tests: Sequence[str], mutants: Iterable[Mutant], records_file: Path, until: float
 ) -> list[dict[str, Any]]:
     """Outcomes of a module's mutants, those that are known included, until the time is up.
 
@@ -229,38 +229,39 @@ def run_module(
         NoResult: the tests say nothing about mutants.
     """
     original, version = (copy / module).read_text(), digest(copy, module, tests)
-    known = {(one["operator"], one["occurrence"]): one for one in read_lines(kept) if one["version"] == version}
-    found = []
+    recorded = [row for row in read_lines(records_file) if row["version"] == version]
+    known = {(row["operator"], row["occurrence"]): row for row in recorded}
+    outcomes = []
     for mutant in mutants:
-        one = known.get((mutant.operator, mutant.occurrence))
-        if one is None:
+        row = known.get((mutant.operator, mutant.occurrence))
+        if row is None:
             if time.monotonic() > until:
                 break
             if ("original", 0) not in known:
                 seconds = original_run(copy, module, tests)
                 known["original", 0] = {"seconds": round(seconds, 1)}
                 start = {"module": module, "version": version, "operator": "original", "occurrence": 0}
-                add_line(kept, {**start, **known["original", 0]})
+                add_line(records_file, {**start, **known["original", 0]})
                 print(f"{module}: {seconds:.1f} s without a mutant", flush=True)
             put(copy, module, mutant.source)
             outcome = run_tests(copy, tests, max(AT_LEAST_S, SLOWER * known["original", 0]["seconds"]))
             put(copy, module, original)
             was, becomes = change(original, mutant.source)
-            one = {
+            row = {
                 "module": module, "version": version, "operator": mutant.operator, "occurrence": mutant.occurrence,
                 "was": was, "becomes": becomes, "result": outcome.result, "seconds": round(outcome.seconds, 1),
                 "by": outcome.by,
             }  # fmt: skip
-            add_line(kept, one)
+            add_line(records_file, row)
             print(f"{module}: {outcome.result} {outcome.seconds:.0f} s: {was} → {becomes}  {outcome.by}", flush=True)
-        found.append(one)
-    return found
+        outcomes.append(row)
+    return outcomes
 
 
 def reasons() -> dict[tuple[str, str, str], str]:
     """(module, line, mutated line) → why no test can tell them apart."""
-    found = json.loads(EQUIVALENT.read_text())
-    return {(one["module"], one["was"], one["becomes"]): one["reason"] for one in found}
+    equivalents = json.loads(EQUIVALENT.read_text())
+    return {(mutant["module"], mutant["was"], mutant["becomes"]): mutant["reason"] for mutant in equivalents}
 
 
 def summary(outcomes: Sequence[Mapping[str, Any]], equivalent: Mapping[tuple[str, str, str], str]) -> dict[str, Any]:
@@ -270,22 +271,23 @@ def summary(outcomes: Sequence[Mapping[str, Any]], equivalent: Mapping[tuple[str
         NoResult: a test kills a mutant that is said to be equivalent.
     """
     survived, same = [], []
-    for one in outcomes:
-        change = {"was": one["was"], "becomes": one["becomes"]}
-        reason = equivalent.get((one["module"], one["was"], one["becomes"]))
-        if reason is not None and one["result"] != "survived":
-            raise NoResult(f"{one['module']}: said to be equivalent, but {one['by']} tells it apart: {one['becomes']}")
+    for outcome in outcomes:
+        change = {"was": outcome["was"], "becomes": outcome["becomes"]}
+        reason = equivalent.get((outcome["module"], outcome["was"], outcome["becomes"]))
+        if reason is not None and outcome["result"] != "survived":
+            apart = f"{outcome['by']} tells it apart: {outcome['becomes']}"
+            raise NoResult(f"{outcome['module']}: said to be equivalent, but {apart}")
         if reason is not None:
             same.append({**change, "reason": reason})
-        elif one["result"] == "survived":
+        elif outcome["result"] == "survived":
             survived.append(change)
     return {
         "asked": len(outcomes),
-        "killed": sum(one["result"] in ("killed", "timeout") for one in outcomes),
-        "timeouts": sum(one["result"] == "timeout" for one in outcomes),
+        "killed": sum(outcome["result"] in ("killed", "timeout") for outcome in outcomes),
+        "timeouts": sum(outcome["result"] == "timeout" for outcome in outcomes),
         "equivalent": same,
         "survived": survived,
-        "seconds": round(sum(one["seconds"] for one in outcomes)),
+        "seconds": round(sum(outcome["seconds"] for outcome in outcomes)),
     }
 
 
@@ -332,10 +334,10 @@ def work(args: Any, until: float) -> None:
         for module in args.modules:
             possible, mutants = sample(python, module, (copy / module).read_text())
             tests = [test for test in CHOSEN[module] if (copy / test.partition("::")[0]).exists()]
-            found = run_module(copy, module, tests, mutants, args.folder / f"{label}.jsonl", until)
-            if len(found) == len(mutants):
+            outcomes = run_module(copy, module, tests, mutants, args.folder / f"{label}.jsonl", until)
+            if len(outcomes) == len(mutants):
                 same = hashlib.sha256(without_words(code((copy / module).read_text())).encode()).hexdigest()
-                modules[module] = {"code": same, "possible": possible, **summary(found, reasons())}
+                modules[module] = {"code": same, "possible": possible, **summary(outcomes, reasons())}
     done = args.folder / f"{label}.json"
     if set(modules) != set(CHOSEN):
         left = ", ".join(module for module in CHOSEN if module not in modules)
@@ -343,7 +345,7 @@ def work(args: Any, until: float) -> None:
         return
     done.write_text(json.dumps({"tests_commit": source, "modules": modules}))
     runs = {name: json.loads(path.read_text()) for name in LABELS if (path := args.folder / f"{name}.json").exists()}
-    if len({tuple(one["code"] for one in run["modules"].values()) for run in runs.values()}) > 1:
+    if len({tuple(counts["code"] for counts in run["modules"].values()) for run in runs.values()}) > 1:
         raise NoResult("before and after are of different code: run both again, with and without --tests-from")
     write(runs)
 

@@ -16,15 +16,15 @@ def positions(source: str, left_out: str) -> list[tuple[str, int]]:
     from cosmic_ray.plugins import get_operator, operator_names
 
     nodes = list(ast_nodes(get_ast(source)))
-    found = []
+    places = []
     for name in sorted(operator_names()):
         kind = get_operator(name)
         if kind.arguments() or re.fullmatch(left_out, name):
             continue
         operator = kind()
         count = sum(1 for node in nodes for _ in operator.mutation_positions(node))
-        found += [(name, occurrence) for occurrence in range(count)]
-    return found
+        places += [(name, occurrence) for occurrence in range(count)]
+    return places
 
 
 def mutants(source: str, places: list[tuple[str, int]]) -> Iterator[dict[str, object]]:

@@ -26,9 +26,9 @@ TIME_LIMIT_S = 600
 def measure(loop: Loop, folder: Path) -> dict[str, Any]:
     """Peaks of a real run on the rank that takes the most, in bytes, or the last words of one that failed."""
     loop.files(folder)
-    asked = {"seq_len": loop.seq_len, "tool": loop.tool, "masked": loop.model == "bert", "peft": loop.peft,
+    request = {"seq_len": loop.seq_len, "tool": loop.tool, "masked": loop.model == "bert", "peft": loop.peft,
              "on": loop.on}  # fmt: skip
-    (folder / "asked.json").write_text(json.dumps(asked))
+    (folder / "request.json").write_text(json.dumps(request))
     began = time.perf_counter()
     code, output = output_of(_command(loop, folder), TIME_LIMIT_S, cwd=REPO, env=_environment(loop))
     lines = output.splitlines()
@@ -76,12 +76,12 @@ def predict(loop: Loop, folder: Path) -> dict[str, Any]:
 
     names = loop.files(folder)
     more = {} if loop.peft is None else {"peft": str(folder / "adapter_config.json")}
-    said = [f"train.seq_len={loop.seq_len}"]
-    said += ["train.micro_batch_size=2"] if loop.tool == "accelerate" else []
-    said += ["run.device=cpu"] if loop.tool == "deepspeed" and loop.on == "cpu" else []
+    overrides = [f"train.seq_len={loop.seq_len}"]
+    overrides += ["train.micro_batch_size=2"] if loop.tool == "accelerate" else []
+    overrides += ["run.device=cpu"] if loop.tool == "deepspeed" and loop.on == "cpu" else []
     try:
         job = read_job(names, str(folder), loop.ranks, **more)
-        config = job.load(said).config
+        config = job.load(overrides).config
         card = None if loop.on == "cpu" else CARD
         target = choose_target(config, loop.ranks, loop.ranks, card, expandable=job.expandable)
         estimate = plan(config, target, loop=job.loop)

@@ -58,8 +58,8 @@ class Ours:
 
     def record(self) -> dict[str, float]:
         """The next step's line of metrics.jsonl."""
-        found: dict[str, float] = next(self._records)
-        return found
+        record: dict[str, float] = next(self._records)
+        return record
 
     def close(self) -> None:
         self._records.close()
@@ -122,11 +122,11 @@ def rank_environ() -> dict[str, str]:
     return environ | {"OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
 
 
-def on_two_ranks(function: Callable[..., Any], limit_s: float = 3600, **given: Any) -> Any:
+def on_two_ranks(function: Callable[..., Any], limit_s: float = 3600, **arguments: Any) -> Any:
     """Rank 0's result of a function on two fresh processes that form a gloo group."""
     name = sys.modules[function.__module__].__spec__.name  # type: ignore[union-attr]
     environ = {"DEEPSPEED_LOG_LEVEL": "error"}
-    return run_ranks(2, f"{name}:{function.__name__}", timeout=limit_s, env=environ, **given)[0]
+    return run_ranks(2, f"{name}:{function.__name__}", timeout=limit_s, env=environ, **arguments)[0]
 
 
 def execute(argv: list[str], **env: str) -> str:
@@ -180,7 +180,7 @@ def main() -> None:
 def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> dict[str, Any]:
     paired = on_two_ranks(measure_pairs, engine=engine, tokens=tokens, folder=f"{folder}/{engine}-pairs", pairs=pairs)
     times = paired["times"]
-    ratios, spent = (paired_ratio(found["shardkit"], found["bare"]) for found in (times, paired["spent"]))
+    ratios, spent = (paired_ratio(figures["shardkit"], figures["bare"]) for figures in (times, paired["spent"]))
     arms = ("shardkit", "bare")
     peaks = {
         arm: on_two_ranks(measure_peak, arm=arm, engine=engine, tokens=tokens, folder=f"{folder}/{engine}-{arm}")

@@ -173,11 +173,11 @@ def _write_cuda(known: Mapping[str, Any]) -> None:
 
 def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:
     """The error of each library that does not train with this engine on a CPU."""
-    found = {}
+    errors = {}
     for arm in REFUSALS.get(engine, {}):
         with Ranks(engine, arm, tokens, folder, 1, "refusal") as ranks:
-            found[arm] = ranks.answers()[0]["refused"]
-    return found
+            errors[arm] = ranks.answers()[0]["refused"]
+    return errors
 
 
 def write(engines: Mapping[str, Any]) -> None:
@@ -210,14 +210,14 @@ def main() -> None:
         tokens = write_tokens(folder)
         for engine in args.engines:
             arms = [*ARMS[engine], OURS]
-            found: dict[str, Any] = {}
+            figures: dict[str, Any] = {}
             if "memory" in args.parts:
-                found["peak_bytes"] = peaks(engine, arms, tokens, folder)
-                found["refused"] = refusals(engine, tokens, folder)
+                figures["peak_bytes"] = peaks(engine, arms, tokens, folder)
+                figures["refused"] = refusals(engine, tokens, folder)
             if "time" in args.parts:
-                found |= times(engine, arms, tokens, folder, args.rounds, args.steps)
+                figures |= times(engine, arms, tokens, folder, args.rounds, args.steps)
             known = earlier("peers").get("engines", {})
-            write({**known, engine: {**known.get(engine, {}), **found}})
+            write({**known, engine: {**known.get(engine, {}), **figures}})
 
 
 if __name__ == "__main__":

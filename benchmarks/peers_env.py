@@ -35,25 +35,25 @@ def make(name: str = PEERS) -> Path:
     CPU-only one is gigabytes smaller.
     """
     pins, constraints = REPO / "benchmarks" / f"{name}.txt", REPO / "constraints.txt"
-    wanted = "".join(path.read_text() for path in (pins, constraints, REPO / "setup.cfg"))
+    pinned = "".join(path.read_text() for path in (pins, constraints, REPO / "setup.cfg"))
     constrained = ["-c", str(constraints)]
     everything = [*constrained, "-r", str(pins), "-e", str(REPO)]
-    return installed(_venv(name), wanted, [["--upgrade", "pip>=25.3"], [*constrained, "torch"], everything])
+    return installed(_venv(name), pinned, [["--upgrade", "pip>=25.3"], [*constrained, "torch"], everything])
 
 
-def installed(directory: Path, wanted: str, installs: Sequence[Sequence[str]]) -> Path:
-    """The interpreter of a virtual environment, made anew if it was not made for the same `wanted`.
+def installed(directory: Path, pinned: str, installs: Sequence[Sequence[str]]) -> Path:
+    """The interpreter of a virtual environment, made anew if it was not made for the same `pinned`.
 
     Args:
         installs: what pip is told to install, one call after the other.
     """
     python, stamp = directory / "bin" / "python", directory / "installed"
-    if not stamp.exists() or stamp.read_text() != wanted:
+    if not stamp.exists() or stamp.read_text() != pinned:
         print(f"installing into {directory} (once; torch is large and takes minutes)", flush=True)
         venv.create(directory, clear=True, with_pip=True)
         quietly = {**os.environ, "PYTHONWARNINGS": "ignore"}  # setuptools warns about every editable install
         for words in installs:
             pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *words]
             subprocess.run(pip, env=quietly, check=True)
-        stamp.write_text(wanted)
+        stamp.write_text(pinned)
     return python

@@ -30,8 +30,8 @@ class Ranks(turns.Ranks):
 
     def __init__(self, engine: str, arm: str, tokens: str, folder: Path, count: int, mode: str = "turns") -> None:
         limit_s = CARD_LIMIT_S if mode == "card" else turns.LIMIT_S
-        given = {"mode": mode, "engine": engine, "arm": arm, "tokens": tokens, "count": count}
-        super().__init__(f"{engine} {arm}", "benchmarks.peers_ranks:answers", folder, limit_s, **given)
+        arguments = {"mode": mode, "engine": engine, "arm": arm, "tokens": tokens, "count": count}
+        super().__init__(f"{engine} {arm}", "benchmarks.peers_ranks:answers", folder, limit_s, **arguments)
 
 
 def answers(

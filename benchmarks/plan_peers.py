@@ -38,21 +38,21 @@ def of_case(name: str, world_size: int, overrides: list[str]) -> dict[str, Any]:
     config = load_config(None, overrides).config
     model = load_task(config).build_model()
     n_params = sum(param.numel() for param in model.parameters())
-    said: dict[str, Any] = {"n_params": n_params}
+    answers: dict[str, Any] = {"n_params": n_params}
     _, strategy, precision, _, optimizer = name.split(" ")
     engine = strategy.partition("@")[0]
     if engine in ("zero2", "zero3") and "offload" not in strategy and precision == "bf16":
-        said["deepspeed"] = _deepspeed(model, engine, world_size)
+        answers["deepspeed"] = _deepspeed(model, engine, world_size)
     if engine == "single" and optimizer == "adamw":
-        said["accelerate"] = _accelerate(model, precision)
+        answers["accelerate"] = _accelerate(model, precision)
     if engine in ("single", "fsdp", "hsdp"):
         tracker = "memtracker" if engine == "single" else "fsdpmemtracker"
         try:
-            said[tracker] = _tracked(config, world_size)
+            answers[tracker] = _tracked(config, world_size)
         except (RuntimeError, NotImplementedError, AssertionError, TypeError, AttributeError, KeyError) as error:
             torch.distributed.destroy_process_group()
-            said[tracker] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return said
+            answers[tracker] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return answers
 
 
 def _deepspeed(model: Any, engine: str, world_size: int) -> int:
@@ -175,8 +175,8 @@ def errors(rows: Mapping[str, Mapping[str, Any]], answers: Mapping[str, Mapping[
     return {comparison: spreads for comparison, spreads in compared.items() if spreads}
 
 
-def _spread(found: Iterator[float] | Any) -> dict[str, float]:
-    ordered = sorted(found)
+def _spread(values: Iterator[float] | Any) -> dict[str, float]:
+    ordered = sorted(values)
     return {
         "cases": len(ordered),
         "median_error": median(map(abs, ordered)),

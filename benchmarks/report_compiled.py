@@ -14,9 +14,9 @@ KINDS = ("first", "step", "ragged", "evaluation", "resumed")
 
 def compiled(result: dict[str, Any]) -> dict[str, Any]:
     cases: dict[str, dict[str, Any]] = result["cases"]
-    ran = {name: found for name, found in cases.items() if "spans" in found}
-    whole = {name: found for name, found in ran.items() if " eager " not in name}
-    broken = {name: n for name, found in whole.items() if (n := sum(span["breaks"] for span in found["spans"]))}
+    ran = {name: case for name, case in cases.items() if "spans" in case}
+    whole = {name: case for name, case in ran.items() if " eager " not in name}
+    broken = {name: n for name, case in whole.items() if (n := sum(span["breaks"] for span in case["spans"]))}
     return {
         "run": len(cases), "listed": len(cases) + len(result["not_run"]), "working": len(whole), "broken": len(broken),
         "refused": _number(cases, "refused"), "failed": _number(cases, "error"),
@@ -29,7 +29,7 @@ def compiled(result: dict[str, Any]) -> dict[str, Any]:
 
 def _isolated(alone: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) -> str:
     """How cases that had processes and caches of their own differ from those that shared them."""
-    both = {name: (found, cases[name]) for name, found in alone.items() if "spans" in found and "spans" in cases[name]}
+    both = {name: (case, cases[name]) for name, case in alone.items() if "spans" in case and "spans" in cases[name]}
     counted = ("span", "graphs", "recompiled", "breaks", "graph_launches")
     equal = sum([[s[key] for key in counted] for s in a["spans"]] == [[s[key] for key in counted] for s in b["spans"]]
                 for a, b in both.values())  # fmt: skip
@@ -45,16 +45,16 @@ def _isolated(alone: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]
 
 
 def _number(cases: dict[str, dict[str, Any]], kind: str) -> int:
-    return sum(kind in found for found in cases.values())
+    return sum(kind in case for case in cases.values())
 
 
 def _reasons(cases: dict[str, dict[str, Any]]) -> Iterator[str]:
-    refused = Counter(found["refused"].splitlines()[0] for found in cases.values() if "refused" in found)
+    refused = Counter(case["refused"].splitlines()[0] for case in cases.values() if "refused" in case)
     for reason, number in refused.most_common():
         yield f"refused ({number}): {reason}"
-    for name, found in cases.items():
-        if "error" in found:
-            yield f"fails: {name}: {last_line(found['error'])}"
+    for name, case in cases.items():
+        if "error" in case:
+            yield f"fails: {name}: {last_line(case['error'])}"
 
 
 def _breaks(broken: dict[str, int], cases: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -69,22 +69,22 @@ def last_line(error: str) -> str:
     return (named or lines)[-1][:300].replace("|", "/")
 
 
-def spans(found: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    return [span for span in found["spans"] if span["span"].startswith(kind)]
+def spans(case: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [span for span in case["spans"] if span["span"].startswith(kind)]
 
 
-def graphs(found: dict[str, Any], kind: str) -> int:
+def graphs(case: dict[str, Any], kind: str) -> int:
     """Graphs that were compiled in spans of this kind."""
-    return sum(span["graphs"] for span in spans(found, kind))
+    return sum(span["graphs"] for span in spans(case, kind))
 
 
-def peak(found: dict[str, Any], kind: str = "step") -> int | None:
+def peak(case: dict[str, Any], kind: str = "step") -> int | None:
     """The largest peak of steady steps, in bytes; None if it is not known."""
-    return max((span["peak"] for span in spans(found, kind) if "peak" in span), default=None)
+    return max((span["peak"] for span in spans(case, kind) if "peak" in span), default=None)
 
 
-def reserved(found: dict[str, Any]) -> int | None:
-    return max((span["reserved"] for span in spans(found, "step") if "reserved" in span), default=None)
+def reserved(case: dict[str, Any]) -> int | None:
+    return max((span["reserved"] for span in spans(case, "step") if "reserved" in span), default=None)
 
 
 def eager(name: str) -> str:
@@ -94,18 +94,18 @@ def eager(name: str) -> str:
 
 
 def _lines(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: dict[str, Any]) -> Iterator[list[str]]:
-    for name, found in whole.items():
+    for name, case in whole.items():
         engine, scope, policy, mode, *other = name.split(" ")
-        own, plain = peak(found), cases.get(eager(name), {"spans": []})
-        later = [graphs(found, kind) for kind in KINDS[1:]]
-        compiling = peak(found, "first")
+        largest, plain = peak(case), cases.get(eager(name), {"spans": []})
+        later = [graphs(case, kind) for kind in KINDS[1:]]
+        compiling = peak(case, "first")
         yield [
             f"`{engine}` {scope}", policy, mode, *(other or [""]),
-            str(graphs(found, "first")), " / ".join(map(str, later)), str(sum(s["breaks"] for s in found["spans"])),
-            str(spans(found, "step")[-1]["graph_launches"] or "–"),
+            str(graphs(case, "first")), " / ".join(map(str, later)), str(sum(s["breaks"] for s in case["spans"])),
+            str(spans(case, "step")[-1]["graph_launches"] or "–"),
             _of(planned.get(eager(name), {}).get("allocated")), _of(peak(plain)),
-            _of(own), mib(compiling) if own and compiling and compiling > own else "",
-            f"{_of(reserved(plain))} → {_of(reserved(found))}",
+            _of(largest), mib(compiling) if largest and compiling and compiling > largest else "",
+            f"{_of(reserved(plain))} → {_of(reserved(case))}",
         ]  # fmt: skip
 
 
@@ -116,10 +116,14 @@ def _of(n_bytes: int | None) -> str:
 def _memory(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: dict[str, Any]) -> Iterator[list[str]]:
     """Peaks of compiled steps over those of eager steps and over plans, by group: cases, median, range."""
     for group, names in _groups(whole):
-        own = {name: n_bytes for name in names if (n_bytes := peak(whole[name]))}
-        plain = {name: peak(cases[eager(name)]) for name in own if "spans" in cases.get(eager(name), {})}
-        over_eager = [own[name] / n_bytes for name, n_bytes in plain.items() if n_bytes]
-        over_plan = [own[name] / planned[eager(name)]["allocated"] for name in own if eager(name) in planned]
+        compiled_peaks = {name: n_bytes for name in names if (n_bytes := peak(whole[name]))}
+        plain = {name: peak(cases[eager(name)]) for name in compiled_peaks if "spans" in cases.get(eager(name), {})}
+        over_eager = [compiled_peaks[name] / n_bytes for name, n_bytes in plain.items() if n_bytes]
+        over_plan = [
+            n_bytes / planned[eager(name)]["allocated"]
+            for name, n_bytes in compiled_peaks.items()
+            if eager(name) in planned
+        ]
         if over_eager or over_plan:
             above = sum(ratio > 1 for ratio in over_plan)
             yield [group, _range(over_eager), _range(over_plan), f"{above} of {len(over_plan)}"]

@@ -24,11 +24,11 @@ WAITS = {
 
 
 def peers_on_cards(result: Values) -> Values:
-    return {"lines": [line for engine, found in result["engines"].items() for line in _on_cards(engine, found)]}
+    return {"lines": [line for engine, arms in result["engines"].items() for line in _on_cards(engine, arms)]}
 
 
-def _on_cards(engine: str, found: Values) -> Iterator[list[str]]:
-    small, full = found.get("small", {}), found.get("355m", {})
+def _on_cards(engine: str, models: Values) -> Iterator[list[str]]:
+    small, full = models.get("small", {}), models.get("355m", {})
     first = next(iter(small.values()), {}).get("losses", [])
     for arm in dict.fromkeys([*small, *full]):
         losses, seen = small.get(arm, {}).get("losses"), full.get(arm, {})
@@ -41,19 +41,24 @@ def _on_cards(engine: str, found: Values) -> Iterator[list[str]]:
         yield [engine, arm, *cells, *peak, f"{1e3 * median(seen['cpu_s']):.0f}", *_sums(WAITS, seen["calls"])]
 
 
-def _error(found: Values) -> str:
+def _error(figures: Values) -> str:
     """An arm's error, or that it has no result yet."""
-    return str(found.get("error", NOT_YET)).replace("|", "\\|")
+    return str(figures.get("error", NOT_YET)).replace("|", "\\|")
 
 
 def _sums(columns: Mapping[str, Sequence[str]], calls: Mapping[str, int]) -> list[str]:
     return [str(sum(calls.get(name, 0) for name in names)) for names in columns.values()]
 
 
+def speeds(steps: Sequence[tuple[float, float]]) -> list[float]:
+    """Tokens a second of each step."""
+    return [tokens / seconds for seconds, tokens in steps]
+
+
 def sft(result: Values) -> Values:
     settings = {
-        name: {**found, "speeds": {arm: [tokens / s for s, tokens in taken] for arm, taken in found["steps"].items()}}
-        for name, found in result["settings"].items()
+        name: {**setting, "speeds": {arm: speeds(steps) for arm, steps in setting["steps"].items()}}
+        for name, setting in result["settings"].items()
     }
     if "tokenise_s" not in result:
         return {"settings": settings}
@@ -101,10 +106,10 @@ PARITY_SETS = {
 def cuda_parity(result: Values) -> Values:
     """By title of the set: how many of its cases ran, those that do not agree, and the table's rows and columns."""
     shown = {}
-    for name, found in result["sets"].items():
-        lines = found["rows"]
+    for name, of_set in result["sets"].items():
+        lines = of_set["rows"]
         shown[PARITY_SETS[name]] = {
-            **found,
+            **of_set,
             "run": sum(row["cases"] for row in lines.values()),
             "wrong": [f"{case}: {'; '.join(w)}" for row in lines.values() for case, w in row["wrong"].items()],
             "engines": list(dict.fromkeys(key.split(" ")[0] for key in lines)),
@@ -124,14 +129,14 @@ ADDED = ("added_ms_without_emulation", "added_thread_ms_without_emulation", "add
 
 def host_cost(result: Values) -> Values:
     lines = []
-    for engine, found in result["engines"].items():
-        arms = [found["arms"][arm] for arm in (OURS, "hand-written")]
+    for engine, figures in result["engines"].items():
+        arms = [figures["arms"][arm] for arm in (OURS, "hand-written")]
         counts = [" / ".join(pair) for pair in zip(*(_sums(CALLS_OF, arm["calls"]) for arm in arms), strict=True)]
         made = [arm.get("python_calls") for arm in arms]
         counts.append("–" if None in made else " / ".join(f"{n:.0f}" for n in made))
-        added = [interval(found[key], 1) if key in found else "–" for key in ADDED]
-        lines.append([f"{engine}@{found['ranks']}", *counts, *added])
-    clocks = {engine: found["clock"] for engine, found in result["engines"].items() if "clock" in found}
+        added = [interval(figures[key], 1) if key in figures else "–" for key in ADDED]
+        lines.append([f"{engine}@{figures['ranks']}", *counts, *added])
+    clocks = {engine: figures["clock"] for engine, figures in result["engines"].items() if "clock" in figures}
     return {
         "lines": lines, "clocks": {engine: {**clock, "empty": empty(clock)} for engine, clock in clocks.items()},
         "durations": next(iter(clocks.values()))["durations_us"] if clocks else {},
@@ -164,7 +169,7 @@ TOOLS = {
 
 
 def plan_peers(result: Values) -> Values:
-    return {"tools": TOOLS, "failed": sum(len(found["failed"]) for found in result["errors"].values())}
+    return {"tools": TOOLS, "failed": sum(len(spreads["failed"]) for spreads in result["errors"].values())}
 
 
 def other_loops(result: Values, on: str = "cpu") -> Values:
@@ -172,8 +177,8 @@ def other_loops(result: Values, on: str = "cpu") -> Values:
     goals, loops = GOALS[on], [loop for loop in LOOPS if loop.on == on]
     lines, within, compared = [], 0, 0
     for loop in loops:
-        found = result["cases"].get(loop.name, {})
-        measured, predicted = (found.get(kind, {"failed": "not run"}) for kind in ("measured", "predicted"))
+        case = result["cases"].get(loop.name, {})
+        measured, predicted = (case.get(kind, {"failed": "not run"}) for kind in ("measured", "predicted"))
         start = [loop.name, loop.model, str(loop.ranks)]
         if "allocated" not in measured:
             lines.append([*start, "not measured", *[""] * len(goals)])
@@ -230,10 +235,10 @@ def mutants(result: Values) -> Values:
     survived = [
         (name, module, mutant)
         for name, run in runs.items()
-        for module, found in run["modules"].items()
-        for mutant in found["survived"]
+        for module, counts in run["modules"].items()
+        for mutant in counts["survived"]
     ]
-    equivalent = [(module, mutant) for module, found in latest["modules"].items() for mutant in found["equivalent"]]
+    equivalent = [(module, mutant) for module, counts in latest["modules"].items() for mutant in counts["equivalent"]]
     return {"runs": runs, "lines": lines, "survived": survived, "equivalent": equivalent}
 
 

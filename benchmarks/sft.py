@@ -47,8 +47,8 @@ class Ranks(turns.Ranks):
     """Two ranks of an arm; `mode` is "turns", or "peak" for one such answer."""
 
     def __init__(self, setting: Setting, arm: str, folder: Path, count: int, mode: str = "turns") -> None:
-        given = {"mode": mode, "arm": arm, "count": count, "setting": asdict(setting)}
-        super().__init__(f"{arm}, {setting.tuned}, {setting.layout}", "benchmarks.sft:answers", folder, **given)
+        arguments = {"mode": mode, "arm": arm, "count": count, "setting": asdict(setting)}
+        super().__init__(f"{arm}, {setting.tuned}, {setting.layout}", "benchmarks.sft:answers", folder, **arguments)
 
 
 def answers(
@@ -127,14 +127,14 @@ def packing() -> dict[str, float]:
     return {"seconds": seconds, "fill": float(lengths.sum() / ((len(bounds) - 1) * CONTEXT))}
 
 
-def beside(found: Mapping[str, Any]) -> dict[str, Any]:
+def beside(figures: Mapping[str, Any]) -> dict[str, Any]:
     """shardkit's ratios to each peer, with intervals: more tokens a second is better, less time to a first step."""
-    speed = {arm: [tokens / seconds for seconds, tokens in taken] for arm, taken in found["steps"].items()}
+    speed = {arm: [tokens / seconds for seconds, tokens in taken] for arm, taken in figures["steps"].items()}
     return {
         arm: {
             "tokens_per_s": paired_ratio(speed[OURS], speed[arm]),
-            "first_step": paired_ratio(found["first_step_s"][OURS], found["first_step_s"][arm]),
-            "peak": found["peak_bytes"][OURS] / found["peak_bytes"][arm],
+            "first_step": paired_ratio(figures["first_step_s"][OURS], figures["first_step_s"][arm]),
+            "peak": figures["peak_bytes"][OURS] / figures["peak_bytes"][arm],
         }
         for arm in PEERS
     }
@@ -164,16 +164,16 @@ def main() -> None:
         for named in args.settings:
             tuned, layout = named.split()
             setting = Setting(tuned, layout, str(model), str(data))
-            found: dict[str, Any] = {"measured": stamp()}
+            figures: dict[str, Any] = {"measured": stamp()}
             if layout == "padded":
-                found["loss_difference"] = agree(setting, folder)
-            found["peak_bytes"] = turns.peaks_of(arms_of(setting, folder, PEAK_STEPS, "peak"))
-            found["steps"] = steps_in_turn(setting, folder, args.steps)
+                figures["loss_difference"] = agree(setting, folder)
+            figures["peak_bytes"] = turns.peaks_of(arms_of(setting, folder, PEAK_STEPS, "peak"))
+            figures["steps"] = steps_in_turn(setting, folder, args.steps)
             # Tokenisation included: caches are emptied; there is none before the first.
             empty = partial(shutil.rmtree, Path(setting.data).parent / "datasets", ignore_errors=True)
-            found["first_step_s"] = turns.starts_of(arms_of(setting, folder, 1), args.rounds, empty)
-            found["beside"] = beside(found)
-            result["settings"][named] = found
+            figures["first_step_s"] = turns.starts_of(arms_of(setting, folder, 1), args.rounds, empty)
+            figures["beside"] = beside(figures)
+            result["settings"][named] = figures
             publish(NAME, result)
         if not args.no_data:
             setting = Setting("full", "padded", str(model), str(data))

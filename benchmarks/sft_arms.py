@@ -71,24 +71,24 @@ class Turns:
     """Steps of a library's own loop, which runs in a thread and waits before each until it is asked for.
 
     Args:
-        is_asked: false: nothing waits, and all steps are taken in the calling thread, which a profiler follows.
+        takes_turns: false: nothing waits, and all steps are taken in the calling thread, which a profiler follows.
     """
 
-    def __init__(self, is_asked: bool) -> None:
-        self._is_asked = is_asked
-        self._asked: queue.Queue[bool] = queue.Queue()
+    def __init__(self, takes_turns: bool) -> None:
+        self._takes_turns = takes_turns
+        self._requests: queue.Queue[bool] = queue.Queue()
         self._taken: queue.Queue[Taken | BaseException] = queue.Queue()
 
     def begins(self) -> None:
         """A step of the loop begins."""
-        if self._is_asked and not self._asked.get():
+        if self._takes_turns and not self._requests.get():
             raise KeyboardInterrupt
 
     def ends(self, taken: Taken) -> None:
         self._taken.put(taken)
 
     def steps(self, loop: Callable[[], object], count: int) -> Iterator[Taken]:
-        if not self._is_asked:
+        if not self._takes_turns:
             loop()
             yield from (self._next() for _ in range(count))
             return
@@ -96,10 +96,10 @@ class Turns:
         thread.start()
         try:
             for _ in range(count):
-                self._asked.put(True)
+                self._requests.put(True)
                 yield self._next()
         finally:
-            self._asked.put(False)  # ends a loop that was not asked for all of its steps
+            self._requests.put(False)  # ends a loop that was not asked for all of its steps
             thread.join()
 
     def _run(self, loop: Callable[[], object]) -> None:
@@ -164,10 +164,12 @@ def tokenised(data: str, model: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def tokenise(example: dict[str, Any]) -> dict[str, Any]:
-        found = tokenizer.apply_chat_template(example["messages"], return_dict=True, return_assistant_tokens_mask=True)
-        pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
+        encoded = tokenizer.apply_chat_template(
+            example["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
         return {
-            "input_ids": found["input_ids"],
+            "input_ids": encoded["input_ids"],
             "labels": [token if counts else -100 for token, counts in pairs],
         }
 

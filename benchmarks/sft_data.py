@@ -39,8 +39,8 @@ def conversations() -> Iterator[dict[str, Any]]:
         module = ".".join(parts).removesuffix(".py")
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
-                asked = f"Describe {module}.{node.name}({ast.unparse(node.args)})."
-                yield {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]}
+                question = f"Describe {module}.{node.name}({ast.unparse(node.args)})."
+                yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": text}]}
 
 
 def write(folder: Path) -> tuple[Path, Path]:
@@ -57,7 +57,7 @@ def write(folder: Path) -> tuple[Path, Path]:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    raw.train_from_iterator((m["content"] for one in every for m in one["messages"]), trainer)
+    raw.train_from_iterator((m["content"] for conversation in every for m in conversation["messages"]), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=ENDED, pad_token=PADDING)
     tokenizer.chat_template = TEMPLATE
     model_dir = folder / "model"
@@ -69,13 +69,13 @@ def write(folder: Path) -> tuple[Path, Path]:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(model_dir)
 
-    texts = tokenizer.apply_chat_template([one["messages"] for one in every], tokenize=False)
+    texts = tokenizer.apply_chat_template([conversation["messages"] for conversation in every], tokenize=False)
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     data = folder / "conversations.jsonl"
     with data.open("w") as stream:
-        for one, length in zip(every, lengths, strict=True):
+        for conversation, length in zip(every, lengths, strict=True):
             if length <= LONGEST:
-                stream.write(json.dumps(one) + "\n")
+                stream.write(json.dumps(conversation) + "\n")
     return model_dir, data
 
 

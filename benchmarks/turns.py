@@ -32,16 +32,16 @@ class Ranks:
     Args:
         name: for errors.
         target: `module:function` of a rank, called with the stream of requests, `scratch`, the ranks' folder, and
-            `given`; it yields the answers.
+            `arguments`; it yields the answers.
         folder: directory for the ranks' files.
         limit_s: the most seconds that ranks may take to start, and for an answer.
-        given: in JSON's types.
+        arguments: in JSON's types.
 
     Raises:
         RuntimeError: a rank ended early, or took too long; includes the ranks' output.
     """
 
-    def __init__(self, name: str, target: str, folder: Path, limit_s: float = LIMIT_S, **given: Any) -> None:
+    def __init__(self, name: str, target: str, folder: Path, limit_s: float = LIMIT_S, **arguments: Any) -> None:
         self.limit_s = limit_s
         self.name, self.scratch = name, Path(tempfile.mkdtemp(dir=folder))
         self.log = self.scratch / "log"
@@ -52,7 +52,7 @@ class Ranks:
             server.settimeout(0.2)
             self.began = time.time()
             self.process = subprocess.Popen(
-                torchrun(["benchmarks.turns", target, json.dumps(given), str(self.scratch)]),
+                torchrun(["benchmarks.turns", target, json.dumps(arguments), str(self.scratch)]),
                 cwd=REPO,
                 env=rank_environ(),
                 stdout=log,
@@ -72,11 +72,11 @@ class Ranks:
         self.streams.append(connection.makefile("rw"))
         connection.close()  # the stream stays open
 
-    def answers(self, asked: str | None = None) -> list[dict[str, Any]]:
+    def answers(self, request: str | None = None) -> list[dict[str, Any]]:
         """The next line of each rank."""
         try:
-            for stream in self.streams if asked else ():
-                print(asked, file=stream, flush=True)
+            for stream in self.streams if request else ():
+                print(request, file=stream, flush=True)
             lines = [stream.readline() for stream in self.streams]
         except OSError as error:
             raise self._failed() from error
@@ -86,17 +86,17 @@ class Ranks:
 
     def first_step(self) -> tuple[float, float]:
         """(seconds from the command to the first step's end on the last rank, its loss)."""
-        found = self.answers()
-        return max(answer["at"] for answer in found) - self.began, mean_loss(found)
+        answers = self.answers()
+        return max(answer["at"] for answer in answers) - self.began, mean_loss(answers)
 
     def step(self) -> tuple[float, float, float]:
         """(seconds on the slower rank, mean loss, tokens that the answers count).
 
         All ranks have the same number of targets.
         """
-        found = self.answers("step")
-        tokens = sum(answer.get("tokens", 0) for answer in found)
-        return max(answer["seconds"] for answer in found), mean_loss(found), tokens
+        answers = self.answers("step")
+        tokens = sum(answer.get("tokens", 0) for answer in answers)
+        return max(answer["seconds"] for answer in answers), mean_loss(answers), tokens
 
     def peak(self) -> int:
         """Peak bytes of the rank that took more."""
@@ -168,13 +168,13 @@ def timed(steps: Iterator[Mapping[str, Any]], stream: TextIO) -> Iterator[dict[s
         yield {**next(steps), "seconds": time.perf_counter() - began}
 
 
-def serve(target: str, given: str, scratch: str) -> None:
+def serve(target: str, arguments: str, scratch: str) -> None:
     """A rank: send each answer of the target."""
     module, _, function = target.partition(":")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{scratch}/turns")
         stream = connection.makefile("rw")
-        for answer in getattr(importlib.import_module(module), function)(stream, scratch, **json.loads(given)):
+        for answer in getattr(importlib.import_module(module), function)(stream, scratch, **json.loads(arguments)):
             print(json.dumps(answer), file=stream, flush=True)
         stream.close()
     leave()

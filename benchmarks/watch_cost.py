@@ -67,11 +67,11 @@ class Turn:
         else:
             answer |= {"seconds": now - self._began[0], "spent": spent - self._began[1], "inside": self._inside}
         print(json.dumps(answer), file=self._stream, flush=True)
-        asked = self._stream.readline()
-        self.switch(asked.strip() == "watched")
+        request = self._stream.readline()
+        self.switch(request.strip() == "watched")
         self._inside = 0.0
         self._began = time.perf_counter(), time.process_time()
-        return bool(asked)
+        return bool(request)
 
     def _time_calls(self) -> None:
         """Add up this thread's processor time in the calls that shardkit's hooks make."""
@@ -110,7 +110,7 @@ def tokens(count: int = MICRO) -> Any:
     return torch.randint(0, VOCAB, (count, SEQ))
 
 
-def own(turn: Turn, folder: str, sizes: dict[str, int] = SIZES) -> None:
+def by_hand(turn: Turn, folder: str, sizes: dict[str, int] = SIZES) -> None:
     import torch
     import torch.distributed as dist
 
@@ -204,7 +204,7 @@ def transformers(turn: Turn, folder: str) -> None:
         tempfile.mkdtemp(), use_cpu=True, per_device_train_batch_size=MICRO, gradient_accumulation_steps=ACCUM,
         max_steps=100_000, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=10,
     )  # fmt: skip
-    data = [{"input_ids": one, "labels": one} for one in tokens(4096)]
+    data = [{"input_ids": row, "labels": row} for row in tokens(4096)]
     trainer = Trainer(llama(), args, train_dataset=data, callbacks=[Turns()])
     with watch(trainer, folder) as watched:
         trainer.train()
@@ -248,7 +248,7 @@ def lightning(turn: Turn, folder: str) -> None:
 def work(stream: TextIO, scratch: str, loop: str) -> Iterator[Any]:
     """One rank, whose loop answers at the end of each step."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    run: Callable[..., None] = globals()[LOOPS[loop] or "own"]
+    run: Callable[..., None] = globals()[LOOPS[loop] or "by_hand"]
     run(Turn(stream), f"{scratch}/run", **({"sizes": SHORT} if "short" in loop else {}))
     return iter(())
 
