@@ -38,7 +38,7 @@ from .overhead import Ours, torchrun
 from .turns import RANKS, Ranks, timed
 
 FOLDER = REPO / "build" / "auto"
-KEPT = "kept.json"
+MEASURED = "measured.json"
 SAMPLES = 2
 BASE = (
     "run.device=cpu", "precision.mode=fp32", "model.vocab_size=1024", "model.d_model=256", "model.n_layers=6",
@@ -177,12 +177,12 @@ def main() -> None:
     work: Path = args.folder.resolve()
     work.mkdir(parents=True, exist_ok=True)
     if args.again:
-        (work / KEPT).unlink(missing_ok=True)
+        (work / MEASURED).unlink(missing_ok=True)
     if not (work / "cache" / "shardkit" / "calibration.json").exists():
         calibrate(work / "cache")
     os.environ["XDG_CACHE_HOME"] = str(work / "cache")
     searching.Planner = Remembering  # type: ignore[misc]
-    measurements = Measurements(work / KEPT)
+    measurements = Measurements(work / MEASURED)
     grid = measure_grid(measurements, work, args.steps)
     limits = caps([run["peak"] for run in grid.values()])
     choices = {mib: measurements.get(f"choice {mib}", partial(choose, mib)) for mib in limits}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from shardkit.hardware.cards import GPUS
 
 from ..models import llama
-from .cases import Case, Cases, Found, Where
+from .cases import Case, Cases, Figures, Where
 from .child import emulated_card
 from .mfu import MODELS as LARGE
 from .target import load, planned, predicted, target, train, went, went_traced
@@ -128,24 +128,24 @@ def cases(dry: bool) -> Cases:
 def cases_of(settings: Iterable[Setting], tight: Iterable[str]) -> Cases:
     """Each setting; then those in `tight` in only as much memory as their predictions require, and in less."""
     each = {setting.name: setting for setting in settings}
-    found: Cases = {
+    cases: Cases = {
         name: Case(partial(_measure, setting), partial(_predict, setting)) for name, setting in each.items()
     }
     for kind, share in TIGHT.items():
         for name in tight:
-            found[f"{name}: {kind}"] = Case(partial(_in_little, each[name], share), predicted_as=name)
-    return found
+            cases[f"{name}: {kind}"] = Case(partial(_in_little, each[name], share), predicted_as=name)
+    return cases
 
 
-def _predict(setting: Setting, where: Where) -> Found:
+def _predict(setting: Setting, where: Where) -> Figures:
     return predicted(planned(where, load(where, setting.overrides)([]), setting.target(where)))
 
 
-def _measure(setting: Setting, where: Where) -> Found:
+def _measure(setting: Setting, where: Where) -> Figures:
     return went_traced(setting.train(where), where.folder / "run")
 
 
-def _in_little(setting: Setting, share: float, where: Where) -> Found:
+def _in_little(setting: Setting, share: float, where: Where) -> Figures:
     if "required" not in where.predicted:
         return {"outcome": "failed", "message": "its prediction failed"}
     cap = round(where.predicted["required"] * share)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .nursery import Helpers
 
-Found = dict[str, Any]
+Figures = dict[str, Any]
 """A case's result as it is written to JSON; `outcome` says how the case ended."""
 
 
@@ -35,9 +35,9 @@ class Where:
     host_memory: int
     folder: Path
     emulated: bool = False
-    predicted: Found = field(default_factory=dict)
-    earlier: Found = field(default_factory=dict)
-    keep: Callable[[Found], None] = lambda found: None
+    predicted: Figures = field(default_factory=dict)
+    earlier: Figures = field(default_factory=dict)
+    keep: Callable[[Figures], None] = lambda figures: None
     helpers: Helpers | None = None
 
     @property
@@ -54,8 +54,8 @@ class Case:
         predicted_as: the case whose prediction counts, if it is another case.
     """
 
-    measure: Callable[[Where], Found]
-    predict: Callable[[Where], Found] | None = None
+    measure: Callable[[Where], Figures]
+    predict: Callable[[Where], Figures] | None = None
     predicted_as: str | None = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from statistics import median
 
 from ..common import rotated
-from .cases import Case, Cases, Found, Where
+from .cases import Case, Cases, Figures, Where
 from .target import train, went_traced
 
 BASE = ["task.name=super_resolution", "model.preset=swin2sr", "train.micro_batch_size=8", "precision.mode=bf16"]
@@ -26,32 +26,32 @@ def cases(dry: bool) -> Cases:
     return {"SwinIR": Case(measure)}
 
 
-def measure(where: Where) -> Found:
+def measure(where: Where) -> Figures:
     """`rounds`: for each arm its trials with the traced peak; ratios are of checkpointing to without."""
     base, rounds, steps = (DRY_BASE, DRY_ROUNDS, DRY_STEPS) if where.dry else (BASE, ROUNDS, STEPS)
     if where.emulated:  # more rounds and steps are for speeds
         rounds, steps = DRY_ROUNDS, DRY_STEPS
-    found: Found = {"arms": {arm: where.earlier.get("arms", {}).get(arm, []) for arm in ARMS}}
+    figures: Figures = {"arms": {arm: where.earlier.get("arms", {}).get(arm, []) for arm in ARMS}}
     for index in range(rounds):
         for arm in rotated(list(ARMS), index):
-            trials = found["arms"][arm]
+            trials = figures["arms"][arm]
             if len(trials) > index:
                 continue
             name = f"{index}-{list(ARMS).index(arm)}"
             trial = train(where, [*base, *ARMS[arm]], steps=steps, name=name)
             if trial.outcome != "ok":
-                return {**found, "outcome": trial.outcome, "message": f"{arm}: {trial.message}"}
+                return {**figures, "outcome": trial.outcome, "message": f"{arm}: {trial.message}"}
             trials.append(went_traced(trial, where.folder / name))
-            where.keep(found)
-    return {**found, "outcome": "ok", **ratios(found["arms"]["AMP"], found["arms"]["AMP + checkpointing"])}
+            where.keep(figures)
+    return {**figures, "outcome": "ok", **ratios(figures["arms"]["AMP"], figures["arms"]["AMP + checkpointing"])}
 
 
-def ratios(plain: list[Found], checkpointed: list[Found]) -> Found:
+def ratios(plain: list[Figures], checkpointed: list[Figures]) -> Figures:
     """Memory and time with checkpointing over those without; times round by round, none on emulated cards."""
     speeds = [
-        (one.get("tokens_per_s"), other.get("tokens_per_s")) for one, other in zip(plain, checkpointed, strict=True)
+        (ours.get("tokens_per_s"), other.get("tokens_per_s")) for ours, other in zip(plain, checkpointed, strict=True)
     ]
-    times = [one / other for one, other in speeds if one is not None and other is not None]
+    times = [ours / other for ours, other in speeds if ours is not None and other is not None]
     return {
         "memory_ratio": median(t["peak"] for t in checkpointed) / median(t["peak"] for t in plain),
         "time_ratios": times,

@@ -19,7 +19,7 @@ import psutil
 from shardkit.hardware.cards import GPUS, Gpu
 
 from ..common import REPO, environ
-from .cases import Found, Where
+from .cases import Figures, Where
 from .nursery import Helpers
 
 Ended = Literal["done", "time is up", "host memory"]
@@ -33,7 +33,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
 
     def hand(self, request: Path, environment: Mapping[str, str]) -> None:
         """Let it run the case of a request."""
@@ -41,7 +41,7 @@ class Worker:
             self.end()
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.child"], cwd=REPO, env=dict(environment),
-                stdin=subprocess.PIPE, stdout=self._said, stderr=subprocess.STDOUT, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(f"{request}\n".encode())
@@ -51,8 +51,8 @@ class Worker:
         return self._process is None or self._process.poll() is not None
 
     def last_line(self) -> str:
-        self._said.seek(0)
-        lines = [line for line in self._said.read().decode(errors="replace").splitlines() if line.strip()]
+        self._output.seek(0)
+        lines = [line for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
         return lines[-1] if lines else "it said nothing"
 
     def end(self) -> None:
@@ -71,7 +71,7 @@ class Worker:
 
 def run_case(
     part: str, case: str, what: str, where: Where, limit_s: float, worker: Worker | None = None
-) -> tuple[Found, Ended]:
+) -> tuple[Figures, Ended]:
     """Run `predict` or `measure` of a case; returns its result, also if it was ended early.
 
     A crash is an outcome. The processes end with this function, even if it raises, except for a `worker` whose case
@@ -80,34 +80,34 @@ def run_case(
     Args:
         worker: runs several cases, on emulated cards; without one the case has fresh processes.
     """
-    request, exchange, done = (where.folder / name for name in ("asked.json", "case.json", "done"))
+    request, exchange, done = (where.folder / name for name in ("request.json", "case.json", "done"))
     for path in (exchange, done):
         path.unlink(missing_ok=True)
-    asked = {
+    content = {
         "part": part, "case": case, "what": what, "dry": where.dry, "card": where.card, "exchange": str(exchange),
         "emulated": where.emulated, "host_memory": where.host_memory, "done": str(done),
         "predicted": where.predicted, "earlier": where.earlier,
     }  # fmt: skip
-    request.write_text(json.dumps(asked))
-    deadline, found, seen = time.monotonic() + limit_s, dict(where.earlier), 0
-    found.pop("ended", None)
+    request.write_text(json.dumps(content))
+    deadline, figures, seen = time.monotonic() + limit_s, dict(where.earlier), 0
+    figures.pop("ended", None)
     process = worker or Worker()
     try:
         process.hand(request, _environment(where, "predicted" if worker else what))
         while not (gone := process.ended()) and not done.exists():
             if exchange.exists() and (at := exchange.stat().st_mtime_ns) != seen:
-                seen, found = at, json.loads(exchange.read_text())
-                where.keep(found)
+                seen, figures = at, json.loads(exchange.read_text())
+                where.keep(figures)
             if psutil.virtual_memory().available < HOST_RESERVE:
-                return found, "host memory"
+                return figures, "host memory"
             if time.monotonic() > deadline:
-                return found, "time is up"
+                return figures, "time is up"
             time.sleep(_POLL_S)
         if exchange.exists():
-            found = json.loads(exchange.read_text())
+            figures = json.loads(exchange.read_text())
         if gone and not done.exists():
-            found = {**found, "outcome": "failed", "message": process.last_line()}
-        return found, "done"
+            figures = {**figures, "outcome": "failed", "message": process.last_line()}
+        return figures, "done"
     finally:
         if worker is None or not done.exists():
             process.end()
@@ -140,25 +140,25 @@ def emulated_card(card: Gpu, expandable: bool = True) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _main(asked: dict[str, Any], helpers: Helpers) -> None:
+def _main(request: dict[str, Any], helpers: Helpers) -> None:
     from . import EMULATED, PARTS, part_cases
 
-    assert asked["part"] in (*PARTS, *EMULATED)
-    exchange = Path(asked["exchange"])
+    assert request["part"] in (*PARTS, *EMULATED)
+    exchange = Path(request["exchange"])
 
-    def write(found: Found) -> None:
+    def write(figures: Figures) -> None:
         draft = exchange.with_suffix(".tmp")
-        draft.write_text(json.dumps(found))
+        draft.write_text(json.dumps(figures))
         draft.replace(exchange)
 
-    case = part_cases(asked["part"], asked["dry"])[asked["case"]]
+    case = part_cases(request["part"], request["dry"])[request["case"]]
     with tempfile.TemporaryDirectory(dir=exchange.parent) as folder:
-        where = Where(asked["dry"], asked["card"], asked["host_memory"], Path(folder), asked["emulated"])
-        where = replace(where, predicted=asked["predicted"], earlier=asked["earlier"], keep=write, helpers=helpers)
-        run = case.predict if asked["what"] == "predicted" else case.measure
+        where = Where(request["dry"], request["card"], request["host_memory"], Path(folder), request["emulated"])
+        where = replace(where, predicted=request["predicted"], earlier=request["earlier"], keep=write, helpers=helpers)
+        run = case.predict if request["what"] == "predicted" else case.measure
         assert run is not None
         write(run(where))
-    Path(asked["done"]).touch()
+    Path(request["done"]).touch()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from functools import partial
 
 from shardkit.hardware.cards import GPUS
 
-from .cases import Case, Cases, Found, Where
+from .cases import Case, Cases, Figures, Where
 from .child import emulated_card
 from .ladder import around, neighbours
 from .target import load, settings, train, went
@@ -19,7 +19,7 @@ _BUDGET_S = 240.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class Job:
     """A model for some cards of one machine; the search chooses everything else but the precision."""
 
     base: tuple[str, ...]
@@ -28,13 +28,13 @@ class Asked:
 
 
 _TEXT = ("train.seq_len=1024", "precision.mode=bf16")
-ASKED = {
-    "355m on one RTX 4090": Asked(("model.preset=355m", "train.global_batch_size=16", *_TEXT), 1, "rtx4090"),
-    "1.3b on two RTX 4090": Asked(("model.preset=1.3b", "train.global_batch_size=16", *_TEXT), 2, "rtx4090"),
-    "1.3b on one H100": Asked(("model.preset=1.3b", "train.global_batch_size=16", *_TEXT), 1, "h100"),
+JOBS = {
+    "355m on one RTX 4090": Job(("model.preset=355m", "train.global_batch_size=16", *_TEXT), 1, "rtx4090"),
+    "1.3b on two RTX 4090": Job(("model.preset=1.3b", "train.global_batch_size=16", *_TEXT), 2, "rtx4090"),
+    "1.3b on one H100": Job(("model.preset=1.3b", "train.global_batch_size=16", *_TEXT), 1, "h100"),
 }
-DRY_ASKED = {
-    "debug on one RTX 4090": Asked(
+DRY_JOBS = {
+    "debug on one RTX 4090": Job(
         ("model.preset=debug", "train.global_batch_size=8", "parallel.strategy=single", "activation.policy=full"),
         1, "rtx4090",
     )
@@ -42,46 +42,46 @@ DRY_ASKED = {
 
 
 def cases(dry: bool) -> Cases:
-    asked = DRY_ASKED if dry else ASKED
-    return {name: Case(partial(_measure, one), partial(_predict, one)) for name, one in asked.items()}
+    jobs = DRY_JOBS if dry else JOBS
+    return {name: Case(partial(_measure, job), partial(_predict, job)) for name, job in jobs.items()}
 
 
-def _predict(asked: Asked, where: Where) -> Found:
+def _predict(job: Job, where: Where) -> Figures:
     """The choice, and the sizes around the largest model that fits with its settings."""
     from shardkit.plan.search.max_model import largest, model_sizes
     from shardkit.plan.search.search import Search
     from shardkit.plan.target import Target
 
-    to = Target(asked.ranks, GPUS[asked.card], asked.ranks, host_memory=where.host_memory // asked.ranks)
-    given = {item.partition("=")[0] for item in asked.base}
-    with Search(load(where, asked.base), to, given, None, lambda said: None, _BUDGET_S) as search:
-        found = search.run()
-    choice = found.best
+    to = Target(job.ranks, GPUS[job.card], job.ranks, host_memory=where.host_memory // job.ranks)
+    set_by_user = {item.partition("=")[0] for item in job.base}
+    with Search(load(where, job.base), to, set_by_user, None, lambda line: None, _BUDGET_S) as search:
+        outcome = search.run()
+    choice = outcome.best
     assert choice.estimate is not None, "the search has not finished"
-    base = load(where, asked.base, choice.settings)
-    most = (GPUS[asked.card].memory * asked.ranks + where.host_memory) / 2
+    base = load(where, job.base, choice.settings)
+    most = (GPUS[job.card].memory * job.ranks + where.host_memory) / 2
     sizes = model_sizes(base([]).model, most)
     boundary = largest(base, sizes, to, None)
     return {
-        "outcome": "ok", "settings": list(choice.settings), "needed": choice.needed, "stopped": found.stopped,
+        "outcome": "ok", "settings": list(choice.settings), "needed": choice.needed, "stopped": outcome.stopped,
         "overhead": choice.estimate.overhead, "host": choice.estimate.host_peak, **neighbours(boundary, sizes),
     }  # fmt: skip
 
 
-def _measure(asked: Asked, where: Where) -> Found:
+def _measure(job: Job, where: Where) -> Figures:
     """Train the choice, then the sizes around the boundary; bytes outside of torch's allocator are taken as planned."""
     plan = where.predicted
     if plan["outcome"] != "ok":
         return {"outcome": plan["outcome"]}
-    card = emulated_card(GPUS[asked.card]) | {"EMUCUDA_CONTEXT": str(plan["overhead"])}
+    card = emulated_card(GPUS[job.card]) | {"EMUCUDA_CONTEXT": str(plan["overhead"])}
 
-    def run(name: str, *more: Sequence[str]) -> Found:
-        chosen = settings(where, asked.base, plan["settings"], *more)
-        return went(train(where, chosen, steps=3, name=name, ranks=asked.ranks, card=card, traced=False))
+    def run(name: str, *more: Sequence[str]) -> Figures:
+        chosen = settings(where, job.base, plan["settings"], *more)
+        return went(train(where, chosen, steps=3, name=name, ranks=job.ranks, card=card, traced=False))
 
     choice = where.earlier.get("choice") or run("choice")
     where.keep({**where.earlier, "choice": choice})
-    found = around(plan, where, lambda name, size: run(name, size), {"choice": choice})
+    figures = around(plan, where, lambda name, size: run(name, size), {"choice": choice})
     if choice["outcome"] != "ok":
-        found |= {"outcome": "failed", "message": f"the choice: {choice['message'] or choice['outcome']}"}
-    return found
+        figures |= {"outcome": "failed", "message": f"the choice: {choice['message'] or choice['outcome']}"}
+    return figures

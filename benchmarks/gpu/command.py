@@ -21,7 +21,7 @@ from shardkit.hardware.cards import GPUS, Gpu, find_gpu, parse_bytes
 from ..common import REPO, RESULTS, environment
 from . import ALONE, PARTS, part_cases
 from . import EMULATED as FOR_EMULATED
-from .cases import Case, Found, Where
+from .cases import Case, Figures, Where
 from .child import HOST_RESERVE, Worker, run_case
 from .store import Store
 
@@ -33,8 +33,8 @@ _LEAST_S = 15.0
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The request of the command line.
+class Options:
+    """The options of the command line.
 
     Attributes:
         predict: only ask the planner.
@@ -58,14 +58,14 @@ class Asked:
 class Part:
     """One part within its budget."""
 
-    def __init__(self, name: str, asked: Asked, say: Callable[[str], None] = print) -> None:
-        self.name, self.asked, self._say = name, asked, say
-        card = _described(GPUS[asked.card]) if asked.emulated else None
+    def __init__(self, name: str, options: Options, say: Callable[[str], None] = print) -> None:
+        self.name, self.options, self._say = name, options, say
+        card = _described(GPUS[options.card]) if options.emulated else None
         self.store = Store(
-            name, asked.out, asked.dry, asked.card, asked.host_memory, asked.commit, card, asked.keep_plans
+            name, options.out, options.dry, options.card, options.host_memory, options.commit, card, options.keep_plans
         )
-        self._deadline = time.monotonic() + asked.budget_s
-        self._worker = Worker() if asked.emulated and name not in ALONE else None
+        self._deadline = time.monotonic() + options.budget_s
+        self._worker = Worker() if options.emulated and name not in ALONE else None
 
     def run(self) -> bool:
         """Run the missing cases; returns whether none is left."""
@@ -76,9 +76,11 @@ class Part:
                 self._worker.end()
 
     def _run_all(self) -> bool:
-        cases = {name: case for name, case in part_cases(self.name, self.asked.dry).items() if self.asked.only in name}
+        cases = {
+            name: case for name, case in part_cases(self.name, self.options.dry).items() if self.options.only in name
+        }
         for name, case in cases.items():
-            for what in ("predicted",) if self.asked.predict else ("predicted", "measured"):
+            for what in ("predicted",) if self.options.predict else ("predicted", "measured"):
                 if (what == "predicted" and case.predict is None) or self.store.complete(name, what):
                     continue
                 if self._left() < _LEAST_S:
@@ -93,7 +95,7 @@ class Part:
         """Predict the case whose prediction another one needs, if it is missing."""
         if name is None or self.store.complete(name, "predicted"):
             return True
-        case = part_cases(self.name, self.asked.dry)[name]
+        case = part_cases(self.name, self.options.dry)[name]
         return case.predict is None or self._run(name, case, "predicted")
 
     def _left(self) -> float:
@@ -101,40 +103,40 @@ class Part:
 
     def _run(self, name: str, case: Case, what: str) -> bool:
         limit = self._left()
-        predicted = self.store.found(case.predicted_as or name, "predicted")
-        earlier = _kept(self.store.found(name, what))
+        predicted = self.store.figures(case.predicted_as or name, "predicted")
+        earlier = _without_origin(self.store.figures(name, what))
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
             where = Where(
-                self.asked.dry, self.asked.card, self.asked.host_memory, Path(folder), self.asked.emulated,
+                self.options.dry, self.options.card, self.options.host_memory, Path(folder), self.options.emulated,
                 predicted=predicted or {}, earlier=earlier,
-                keep=lambda found: self.store.put(name, what, found, complete=False),
+                keep=lambda figures: self.store.put(name, what, figures, complete=False),
             )  # fmt: skip
-            found, ended = run_case(self.name, name, what, where, limit, self._worker)
-        went_on = found != {key: value for key, value in earlier.items() if key != "ended"}
+            figures, ended = run_case(self.name, name, what, where, limit, self._worker)
+        went_on = figures != {key: value for key, value in earlier.items() if key != "ended"}
         if ended == "host memory" and went_on:  # while trying something new
-            self.store.put(name, what, {**found, "ended": ended}, complete=False)
+            self.store.put(name, what, {**figures, "ended": ended}, complete=False)
             return self._run(name, case, what)
         if ended == "host memory":
-            found, ended = {**found, "outcome": "out of host memory"}, "done"
+            figures, ended = {**figures, "outcome": "out of host memory"}, "done"
         seconds = {"seconds": round(time.monotonic() - began, 1)}
         if ended == "done":
-            self.store.put(name, what, {**found, **seconds}, complete=True)
-            self._say(f"{self.name}: {name}: {what}: {found.get('outcome', 'ok')}, {seconds['seconds']} s")
+            self.store.put(name, what, {**figures, **seconds}, complete=True)
+            self._say(f"{self.name}: {name}: {what}: {figures.get('outcome', 'ok')}, {seconds['seconds']} s")
             return True
-        if limit > 0.9 * self.asked.budget_s and not went_on:  # a part's whole time was not enough, nor would it be
+        if limit > 0.9 * self.options.budget_s and not went_on:  # a part's whole time was not enough, nor would it be
             late = {"outcome": "failed", "message": f"not finished within {limit:.0f} s"}
-            self.store.put(name, what, {**found, **late, **seconds}, complete=True)
+            self.store.put(name, what, {**figures, **late, **seconds}, complete=True)
         elif went_on:
-            self.store.put(name, what, found, complete=False)
+            self.store.put(name, what, figures, complete=False)
         self._say(f"{self.name}: {name}: {what}: time is up; run it again to go on")
         return False
 
 
-def _kept(found: Found | None) -> Found:
+def _without_origin(figures: Figures | None) -> Figures:
     """The result that an interrupted case kept, without its origin."""
     stamps = ("complete", "card", "code", "environment", "seconds")
-    return {key: value for key, value in (found or {}).items() if key not in stamps}
+    return {key: value for key, value in (figures or {}).items() if key not in stamps}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -159,8 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
-    """The parts to run and the request.
+def parse(argv: Sequence[str] | None) -> tuple[list[str], Options]:
+    """The parts to run and the options.
 
     Raises:
         SystemExit: options that do not go together; argparse has printed the reason.
@@ -187,7 +189,7 @@ def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
     host = parse_bytes(args.host_memory, "--host-memory") if args.host_memory else free
     card = find_gpu(args.gpu or _card(here[0] if here else None)).name
     parts = [part for part in allowed if args.part is None or part in args.part]
-    return parts, Asked(
+    return parts, Options(
         args.dry_run, args.predict, card, host, out, args.budget_s, args.only, args.commit, args.emulated,
         args.keep_plans,
     )  # fmt: skip
@@ -212,8 +214,8 @@ def _card(described: str | None) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        parts, asked = parse(argv)
-        left = [part for part in parts if not Part(part, asked, _say).run()]
+        parts, options = parse(argv)
+        left = [part for part in parts if not Part(part, options, _say).run()]
     except KeyboardInterrupt:
         _say("interrupted: measurements so far are kept; run it again to go on")
         sys.exit(130)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .cases import Case, Cases, Found, Where
+from .cases import Case, Cases, Figures, Where
 from .target import load, next_size, planned, predicted, settings, target, train, went
 
 if TYPE_CHECKING:
@@ -40,16 +40,16 @@ def rungs(dry: bool) -> dict[str, tuple[str, ...]]:
     from shardkit.plan.search.ladder import default_rungs
 
     settings: dict[str, str] = {}
-    found = {}
+    overrides = {}
     for rung in default_rungs(1):
         settings |= dict(item.split("=", 1) for item in rung.settings)
-        found[rung.name] = tuple(f"{key}={value}" for key, value in settings.items())
-    names = list(found)
-    return {name: found[name] for name in (*names[:2], names[-1])} if dry else found
+        overrides[rung.name] = tuple(f"{key}={value}" for key, value in settings.items())
+    names = list(overrides)
+    return {name: overrides[name] for name in (*names[:2], names[-1])} if dry else overrides
 
 
 def cases(dry: bool) -> Cases:
-    found: Cases = {}
+    named: Cases = {}
     for kind in KINDS:
         for card_name, card in (DRY_CARDS if dry else CARDS).items():
             for name, rung in rungs(dry).items():
@@ -57,22 +57,22 @@ def cases(dry: bool) -> Cases:
                     continue
                 args = (card, rung) if kind == "step" else (card, rung, kind)
                 predict, measure = (_predict, _measure) if kind == "step" else (_predict_largest, _measure_largest)
-                found[f"{card_name}: {name}: {kind}"] = Case(partial(measure, *args), partial(predict, *args))
-    return found
+                named[f"{card_name}: {name}: {kind}"] = Case(partial(measure, *args), partial(predict, *args))
+    return named
 
 
-def _predict(card: Card, rung: Sequence[str], where: Where) -> Found:
+def _predict(card: Card, rung: Sequence[str], where: Where) -> Figures:
     return predicted(planned(where, load(where, card.base, rung)([]), target(where, card.cap)))
 
 
-def _measure(card: Card, rung: Sequence[str], where: Where) -> Found:
+def _measure(card: Card, rung: Sequence[str], where: Where) -> Figures:
     host = where.predicted.get("host", 0)
     if where.emulated and host > where.host_memory:  # nothing that computes nothing is worth filling a machine
         return {"outcome": "out of host memory", "message": f"{host} bytes are needed, {where.host_memory} are free"}
     return went(train(where, settings(where, card.base, rung), card.cap, steps=6))
 
 
-def _predict_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -> Found:
+def _predict_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -> Figures:
     from shardkit.errors import ConfigError
     from shardkit.plan.search.max_model import batch_sizes, largest, model_sizes
 
@@ -81,56 +81,57 @@ def _predict_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -
     room = (to.device_memory or 0) + where.host_memory
     sizes = batch_sizes() if kind == "batch" else model_sizes(base([]).model, room / 2)
     try:
-        found = largest(base, sizes, to, None)
+        boundary = largest(base, sizes, to, None)
     except ConfigError as error:
         return {"outcome": "no boundary", "message": error.cause}
-    return {"outcome": "ok", "needed": found.predicted, **neighbours(found, sizes), "host_limit": where.host_memory}
+    near = neighbours(boundary, sizes)
+    return {"outcome": "ok", "needed": boundary.predicted, **near, "host_limit": where.host_memory}
 
 
-def neighbours(found: Boundary, sizes: Sequence[Size]) -> Found:
+def neighbours(boundary: Boundary, sizes: Sequence[Size]) -> Figures:
     """The predicted size and those around it."""
-    at = sizes.index(found.largest)
+    at = sizes.index(boundary.largest)
     near = sizes[max(0, at - _MOST_TRIED) : at + 1 + _MOST_TRIED]
     return {
-        "amount": found.largest.amount, "at": near.index(found.largest), "limited_by": found.limited_by,
+        "amount": boundary.largest.amount, "at": near.index(boundary.largest), "limited_by": boundary.limited_by,
         "sizes": [[list(size.settings), size.amount] for size in near],
     }  # fmt: skip
 
 
-def _measure_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -> Found:
+def _measure_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -> Figures:
     if where.predicted["outcome"] != "ok":
         return {"outcome": where.predicted["outcome"]}
     fixed = ["train.micro_batch_size=1"] if kind == "model" else []
 
-    def run(name: str, size: Sequence[str]) -> Found:
+    def run(name: str, size: Sequence[str]) -> Figures:
         chosen = settings(where, card.base, rung, fixed, size)
         return went(train(where, chosen, card.cap, steps=3, name=name, traced=False))
 
     return around(where.predicted, where, run, {})
 
 
-def around(plan: Found, where: Where, run: Callable[[str, Sequence[str]], Found], kept: Found) -> Found:
+def around(plan: Figures, where: Where, run: Callable[[str, Sequence[str]], Figures], recorded: Figures) -> Figures:
     """Train the predicted size and its neighbours until one works and the next one runs out of memory.
 
     If host memory is the limit, no larger size is tried: the machine would run out of it.
 
     Args:
         run: trains with a size's settings, under a name.
-        kept: the result so far beside these trials.
+        recorded: the result so far beside these trials.
     """
-    trials: Found = dict(where.earlier.get("trials", {}))
+    trials: Figures = dict(where.earlier.get("trials", {}))
     while len(trials) < _MOST_TRIED and (at := next_size(trials, plan["at"], 1)) is not None:
         if not 0 <= at < len(plan["sizes"]):
             break
         size, amount = plan["sizes"][at]
         trials[str(at)] = trial = {**run(str(at), size), "amount": amount}
-        where.keep({**kept, "trials": trials})
+        where.keep({**recorded, "trials": trials})
         if trial["outcome"] == "failed" or (trial["outcome"] == "ok" and plan["limited_by"] == "host"):
             break
-    return {**kept, **summary(trials), "trials": trials}
+    return {**recorded, **summary(trials), "trials": trials}
 
 
-def summary(trials: Found) -> Found:
+def summary(trials: Figures) -> Figures:
     """The largest amount that trained, and the smallest that ran out of memory."""
     worked = [trial["amount"] for trial in trials.values() if trial["outcome"] == "ok"]
     ran_out = [trial["amount"] for trial in trials.values() if trial["outcome"] == "out of memory"]

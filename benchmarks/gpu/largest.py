@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit.hardware.cards import GPUS
 
-from .cases import Case, Cases, Found, Where
+from .cases import Case, Cases, Figures, Where
 from .child import emulated_card
 from .target import load, next_size, settings, target, train
 
@@ -96,7 +96,7 @@ def n_params(where: Where, layers: int) -> int:
     return 12 * layers * width**2 + 13 * layers * width + fixed
 
 
-def _predict(arm: Arm, where: Where) -> Found:
+def _predict(arm: Arm, where: Where) -> Figures:
     """The deepest model that fits on both sides, with the share of optimizer states that goes to the host.
 
     The memory of both sides is linear in the depth, and in depth times share: shallow models show where to look, and
@@ -157,11 +157,11 @@ def best_share(lines: list[tuple[Line, int]], shares: list[float]) -> tuple[floa
 
 def _settled(
     arm: Arm, where: Where, plan: Callable[[int, float], MemoryEstimate], lines: list[tuple[Line, int]]
-) -> Found:
+) -> Figures:
     shares = [0.5] if arm.split and where.dry else [n / _SPLITS for n in range(1, _SPLITS + 1)] if arm.split else [1.0]
     share, start = best_share(lines, shares)
     fitting: dict[int, MemoryEstimate] = {}
-    tried: Found = {}
+    tried: Figures = {}
     layers, too_deep = start, 0  # not quite linear: pinned memory grows in powers of two
     while len(tried) < _MOST_PLANNED:
         estimate = plan(layers, share)
@@ -184,12 +184,12 @@ def _settled(
     }  # fmt: skip
 
 
-def _measure(arm: Arm, where: Where) -> Found:
+def _measure(arm: Arm, where: Where) -> Figures:
     """Train around the predicted depth, 2 % at a time, until one works and the next one does not."""
     plan = where.predicted
     if plan["outcome"] != "ok":
         return {"outcome": plan["outcome"]}
-    trials: Found = dict(where.earlier.get("trials", {}))
+    trials: Figures = dict(where.earlier.get("trials", {}))
     if where.earlier.get("ended") == "host memory":
         trials[str(where.earlier["trying"])] = _died(where, where.earlier["trying"])
     stride, memory = max(1, plan["layers"] // 50), memory_here(where)
@@ -205,11 +205,11 @@ def _measure(arm: Arm, where: Where) -> Found:
     return {**memory, "outcome": outcome, "n_params": max(worked, default=None), "trials": trials}
 
 
-def _died(where: Where, layers: int) -> Found:
+def _died(where: Where, layers: int) -> Figures:
     return {"outcome": "out of memory", "n_params": n_params(where, layers), "message": "host memory ran out"}
 
 
-def memory_here(where: Where) -> Found:
+def memory_here(where: Where) -> Figures:
     """Bytes of the card, and of host memory that can be used."""
     if where.emulated:
         return {"hbm": EMULATED_LIMIT, "host_usable": EMULATED_LIMIT}
@@ -220,20 +220,20 @@ def memory_here(where: Where) -> Found:
     return {"hbm": torch.cuda.get_device_properties(0).total_memory, "host_usable": where.host_memory}
 
 
-def _try(arm: Arm, where: Where, layers: int, ratio: float) -> Found:
+def _try(arm: Arm, where: Where, layers: int, ratio: float) -> Figures:
     if arm.stage is not None:
-        found = _plainly(arm.stage, where, layers)
+        figures = _plainly(arm.stage, where, layers)
     else:
         split = [] if ratio == 1 else [f"parallel.offload_ratio={ratio:g}"]
         chosen = settings(where, base(where), arm.settings, [f"model.n_layers={layers}"], split)
         trial = train(where, chosen, steps=STEPS, card=_card(where), traced=False)
-        found = {
+        figures = {
             "outcome": trial.outcome, "losses": list(trial.losses), "peak_allocated": trial.peak,
             "tokens_per_s": trial.tokens_per_s, "message": trial.message,
         }  # fmt: skip
-    if found["outcome"] == "ok" and not (where.emulated or falls(found["losses"])):
-        found |= {"outcome": "failed", "message": f"the loss does not fall: {found['losses']}"}
-    return {**found, "n_params": n_params(where, layers), "layers": layers}
+    if figures["outcome"] == "ok" and not (where.emulated or falls(figures["losses"])):
+        figures |= {"outcome": "failed", "message": f"the loss does not fall: {figures['losses']}"}
+    return {**figures, "n_params": n_params(where, layers), "layers": layers}
 
 
 def _card(where: Where) -> dict[str, str]:
@@ -249,17 +249,17 @@ def falls(losses: list[float]) -> bool:
     return bool(losses) and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
 
 
-def _plainly(stage: int, where: Where, layers: int) -> Found:
+def _plainly(stage: int, where: Where, layers: int) -> Figures:
     """Plain DeepSpeed, in its own process."""
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "stage": stage, "sizes": {**model(where), "n_layers": layers}, "steps": STEPS, "cpu": where.on_cpu,
     }  # fmt: skip
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.plain", json.dumps(asked)]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.plain", json.dumps(request)]
     done = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=os.environ | _card(where)
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
         return {"outcome": "failed", "losses": [], "message": lines[-1]}
-    found: Found = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    figures: Figures = json.loads(done.stdout.strip().splitlines()[-1])
+    return figures

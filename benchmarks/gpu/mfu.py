@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..models import llama
-from .cases import Case, Cases, Found, Where
+from .cases import Case, Cases, Figures, Where
 
 GOALS = {"over_bare": 0.99, "mfu": 0.5}
 CEILING = "bf16 matmul"
@@ -61,20 +61,20 @@ DRY_SWEEP = [(256,) * 3, (512,) * 3]
 
 
 def cases(dry: bool) -> Cases:
-    found: Cases = {CEILING: Case(ceiling)}
+    named: Cases = {CEILING: Case(ceiling)}
     for name, model in (DRY_MODELS if dry else MODELS).items():
-        found[name] = Case(partial(measure, model))
-    return found
+        named[name] = Case(partial(measure, model))
+    return named
 
 
-def ceiling(where: Where) -> Found:
+def ceiling(where: Where) -> Figures:
     """FLOP/s of [m, k] × [k, n] products in bf16 of normal random values: ten samples per size, best median."""
     import torch
 
     from shardkit.hardware.speed import timed
 
     device = torch.device("cpu" if where.on_cpu else "cuda")
-    found: Found = {"sizes": []}
+    figures: Figures = {"sizes": []}
     for m, n, k in DRY_SWEEP if where.dry else SWEEP:
         a, b = (torch.randn(*shape, device=device).bfloat16() for shape in ((m, k), (k, n)))
         product = partial(torch.matmul, a, b)
@@ -83,11 +83,11 @@ def ceiling(where: Where) -> Found:
         if where.emulated:
             continue
         samples = [2 * m * n * k / timed(device, product) for _ in range(10)]
-        found["sizes"].append({"m": m, "n": n, "k": k, "flops": sorted(samples)})
+        figures["sizes"].append({"m": m, "n": n, "k": k, "flops": sorted(samples)})
     if where.emulated:
         return {"outcome": "ok"}
-    best = max(sorted(size["flops"])[len(size["flops"]) // 2] for size in found["sizes"])
-    return {**found, "outcome": "ok", "best_flops": best}
+    best = max(sorted(size["flops"])[len(size["flops"]) // 2] for size in figures["sizes"])
+    return {**figures, "outcome": "ok", "best_flops": best}
 
 
 def overrides(model: Model) -> list[str]:
@@ -99,7 +99,7 @@ def overrides(model: Model) -> list[str]:
     ]  # fmt: skip
 
 
-def measure(model: Model, where: Where) -> Found:
+def measure(model: Model, where: Where) -> Figures:
     from shardkit.errors import OutOfMemoryError
     from shardkit.launch.ranks.gpus import grow_segments
 

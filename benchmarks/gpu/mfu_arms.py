@@ -26,7 +26,7 @@ from shardkit.tasks.load import load_task
 
 from .. import bare, common
 from ..overhead import write_tokens
-from .cases import Found, Where
+from .cases import Figures, Where
 from .mfu import Model, overrides
 from .target import settings
 
@@ -36,11 +36,11 @@ Steps = Callable[[int], list[float]]
 """Takes this many optimizer steps, waits for the device, and returns their losses."""
 
 
-def in_turns(model: Model, where: Where) -> Found:
+def in_turns(model: Model, where: Where) -> Figures:
     """Seconds per step of both arms, turn by turn; the first arm alternates."""
     device = torch.device("cpu" if where.on_cpu else "cuda")
     tokens = write_tokens(where.folder)
-    given = settings(where, overrides(model), [
+    run_settings = settings(where, overrides(model), [
         f"data.path={tokens}", "data.shuffle=false", f"run.dir={where.folder / 'run'}", "train.eval_samples=0",
         f"train.max_steps={(model.turns + WARMUP) * model.steps}", "checkpoint.at_end=false",
         "memory.plan=false",
@@ -48,7 +48,7 @@ def in_turns(model: Model, where: Where) -> Found:
         f"optim.weight_decay={bare.WEIGHT_DECAY}",
     ])  # fmt: skip
     computed = nothing_computed() if where.emulated else nullcontext()
-    with computed, start(load_config(None, given)) as job:
+    with computed, start(load_config(None, run_settings)) as job:
         trainer = Trainer(job)
         trainer.loop.first_update.is_checked = where.emulated  # else it looks whether the weights move
         records = trainer.recorded_steps()
@@ -60,7 +60,7 @@ def in_turns(model: Model, where: Where) -> Found:
         per_token = getattr(trainer.task, "flops_per_token", lambda: None)()
         records.close()  # type: ignore[attr-defined]
         del loop, arms, trainer
-    worst = max(abs(one - other) for one, other in zip(losses["shardkit"], losses["bare"], strict=True))
+    worst = max(abs(ours - other) for ours, other in zip(losses["shardkit"], losses["bare"], strict=True))
     on_cuda = device.type == "cuda"
     return {
         "step_s": times, "losses": losses, "loss_difference": worst, "flops_per_token": per_token,
@@ -73,11 +73,11 @@ def in_turns(model: Model, where: Where) -> Found:
 @contextmanager
 def nothing_computed() -> Iterator[None]:
     """A number that nothing has computed may be anything; none ends the run."""
-    own = HostValue.item
+    original = HostValue.item
 
     def finite(value: HostValue) -> float:
-        found = own(value)
-        return found if math.isfinite(found) else 0.0
+        number = original(value)
+        return number if math.isfinite(number) else 0.0
 
     with patch.object(HostValue, "item", finite):
         yield

@@ -59,8 +59,8 @@ class Nursery:
         answer = stdout.readline()
         if not answer:
             raise RuntimeError(f"the process that forks ranks ended with {self._process.wait()}")
-        code, said = json.loads(answer)
-        return int(code), str(said)
+        code, output = json.loads(answer)
+        return int(code), str(output)
 
 
 class Helpers:
@@ -119,7 +119,7 @@ def _train(settings: Sequence[str], ranks: int) -> tuple[int, str]:
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:  # a lock that another thread holds would stay locked in the ranks
         raise RuntimeError(f"{threads} threads run here: ranks cannot be forked")
-    with private_folder() as folder, tempfile.TemporaryFile() as said:
+    with private_folder() as folder, tempfile.TemporaryFile() as output:
         world = one_node_environment(folder, True, os.environ)
         world |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         running = set()
@@ -127,7 +127,7 @@ def _train(settings: Sequence[str], ranks: int) -> tuple[int, str]:
             pid = os.fork()
             if pid == 0:
                 place = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                _be_rank(settings, place if ranks > 1 else {}, said.fileno())
+                _be_rank(settings, place if ranks > 1 else {}, output.fileno())
             running.add(pid)
         code = 0
         while running:
@@ -137,16 +137,16 @@ def _train(settings: Sequence[str], ranks: int) -> tuple[int, str]:
                 code = os.waitstatus_to_exitcode(status)
                 for other in running:
                     os.kill(other, signal.SIGKILL)
-        said.seek(0)
-        return code, said.read().decode(errors="replace")
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
 
 
-def _be_rank(settings: Sequence[str], world: Mapping[str, str], said: int) -> None:
+def _be_rank(settings: Sequence[str], world: Mapping[str, str], output: int) -> None:
     """Train in this process, and end it; it never returns."""
     code = 1
     try:
         null = os.open(os.devnull, os.O_RDWR)
-        for stream, target in ((0, null), (1, null), (2, said)):
+        for stream, target in ((0, null), (1, null), (2, output)):
             os.dup2(target, stream)
         os.environ.update(world)
         from shardkit.run.first_step import FirstUpdate

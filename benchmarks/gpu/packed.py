@@ -15,7 +15,7 @@ from typing import Any
 from shardkit.hardware.cards import GPUS
 
 from ..models import LLAMA_70B, llama
-from .cases import Case, Cases, Found, Where
+from .cases import Case, Cases, Figures, Where
 from .child import emulated_card
 from .target import load, planned, predicted, target, train, went_traced
 
@@ -51,12 +51,12 @@ def _sizes(name: str, dry: bool) -> dict[str, Any]:
     return {**LARGE[name], **(_SMALL if dry else {})}
 
 
-def _plan_large(name: str, where: Where) -> Found:
-    given = [*overrides(name, where.dry), f"model.hf={json.dumps(_sizes(name, where.dry))}"]
-    return predicted(planned(where, load(where, given)([]), target(where)))
+def _plan_large(name: str, where: Where) -> Figures:
+    run_settings = [*overrides(name, where.dry), f"model.hf={json.dumps(_sizes(name, where.dry))}"]
+    return predicted(planned(where, load(where, run_settings)([]), target(where)))
 
 
-def _train_large(name: str, where: Where) -> Found:
+def _train_large(name: str, where: Where) -> Figures:
     from ..overhead import write_tokens
 
     folder = where.folder / "model"
@@ -64,10 +64,10 @@ def _train_large(name: str, where: Where) -> Found:
     _write_folder(folder, _sizes(name, where.dry), where.folder / "config.json")
     written = time.monotonic()
     weights = [f"model.hf_config={folder}", f"model.init_from={folder}", f"data.path={write_tokens(where.folder)}"]
-    given = [*overrides(name, where.dry), *weights]
+    run_settings = [*overrides(name, where.dry), *weights]
     # An emulated card holds in host memory what it computes. By default that includes the scales: gigabytes.
     card = {**emulated_card(GPUS[where.card]), "EMUCUDA_SKIP_ABOVE": "16K"} if where.emulated else None
-    trial = train(where, given, steps=STEPS, card=card)
+    trial = train(where, run_settings, steps=STEPS, card=card)
     seconds = {"write_s": round(written - began, 1), "train_s": round(time.monotonic() - written, 1)}
     return {**went_traced(trial, where.folder / "run"), "wall_s": seconds}
 

@@ -15,7 +15,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from .cases import Found
+from .cases import Figures
 
 LR, WARMUP = 3e-4, 2
 _OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|DefaultCPUAllocator", re.IGNORECASE)
@@ -37,7 +37,7 @@ def offload_config(stage: int, cpu: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def train(stage: int, sizes: dict[str, int], steps: int, cpu: bool) -> Found:
+def train(stage: int, sizes: dict[str, int], steps: int, cpu: bool) -> Figures:
     """Train the reference transformer with checkpointed blocks for some steps on the benchmarks' usual text."""
     import torch
     import torch.distributed as dist
@@ -52,10 +52,12 @@ def train(stage: int, sizes: dict[str, int], steps: int, cpu: bool) -> Found:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of compiling for nothing
     deepspeed.init_distributed("gloo" if cpu else "nccl", verbose=False, dist_init_required=False)
-    given = offload_config(stage, cpu)
-    model = _build(stage, SimpleNamespace(**sizes, dropout=0.0, tie_weights=False, loss_chunk_size=1024), given, device)
+    offload = offload_config(stage, cpu)
+    model = _build(
+        stage, SimpleNamespace(**sizes, dropout=0.0, tie_weights=False, loss_chunk_size=1024), offload, device
+    )
     engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=given, dist_init_required=False
+        model=model, model_parameters=model.parameters(), config=offload, dist_init_required=False
     )
     losses, times = [], []
     for step, (x, y) in zip(range(steps), _batches(sizes["max_seq_len"], device), strict=False):
@@ -73,7 +75,7 @@ def train(stage: int, sizes: dict[str, int], steps: int, cpu: bool) -> Found:
     }  # fmt: skip
 
 
-def _build(stage: int, config: Any, given: dict[str, Any], device: Any) -> Any:
+def _build(stage: int, config: Any, offload: dict[str, Any], device: Any) -> Any:
     """Build the model in bf16 in its final place: on the device, or partitioned during construction."""
     import deepspeed
     import torch
@@ -83,7 +85,7 @@ def _build(stage: int, config: Any, given: dict[str, Any], device: Any) -> Any:
 
     generator = torch.Generator(device).manual_seed(0)
     if stage == 3:
-        with deepspeed.zero.Init(config_dict_or_path=given):
+        with deepspeed.zero.Init(config_dict_or_path=offload):
             model = Transformer(config)
         for name, param in model.named_parameters():
             with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
@@ -111,14 +113,14 @@ def _batches(seq: int, device: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     try:
-        found = train(**asked)
+        figures = train(**request)
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, MemoryError) and not _OUT_OF_MEMORY.search(str(error)):
             raise
-        found = {"outcome": "out of memory", "losses": [], "message": str(error).splitlines()[0]}
-    print(json.dumps(found), flush=True)
+        figures = {"outcome": "out of memory", "losses": [], "message": str(error).splitlines()[0]}
+    print(json.dumps(figures), flush=True)
     os._exit(0)  # DeepSpeed's engine outlives its process group and can abort the process at its end
 
 

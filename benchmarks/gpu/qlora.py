@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from .. import common
 from ..models import llama
-from .cases import Case, Cases, Found, Where
+from .cases import Case, Cases, Figures, Where
 from .target import settings
 
 ARMS = ("shardkit", "peft + bitsandbytes")
@@ -53,7 +53,7 @@ def overrides(model: Path, tokens: str, run: Path, dry: bool) -> list[str]:
     ]  # fmt: skip
 
 
-def _measure(arms: tuple[str, ...], where: Where) -> Found:
+def _measure(arms: tuple[str, ...], where: Where) -> Figures:
     """Seconds a step of each arm, turn by turn, and the losses."""
     from shardkit.launch.ranks.gpus import grow_segments
 
@@ -66,18 +66,18 @@ def _measure(arms: tuple[str, ...], where: Where) -> Found:
     device = torch.device("cpu" if where.on_cpu else "cuda")
     model, tokens = where.folder / "model", write_tokens(where.folder)
     write_model(model, DRY_SIZES if where.dry else SIZES, device)
-    given = settings(where, overrides(model, tokens, where.folder / "run", where.dry))
+    run_settings = settings(where, overrides(model, tokens, where.folder / "run", where.dry))
     gc.collect()
     steps: dict[str, Iterator[float]] = {}
     initial: dict[str, torch.Tensor] = {}
-    ours = Ours(given) if ARMS[0] in arms else None
+    ours = Ours(run_settings) if ARMS[0] in arms else None
     if ours is not None:
         ours.trainer.loop.first_update.is_checked = False  # it looks whether the weights move
         named = ours.trainer.job.model.named_parameters()
         initial = {name: param.detach().float().clone() for name, param in named if param.requires_grad}
         steps[ARMS[0]] = iter(ours.step, None)
     if ARMS[1] in arms:
-        steps[ARMS[1]] = _peft_steps(given, model, device, initial)
+        steps[ARMS[1]] = _peft_steps(run_settings, model, device, initial)
     times, losses = timed({arm: partial(taken_of, each, device) for arm, each in steps.items()}, TURNS, STEPS)
     if ours is not None:
         ours.close()
@@ -95,7 +95,7 @@ def write_model(folder: Path, sizes: dict[str, Any], device: Any) -> None:
     model.save_pretrained(folder)
 
 
-def _peft_steps(given: list[str], model: Path, device: Any, initial: dict[str, Any]) -> Iterator[float]:
+def _peft_steps(run_settings: list[str], model: Path, device: Any, initial: dict[str, Any]) -> Iterator[float]:
     """The losses of a plain loop over the same samples, from the same adapter if there is one."""
     import peft
     import torch
@@ -105,7 +105,7 @@ def _peft_steps(given: list[str], model: Path, device: Any, initial: dict[str, A
     from shardkit.models.cross_entropy import attach_loss
     from shardkit.tasks.load import load_task
 
-    config = load_config(None, given).config
+    config = load_config(None, run_settings).config
     task: Any = load_task(config)
     samples, micro = task.dataset("train"), config.train.micro_batch_size
     packing = BitsAndBytesConfig(
@@ -135,7 +135,7 @@ def _peft_steps(given: list[str], model: Path, device: Any, initial: dict[str, A
         yield loss.item() / n_targets
 
 
-def _time_starts(device_type: str, where: Where) -> Found:
+def _time_starts(device_type: str, where: Where) -> Figures:
     """Seconds of reading and packing a base; its files read alone, and `quantize_4bit` alone, take turns with it."""
     import torch
 
@@ -144,12 +144,14 @@ def _time_starts(device_type: str, where: Where) -> Found:
     device = torch.device("cpu" if where.on_cpu else device_type)
     model, tokens = where.folder / "model", write_tokens(where.folder)
     write_model(model, DRY_SIZES if where.dry else SIZES, device)
-    given = settings(where, overrides(model, tokens, where.folder / "run", where.dry))
-    given = settings(where, given, [f"run.device={device.type}", "model.quantize={bits: 4}", "run.overwrite=true"])
+    run_settings = settings(where, overrides(model, tokens, where.folder / "run", where.dry))
+    run_settings = settings(
+        where, run_settings, [f"run.device={device.type}", "model.quantize={bits: 4}", "run.overwrite=true"]
+    )
 
     def ours() -> float:
         with _timed_packing(device) as seconds:
-            Ours(given).close()
+            Ours(run_settings).close()
         return seconds[0]
 
     arms = dict(zip(START_ARMS, (ours, partial(_read, model), partial(_quantize, model, device)), strict=True))

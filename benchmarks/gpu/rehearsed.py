@@ -17,7 +17,7 @@ from pathlib import Path
 from ..common import REPO, environ, output_of
 from ..models import llama
 from .accuracy import named_settings
-from .cases import Case, Cases, Found, Where
+from .cases import Case, Cases, Figures, Where
 from .target import load, planned, predicted, settings, target, train, went
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -46,12 +46,12 @@ _LLAMA = llama(1536, 4096, depth=16, heads=24, kv_heads=8, vocab=512, positions=
 
 def cases(dry: bool) -> Cases:
     """The named programs; the random ones as programs of one process, without their ranks; `shardkit.train`."""
-    found: Cases = {name: Case(partial(_run, words), partial(_rehearse, words)) for name, words in NAMED.items()}
+    named: Cases = {name: Case(partial(_run, words), partial(_rehearse, words)) for name, words in NAMED.items()}
     for seed in SEEDS:
-        found[drawn_name(seed)] = Case(partial(_run_drawn, seed), partial(_rehearse_drawn, seed))
+        named[drawn_name(seed)] = Case(partial(_run_drawn, seed), partial(_rehearse_drawn, seed))
     for name, overrides in named_settings(dry).items():
-        found[trained_name(name)] = Case(partial(_train, overrides), partial(_rehearse_training, overrides))
-    return dict(list(found.items())[:1]) if dry else found
+        named[trained_name(name)] = Case(partial(_train, overrides), partial(_rehearse_training, overrides))
+    return dict(list(named.items())[:1]) if dry else named
 
 
 def drawn_name(seed: int) -> str:
@@ -72,14 +72,14 @@ def _paths(words: Sequence[str], model: Path) -> list[str]:
     return [str(PROGRAMS / words[0]), *(str(model) if word == MODEL else word for word in words[1:])]
 
 
-def _run(words: Sequence[str], where: Where) -> Found:
+def _run(words: Sequence[str], where: Where) -> Figures:
     model = where.folder / "model"
     if MODEL in words:
         write_model(model)
     return _measured(_paths(words, model), where)
 
 
-def _run_drawn(seed: int, where: Where) -> Found:
+def _run_drawn(seed: int, where: Where) -> Figures:
     return _measured([str(_drawn(seed, where))], where)
 
 
@@ -91,7 +91,7 @@ def _drawn(seed: int, where: Where) -> Path:
     return path
 
 
-def _measured(words: Sequence[str], where: Where) -> Found:
+def _measured(words: Sequence[str], where: Where) -> Figures:
     out = where.folder / "peaks.json"
     command = _command(words, ["-m", "benchmarks.gpu.recorded"])
     variables = environ(RECORDED_PEAKS=str(out), HF_HUB_OFFLINE="1")
@@ -103,22 +103,22 @@ def _measured(words: Sequence[str], where: Where) -> Found:
     return {"outcome": "ok", **json.loads(out.read_text())}
 
 
-def _rehearse(words: Sequence[str], where: Where) -> Found:
+def _rehearse(words: Sequence[str], where: Where) -> Figures:
     model = where.folder / "model"
     if MODEL in words:
         pretend_model(model)
     return _rehearsed(_command(_paths(words, model)), where)
 
 
-def _rehearse_drawn(seed: int, where: Where) -> Found:
+def _rehearse_drawn(seed: int, where: Where) -> Figures:
     return _rehearsed(_command([str(_drawn(seed, where))]), where)
 
 
-def _train(overrides: Sequence[str], where: Where) -> Found:
+def _train(overrides: Sequence[str], where: Where) -> Figures:
     return went(train(where, overrides, steps=STEPS, traced=False))
 
 
-def _rehearse_training(overrides: Sequence[str], where: Where) -> Found:
+def _rehearse_training(overrides: Sequence[str], where: Where) -> Figures:
     from shardkit.plan.search.trial import trial_settings
 
     estimate = planned(where, load(where, overrides)([]), target(where))
@@ -127,7 +127,7 @@ def _rehearse_training(overrides: Sequence[str], where: Where) -> Found:
     return {**rehearsal, "planned": predicted(estimate)}
 
 
-def _rehearsed(program: Sequence[str], where: Where) -> Found:
+def _rehearsed(program: Sequence[str], where: Where) -> Figures:
     command = [sys.executable, "-m", "shardkit.cli", "rehearse", "--gpu", where.card, "--json", "--", *program]
     done = subprocess.run(
         command, cwd=where.folder, env=environ(), timeout=2 * LIMIT_S + 600, capture_output=True, text=True,

@@ -10,7 +10,7 @@ from typing import Any
 from shardkit.errors import ConfigError
 
 from ..common import REPO, environment, write_json
-from .cases import Found
+from .cases import Figures
 
 CODE = ("shardkit", "launch", "benchmarks/gpu")
 _NOT_MEASURED_WITH = ("tables.py", "wheels.py")  # they change no figure
@@ -35,16 +35,16 @@ def kind(held: dict[str, Any]) -> str:
     return "an emulated card's results" if held.get("emulated") else "measurements"
 
 
-def without_speeds(found: Any) -> Any:
+def without_speeds(node: Any) -> Any:
     """A result, or a part of one, without the keys of `SPEEDS` at any depth."""
-    if isinstance(found, dict):
-        return {key: without_speeds(value) for key, value in found.items() if key not in SPEEDS}
-    return [without_speeds(value) for value in found] if isinstance(found, list) else found
+    if isinstance(node, dict):
+        return {key: without_speeds(value) for key, value in node.items() if key not in SPEEDS}
+    return [without_speeds(value) for value in node] if isinstance(node, list) else node
 
 
-def first_speed(found: Any, where: str = "") -> str | None:
+def first_speed(node: Any, where: str = "") -> str | None:
     """The place of the first speed in a result or a group of results, `None` if there is none."""
-    items = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in items:
         place = f"{where}/{key}" if where else str(key)
         if key in SPEEDS and value is not None:
@@ -85,17 +85,17 @@ class Store:
         if emulated is not None:
             self._stamp["environment"]["gpus"] = [emulated]
         self._all: dict[str, Any] = {"part": part, "dry_run": dry, "emulated": emulated is not None, "cases": {}}
-        wanted = kind(self._all)
+        names = kind(self._all)
         if self.path.exists():
             self._all = json.loads(self.path.read_text())
-        if kind(self._all) != wanted:
+        if kind(self._all) != names:
             raise ConfigError(
-                f"{self.path} holds {kind(self._all)}", f"pass another folder for {wanted} (--out), or delete the file"
+                f"{self.path} holds {kind(self._all)}", f"pass another folder for {names} (--out), or delete the file"
             )
 
-    def found(self, case: str, what: str) -> Found | None:
+    def figures(self, case: str, what: str) -> Figures | None:
         """The result of an earlier call, complete or not; `None` if its code, card or versions were different."""
-        held: Found | None = self._all["cases"].get(case, {}).get(what)
+        held: Figures | None = self._all["cases"].get(case, {}).get(what)
         if held is None or held["card"] != self._stamp["card"]:
             return None
         if held["code"] != self._stamp["code"] and not (self._keep_plans and what == "predicted"):
@@ -109,12 +109,12 @@ class Store:
         return held
 
     def complete(self, case: str, what: str) -> bool:
-        held = self.found(case, what)
+        held = self.figures(case, what)
         return held is not None and bool(held["complete"])
 
-    def put(self, case: str, what: str, found: Found, complete: bool) -> None:
+    def put(self, case: str, what: str, figures: Figures, complete: bool) -> None:
         """Write a result with its origin; the file is complete at any moment, and has no speed of an emulated card."""
         if self._all.get("emulated"):
-            found = without_speeds(found)
-        self._all["cases"].setdefault(case, {})[what] = {"complete": complete, **found, **self._stamp}
+            figures = without_speeds(figures)
+        self._all["cases"].setdefault(case, {})[what] = {"complete": complete, **figures, **self._stamp}
         write_json(self.path, self._all)

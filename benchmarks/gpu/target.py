@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardkit.hardware.cards import GPUS
 
-from .cases import Found, Where
+from .cases import Figures, Where
 from .child import emulated_card
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def planned(where: Where, config: RunConfig, to: Target) -> MemoryEstimate:
     return plan(config, to) if where.helpers is None else where.helpers.planner(to).predict(config)
 
 
-def predicted(estimate: MemoryEstimate) -> Found:
+def predicted(estimate: MemoryEstimate) -> Figures:
     """The figures of an estimate to compare with measurements, in bytes."""
     peak = estimate.peak
     return {
@@ -89,27 +89,27 @@ def predicted(estimate: MemoryEstimate) -> Found:
     }  # fmt: skip
 
 
-def went(trial: Trial) -> Found:
+def went(trial: Trial) -> Figures:
     """A trial in JSON's types."""
     return {**asdict(trial), "losses": list(trial.losses)}
 
 
-def _traced_peak(run: Path) -> Found:
+def _traced_peak(run: Path) -> Figures:
     """Bytes, phase and categories of the traced step's peak on the rank where it is largest.
 
     `unattributed` are the allocator's bytes that no category has.
     """
     traces = [json.loads(path.read_text()) for path in sorted((run / "trace").glob("rank*.json"))]
-    peak: Found = max((trace["peak"] for trace in traces), key=lambda peak: float(peak["bytes"]))
+    peak: Figures = max((trace["peak"] for trace in traces), key=lambda peak: float(peak["bytes"]))
     return peak
 
 
-def went_traced(trial: Trial, run: Path) -> Found:
+def went_traced(trial: Trial, run: Path) -> Figures:
     """A trial in JSON's types, with the peak that was traced in `run`, if it succeeded."""
     return went(trial) if trial.outcome != "ok" else {**went(trial), "traced": _traced_peak(run)}
 
 
-def next_size(trials: Found, start: int, stride: int) -> int | None:
+def next_size(trials: Figures, start: int, stride: int) -> int | None:
     """The size to try next: up from `start` while sizes work, else down; `None` once one works and its neighbour fails.
 
     Args:

@@ -21,15 +21,15 @@ from packaging.utils import canonicalize_name
 
 from ..common import REPO
 
-WANTED = "shardkit[hf,vision]"
+REQUIREMENT = "shardkit[hf,vision]"
 THERE = "torch"
 BUILT = {"shardkit": str(REPO), "deepspeed": ""}
 GLIBC = (34, 31, 28, 27, 24, 17)
 """manylinux_2_N that a current x86-64 Linux runs."""
 
 
-def needed(wanted: str, python: str, have: Mapping[str, str | None]) -> dict[str, str]:
-    """Name → version here of everything that `wanted` needs and the other machine lacks.
+def needed(requirement: str, python: str, have: Mapping[str, str | None]) -> dict[str, str]:
+    """Name → version here of everything that the requirement needs and the other machine lacks.
 
     Args:
         python: the other machine's version, 3.12 for example.
@@ -38,34 +38,34 @@ def needed(wanted: str, python: str, have: Mapping[str, str | None]) -> dict[str
     Raises:
         PackageNotFoundError: a requirement is not installed here.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     seen: set[Requirement] = set()
-    pending = [Requirement(wanted)]
+    pending = [Requirement(requirement)]
     while pending:
-        one = pending.pop()
-        name = canonicalize_name(one.name)
-        if one in seen or name == THERE or _satisfied(one, have):
+        needed_by = pending.pop()
+        name = canonicalize_name(needed_by.name)
+        if needed_by in seen or name == THERE or _satisfied(needed_by, have):
             continue
-        seen.add(one)
-        found[name] = version(name)
-        pending += _requirements(one, python)
-    return found
+        seen.add(needed_by)
+        versions[name] = version(name)
+        pending += _requirements(needed_by, python)
+    return versions
 
 
-def _satisfied(one: Requirement, have: Mapping[str, str | None]) -> bool:
-    name = canonicalize_name(one.name)
+def _satisfied(requirement: Requirement, have: Mapping[str, str | None]) -> bool:
+    name = canonicalize_name(requirement.name)
     if name not in have:
         return False
     there = have[name]
-    return there is None or one.specifier.contains(there, prereleases=True)
+    return there is None or requirement.specifier.contains(there, prereleases=True)
 
 
-def _requirements(one: Requirement, python: str) -> Iterator[Requirement]:
+def _requirements(requirement: Requirement, python: str) -> Iterator[Requirement]:
     """The requirements of an installed package on that Python, with the requested extras."""
     there = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
-    for text in requires(one.name) or ():
+    for text in requires(requirement.name) or ():
         required = Requirement(text)
-        extras = one.extras or {""}
+        extras = requirement.extras or {""}
         if required.marker is None or any(
             required.marker.evaluate({**there, "extra": extra}) for extra in (*extras, "")
         ):
@@ -74,12 +74,12 @@ def _requirements(one: Requirement, python: str) -> Iterator[Requirement]:
 
 def read_have(path: Path | None) -> dict[str, str | None]:
     """Read the output of `pip list --format=freeze` on the other machine; a line may be a name alone."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for line in path.read_text().splitlines() if path else ():
         name, _, there = line.strip().partition("==")
         if name and not name.startswith("#"):
-            found[canonicalize_name(name)] = there or None
-    return found
+            versions[canonicalize_name(name)] = there or None
+    return versions
 
 
 def make(out: Path, python: str, have: Mapping[str, str | None]) -> None:
@@ -89,7 +89,7 @@ def make(out: Path, python: str, have: Mapping[str, str | None]) -> None:
         CalledProcessError: pip could not build or download; it printed the reason.
     """
     out.mkdir(parents=True, exist_ok=True)
-    wheels = needed(WANTED, python, have)
+    wheels = needed(REQUIREMENT, python, have)
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     for name in [name for name in BUILT if name in wheels]:
         source = BUILT[name] or f"{name}=={wheels.pop(name)}"
@@ -118,7 +118,7 @@ def main() -> None:
     files = sorted(args.out.glob("*.whl"))
     size = sum(file.stat().st_size for file in files)
     print(f"{args.out}: {len(files)} wheels, {size / 2**20:.1f} MiB; on the other machine:")
-    print(f"  python3 -m pip install --no-index --find-links {args.out.name} '{WANTED}'")
+    print(f"  python3 -m pip install --no-index --find-links {args.out.name} '{REQUIREMENT}'")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.common import REPO, RESULTS, environment
 from benchmarks.gpu import PARTS, command, largest, part_cases, plain, store, tables
-from benchmarks.gpu.cases import Case, Cases, Found, Where
+from benchmarks.gpu.cases import Case, Cases, Figures, Where
 from benchmarks.gpu.child import Worker, run_case
-from benchmarks.gpu.command import Asked, Part
+from benchmarks.gpu.command import Options, Part
 from benchmarks.gpu.largest import Line, falls
 from benchmarks.gpu.target import next_size
 from benchmarks.gpu.wheels import needed, read_have
@@ -29,13 +29,13 @@ from shardkit.errors import ConfigError, OutOfMemoryError
 Ran = list[tuple[str, str]]
 
 
-def unused(where: Where) -> Found:
+def unused(where: Where) -> Figures:
     raise AssertionError("cases run in processes of their own")
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Asked:
-    return Asked(True, False, "h200", 1 << 34, tmp_path / "out", 100.0)
+def options(tmp_path: Path) -> Options:
+    return Options(True, False, "h200", 1 << 34, tmp_path / "out", 100.0)
 
 
 @pytest.fixture
@@ -44,7 +44,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     cases: Cases = {"a": Case(unused, unused), "b": Case(unused, predicted_as="a"), "c": Case(unused)}
     done: Ran = []
 
-    def run(part: str, case: str, what: str, where: Where, limit_s: float, worker: Worker | None) -> tuple[Found, str]:
+    def run(
+        part: str, case: str, what: str, where: Where, limit_s: float, worker: Worker | None
+    ) -> tuple[Figures, str]:
         done.append((case, what))
         return {"outcome": "ok", "saw": where.predicted.get("outcome")}, "done"
 
@@ -53,50 +55,52 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     return done
 
 
-def instead(monkeypatch: pytest.MonkeyPatch, of_case: str, do: Callable[[Where], tuple[Found, str]]) -> None:
+def instead(monkeypatch: pytest.MonkeyPatch, of_case: str, do: Callable[[Where], tuple[Figures, str]]) -> None:
     """Let a case end as `do` says, the others as before."""
     before: Any = vars(command)["run_case"]
 
-    def run(part: str, case: str, what: str, where: Where, limit_s: float, worker: Worker | None) -> tuple[Found, Any]:
+    def run(
+        part: str, case: str, what: str, where: Where, limit_s: float, worker: Worker | None
+    ) -> tuple[Figures, Any]:
         return do(where) if case == of_case else before(part, case, what, where, limit_s, worker)
 
     monkeypatch.setattr(command, "run_case", run)
 
 
-def results(asked: Asked) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((asked.out / "gpu_mfu.json").read_text())
+def results(options: Options) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((options.out / "gpu_mfu.json").read_text())
     return found
 
 
 def test_what_is_known_is_not_run_again_and_new_code_is(
-    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything = [("a", "predicted"), ("a", "measured"), ("b", "measured"), ("c", "measured")]
-    assert Part("mfu", asked).run()
+    assert Part("mfu", options).run()
     assert ran == everything
-    assert results(asked)["cases"]["b"]["measured"]["saw"] == "ok", "b sees the prediction of a"
-    assert Part("mfu", asked).run()
+    assert results(options)["cases"]["b"]["measured"]["saw"] == "ok", "b sees the prediction of a"
+    assert Part("mfu", options).run()
     assert ran == everything
     monkeypatch.setattr(store, "code_digest", lambda: "other")
-    assert Part("mfu", replace(asked, keep_plans=True)).run()
+    assert Part("mfu", replace(options, keep_plans=True)).run()
     assert ran == [*everything, *everything[1:]], "predictions of other code count if that is asked for"
-    assert Part("mfu", asked).run()
+    assert Part("mfu", options).run()
     assert ran == [*everything, *everything[1:], everything[0]]
 
 
 def test_other_versions_measure_again_but_predictions_are_good(
-    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Part("mfu", replace(asked, predict=True)).run()
+    assert Part("mfu", replace(options, predict=True)).run()
     assert ran == [("a", "predicted")]
     elsewhere = {**environment(), "torch": "2.11.0"}
     monkeypatch.setattr(store, "environment", lambda: dict(elsewhere))
-    assert Part("mfu", asked).run()
+    assert Part("mfu", options).run()
     assert ran == [("a", "predicted"), ("a", "measured"), ("b", "measured"), ("c", "measured")]
 
 
 def test_the_same_card_under_another_patch_of_the_driver_is_the_same(
-    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: dict[str, Any] = environment()
     monkeypatch.setattr(store, "environment", lambda: dict(there))
@@ -106,12 +110,12 @@ def test_the_same_card_under_another_patch_of_the_driver_is_the_same(
         ("NVIDIA H100, 81559 MiB, 580.159.04", 2),
     ):
         there["gpus"] = [gpu]
-        assert Part("mfu", asked).run()
+        assert Part("mfu", options).run()
         assert ran.count(("c", "measured")) == runs
 
 
 def test_a_model_that_does_not_fit_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_turns(model: Any, where: Where) -> Found:
+    def in_turns(model: Any, where: Where) -> Figures:
         raise OutOfMemoryError("rank 0 ran out of memory in forward of step 1", "use more ranks")
 
     monkeypatch.setattr("benchmarks.gpu.mfu_arms.in_turns", in_turns)
@@ -126,7 +130,7 @@ def test_plain_deepspeed_may_run_out_of_pinned_memory(
 ) -> None:
     """The driver refuses to lock more pages with another error than the GPU's allocator raises."""
 
-    def train(**asked: Any) -> Found:
+    def train(**options: Any) -> Figures:
         raise RuntimeError(message)
 
     monkeypatch.setattr(plain, "train", train)
@@ -160,94 +164,94 @@ def test_the_deepest_model_is_found_where_needs_are_no_straight_line(fits_up_to:
 
 
 def test_what_was_planned_for_more_host_memory_than_there_is_is_planned_again(
-    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instead(monkeypatch, "a", lambda where: ({"outcome": "ok", "host_limit": where.host_memory}, "done"))
-    predicting = replace(asked, predict=True)
+    predicting = replace(options, predict=True)
     assert Part("mfu", predicting).run()
-    more, less = replace(asked, host_memory=1 << 35), replace(asked, host_memory=1 << 33)
+    more, less = replace(options, host_memory=1 << 35), replace(options, host_memory=1 << 33)
     assert Part("mfu", more).store.complete("a", "predicted")
     assert not Part("mfu", less).store.complete("a", "predicted")
 
 
-def test_no_case_begins_when_the_budget_is_spent(ran: Ran, asked: Asked) -> None:
+def test_no_case_begins_when_the_budget_is_spent(ran: Ran, options: Options) -> None:
     said: list[str] = []
-    assert not Part("mfu", replace(asked, budget_s=1.0), said.append).run()
+    assert not Part("mfu", replace(options, budget_s=1.0), said.append).run()
     assert ran == []
     assert "time is up" in said[0] and "'a'" in said[0]
 
 
 def test_what_a_case_kept_before_its_time_was_up_is_where_it_goes_on(
-    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Found] = []
+    seen: list[Figures] = []
 
-    def late(where: Where) -> tuple[Found, str]:
+    def late(where: Where) -> tuple[Figures, str]:
         seen.append(where.earlier)
         where.keep({"trials": [1]})
         return ({"trials": [1]}, "time is up") if len(seen) == 1 else ({"trials": [1, 2], "outcome": "ok"}, "done")
 
     instead(monkeypatch, "b", late)
-    assert not Part("mfu", asked).run()
-    assert results(asked)["cases"]["b"]["measured"]["complete"] is False
-    assert Part("mfu", asked).run()
+    assert not Part("mfu", options).run()
+    assert results(options)["cases"]["b"]["measured"]["complete"] is False
+    assert Part("mfu", options).run()
     assert seen == [{}, {"trials": [1]}]
-    assert results(asked)["cases"]["b"]["measured"]["trials"] == [1, 2]
+    assert results(options)["cases"]["b"]["measured"]["trials"] == [1, 2]
 
 
 def test_a_case_that_gets_nowhere_in_the_whole_time_has_failed(
-    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instead(monkeypatch, "a", lambda where: ({}, "time is up"))
-    assert not Part("mfu", asked).run()
-    assert results(asked)["cases"]["a"]["predicted"]["message"].startswith("not finished within")
-    assert not Part("mfu", asked).run(), "its measurement gets a whole time of its own"
-    assert Part("mfu", asked).run()
+    assert not Part("mfu", options).run()
+    assert results(options)["cases"]["a"]["predicted"]["message"].startswith("not finished within")
+    assert not Part("mfu", options).run(), "its measurement gets a whole time of its own"
+    assert Part("mfu", options).run()
 
 
-def test_an_interruption_keeps_what_was_measured(ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(where: Where) -> tuple[Found, str]:
+def test_an_interruption_keeps_what_was_measured(ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(where: Where) -> tuple[Figures, str]:
         where.keep({"trials": [1]})
         raise KeyboardInterrupt
 
     instead(monkeypatch, "c", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Part("mfu", asked).run()
-    cases = results(asked)["cases"]
+        Part("mfu", options).run()
+    cases = results(options)["cases"]
     assert cases["b"]["measured"]["complete"] and cases["c"]["measured"]["trials"] == [1]
 
 
 def test_where_host_memory_ran_out_a_case_goes_on_after_what_it_tried(
-    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Found] = []
+    seen: list[Figures] = []
 
-    def greedy(where: Where) -> tuple[Found, str]:
+    def greedy(where: Where) -> tuple[Figures, str]:
         seen.append(where.earlier)
         return ({"trying": 7}, "host memory") if len(seen) < 3 else ({"outcome": "ok"}, "done")
 
     instead(monkeypatch, "b", greedy)
-    assert Part("mfu", asked).run()
+    assert Part("mfu", options).run()
     assert seen == [{}, {"trying": 7, "ended": "host memory"}], "the same a second time is how it went"
-    assert results(asked)["cases"]["b"]["measured"]["outcome"] == "out of host memory"
+    assert results(options)["cases"]["b"]["measured"]["outcome"] == "out of host memory"
 
 
-def test_a_dry_run_is_never_among_the_measurements(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_is_never_among_the_measurements(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
     for refused in (["--dry-run", "--out", str(RESULTS)], ["--dry-run", "--out", os.path.relpath(RESULTS)]):
         with pytest.raises(SystemExit):
             command.parse(refused)
         assert "is for measurements" in capsys.readouterr().err
     assert command.parse(["--dry-run"])[1].out != RESULTS
-    Part("mfu", asked).store.put("a", "measured", {"outcome": "ok"}, complete=True)
-    assert results(asked)["dry_run"] is True
+    Part("mfu", options).store.put("a", "measured", {"outcome": "ok"}, complete=True)
+    assert results(options)["dry_run"] is True
     with pytest.raises(ConfigError, match="holds a dry run"):
-        Part("mfu", replace(asked, dry=False))
+        Part("mfu", replace(options, dry=False))
     with pytest.raises(ValueError, match="holds a dry run"):
-        tables.on_a_gpu(asked.out)
+        tables.on_a_gpu(options.out)
 
 
 def test_what_an_emulated_card_shows_is_never_among_the_measurements(
-    asked: Asked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: Options, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
@@ -265,30 +269,30 @@ def test_what_an_emulated_card_shows_is_never_among_the_measurements(
     assert set(parts) == {*PARTS, "ranks", "choices"} - {"rehearsed", "qlora"}
     assert parsed.emulated and parsed.out == RESULTS / "emulated" and parsed.card == "h200"
 
-    there = Part("accuracy", replace(asked, dry=False, emulated=True))
+    there = Part("accuracy", replace(options, dry=False, emulated=True))
     there.store.put("gpt2", "measured", {"outcome": "ok"}, complete=True)
     held = json.loads(there.store.path.read_text())["cases"]["gpt2"]["measured"]
     assert held["environment"]["gpus"] == ["emulated NVIDIA H200, 143155 MiB, no driver"]
     with pytest.raises(ConfigError, match="holds an emulated card's results"):
-        Part("accuracy", replace(asked, dry=False))
+        Part("accuracy", replace(options, dry=False))
     with pytest.raises(ValueError, match="holds an emulated card's results"):
-        tables.on_a_gpu(asked.out)
-    there.store.path.rename(asked.out.parent / "gpu_accuracy.json")
-    (asked.out / "emulated").mkdir()
-    there.store.path = asked.out / "emulated/gpu_accuracy.json"
+        tables.on_a_gpu(options.out)
+    there.store.path.rename(options.out.parent / "gpu_accuracy.json")
+    (options.out / "emulated").mkdir()
+    there.store.path = options.out / "emulated/gpu_accuracy.json"
     there.store.put("gpt2, single, fp32, full", "measured", {"outcome": "failed", "message": "why"}, complete=True)
-    assert tables.on_a_gpu(asked.out).partition("### Predicted against an emulated card")[2].count("failed: why") == 1
+    assert tables.on_a_gpu(options.out).partition("### Predicted against an emulated card")[2].count("failed: why") == 1
 
 
-def test_an_emulated_card_has_no_speed(asked: Asked) -> None:
-    there = Part("ladder", replace(asked, dry=False, emulated=True))
+def test_an_emulated_card_has_no_speed(options: Options) -> None:
+    there = Part("ladder", replace(options, dry=False, emulated=True))
     step = {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30, "tokens_per_s": 1234.0, "losses": [5.0, 4.5]}
     there.store.put("24 GiB: fp32: step", "measured", step, complete=True)
     grown = {"outcome": "ok", "amount": 7, "trials": {"0": {**step, "amount": 7}}}
     there.store.put("24 GiB: fp32: batch", "measured", grown, complete=True)
     assert "1234" not in there.store.path.read_text()
-    results = asked.out.parent
-    asked.out.rename(results / "emulated")
+    results = options.out.parent
+    options.out.rename(results / "emulated")
     page = tables.on_a_gpu(results).partition("### The other parts on emulated cards")[2]
     assert "| fp32 | – | 2.00 | 3.00 | – → 7 |" in page
     assert "tokens/s" not in page
@@ -306,7 +310,7 @@ def test_a_case_in_too_little_memory_says_what_ended_it(tmp_path: Path) -> None:
         "error: rank 1 ran out of memory in backward of step 2 (blocks.3): it asked for 64.0 MiB of "
         "memory.cap=6521651KiB, 43.9 MiB were free and 5.0 MiB held in pieces"
     )
-    store = Part("accuracy", Asked(False, False, "h200", 1 << 34, tmp_path, 100.0)).store
+    store = Part("accuracy", Options(False, False, "h200", 1 << 34, tmp_path, 100.0)).store
     for name, message in (("355m, single, fp32, none", said), ("355m, single, bf16, full", "Killed")):
         store.put(f"{name}: too little", "measured", {"outcome": "out of memory", "message": message}, complete=True)
     page = tables.on_a_gpu(tmp_path)
@@ -315,7 +319,7 @@ def test_a_case_in_too_little_memory_says_what_ended_it(tmp_path: Path) -> None:
 
 
 def test_a_measurement_without_its_plan_has_no_error(tmp_path: Path) -> None:
-    store = Part("accuracy", Asked(False, False, "h200", 1 << 34, tmp_path, 100.0)).store
+    store = Part("accuracy", Options(False, False, "h200", 1 << 34, tmp_path, 100.0)).store
     found = {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30}
     store.put("355m, single, fp32, none", "measured", found, complete=True)
     assert "| 355m, single, fp32, none | – / – / – | 2.00 | – | 3.00 | – |" in tables.on_a_gpu(tmp_path)
@@ -366,7 +370,7 @@ def test_every_case_has_its_row_and_no_figure_that_was_not_measured(tmp_path: Pa
             assert not [cell for cell in line.split("|")[2:][-3:] if any(map(str.isdigit, cell))], line
     assert page.count(tables.MISSING) >= len(part_cases("accuracy", dry=False))
     found = {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30, "tokens_per_s": 1234.0, "losses": [5.0, 4.5]}
-    measured = Part("ladder", Asked(False, False, "h200", 1 << 34, tmp_path, 100.0))
+    measured = Part("ladder", Options(False, False, "h200", 1 << 34, tmp_path, 100.0))
     measured.store.put("24 GiB: fp32: step", "measured", {"outcome": "out of memory"}, complete=True)
     measured.store.put("24 GiB: + bf16: step", "measured", found, complete=True)
     measured.store.put("24 GiB: + bf16: step", "predicted", {"required": 2 << 30, "overhead": 0}, complete=True)
