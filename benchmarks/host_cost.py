@@ -241,7 +241,7 @@ def counted(engine: str, turns: int) -> dict[str, Any]:
         for kind, seconds in (("", "cpu_s"), ("_thread", "thread_s"), ("_wall", "wall_s"))
         for whole in (True, False)
     }
-    return {"measured": stamp(), "ranks": ENGINES[engine], "arms": arms, **added}
+    return {"measured": stamp(), "arms": arms, **added}
 
 
 def _added(arms: dict[str, Any], seconds: str, whole: bool) -> list[float]:
@@ -278,7 +278,7 @@ def main() -> None:
 
     def measure(engine: str) -> dict[str, Any]:
         part = {"clock": on_the_clock(engine, args.pairs)} if args.clock else counted(engine, args.pairs)
-        return {**before.get(engine, {}), **part}
+        return {**before.get(engine, {}), "ranks": ENGINES[engine], **part}
 
     held = {engine: figures.get("clock", {}) for engine, figures in before.items()} if args.clock else before
     chosen = unmeasured(args.engines, held) if args.resume else args.engines

@@ -129,7 +129,8 @@ ADDED = ("added_ms_without_emulation", "added_thread_ms_without_emulation", "add
 
 def host_cost(result: Values) -> Values:
     lines = []
-    for engine, figures in result["engines"].items():
+    counted = {engine: figures for engine, figures in result["engines"].items() if "arms" in figures}
+    for engine, figures in counted.items():
         arms = [figures["arms"][arm] for arm in (OURS, "hand-written")]
         counts = [" / ".join(pair) for pair in zip(*(_sums(CALLS_OF, arm["calls"]) for arm in arms), strict=True)]
         made = [arm.get("python_calls") for arm in arms]

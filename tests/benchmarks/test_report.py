@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,12 +10,46 @@ import pytest
 from jinja2 import UndefinedError
 
 from benchmarks import markdown
+from benchmarks.common import RESULTS
 from benchmarks.markdown import section
 from benchmarks.report import PAGE, page, rendered
 
 
 def test_the_page_is_what_the_results_give() -> None:
     assert PAGE.read_text() == page(), "run python -m benchmarks.report"
+
+
+def only_parts(name: str, *keys: str) -> dict[str, Any]:
+    """The recorded result as it is after some of its parts, with nothing of an earlier one."""
+    recorded = json.loads((RESULTS / f"{name}.json").read_text())
+    return {key: recorded[key] for key in ("environment", "goals", *keys) if key in recorded}
+
+
+def only_of_engines(name: str, *keys: str) -> dict[str, Any]:
+    recorded = json.loads((RESULTS / f"{name}.json").read_text())
+    engines = {
+        engine: {key: figures[key] for key in keys if key in figures} for engine, figures in recorded["engines"].items()
+    }
+    return {**recorded, "engines": engines}
+
+
+PARTS = {
+    "launch, first_step": ("launch", only_parts("launch", "first_step"), "over torchrun"),
+    "launch, recovery": ("launch", only_parts("launch", "recovery"), "SIGKILL"),
+    "launch, watching": ("launch", only_parts("launch", "watching"), "| watchdog |"),
+    "host_cost, clock": ("host_cost", only_of_engines("host_cost", "ranks", "clock"), "With kernels of"),
+    "host_cost, calls": ("host_cost", only_of_engines("host_cost", "ranks", "arms", "added_ms"), "| ddp@2 |"),
+    "peers, memory": ("peers", only_of_engines("peers", "peak_bytes", "refused"), "Medians:"),
+    "sft, no data": ("sft", only_parts("sft", "settings", "packages"), "lora packed"),
+    "sft, data alone": ("sft", {**json.loads((RESULTS / "sft.json").read_text()), "settings": {}}, "Tokenisation"),
+    "plan, no case with a goal": ("plan", {**only_parts("plan"), "cases": {}}, "seconds"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_was_measured_first_is_shown(part: str) -> None:
+    name, result, text = PARTS[part]
+    assert text in rendered(name, result)
 
 
 def test_a_template_without_a_value_is_refused() -> None:
