@@ -134,10 +134,10 @@ class Remembering(Planner):
 
     answers: dict[str, MemoryEstimate] = {}
 
-    def predict(self, config: RunConfig, **how: bool) -> MemoryEstimate:
-        key = f"{config.model_dump_json()} {how}"
+    def predict(self, config: RunConfig, **arguments: Any) -> MemoryEstimate:
+        key = f"{config.model_dump_json()} {arguments}"
         if key not in self.answers:
-            self.answers[key] = super().predict(config, **how)
+            self.answers[key] = super().predict(config, **arguments)
         return self.answers[key].limited(self.target.device_memory, None)
 
 
