@@ -47,13 +47,15 @@ def installed(directory: Path, pinned: str, installs: Sequence[Sequence[str]]) -
     Args:
         installs: what pip is told to install, one call after the other.
     """
+    directory = directory.resolve()
     python, stamp = directory / "bin" / "python", directory / "installed"
     if not stamp.exists() or stamp.read_text() != pinned:
         print(f"installing into {directory} (once; torch is large and takes minutes)", flush=True)
         venv.create(directory, clear=True, with_pip=True)
         quietly = {**os.environ, "PYTHONWARNINGS": "ignore"}  # setuptools warns about every editable install
+        quietly.pop("PYTHONPATH", None)  # pip would take a checkout on it, or here, for installed in part
         for words in installs:
             pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *words]
-            subprocess.run(pip, env=quietly, check=True)
+            subprocess.run(pip, env=quietly, cwd=directory, check=True)
         stamp.write_text(pinned)
     return python
