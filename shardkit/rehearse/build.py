@@ -28,7 +28,7 @@ CORE = [
 ]  # fmt: skip
 SHARED = ["ops/bridge", "ops/boxed", "ops/record"]
 OPERATORS = [*SHARED, "ops/generic", "ops/copies", "ops/matmul", "ops/attention", "ops/norms"]
-NO_COMPUTE = [*SHARED, "ops/no_compute", "ops/control", "ops/validity", "ops/assumptions"]
+NO_COMPUTE = [*SHARED, "ops/no_compute", "ops/control", "ops/validity", "ops/assumptions", "ops/sparse"]
 
 
 def built(torch: Torch, cache: Path | None = None, computing: bool = False) -> Path:

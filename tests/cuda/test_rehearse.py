@@ -177,6 +177,37 @@ def test_a_loss_of_preferences_and_a_selection_by_a_mask_run(cache: Path, tmp_pa
     assert (done.returncode, verdict["verdict"]) == (0, "fits"), verdict.get("reason")
 
 
+SPARSE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+embedding = nn.EmbeddingBag(100_000, 256, sparse=True).cuda()
+head = nn.Linear(256, 40).cuda()
+optimizers = torch.optim.SparseAdam(embedding.parameters()), torch.optim.SGD(head.parameters(), lr=0.1)
+for step in range(3):
+    scores = head(embedding(torch.randint(100_000, (2048, 20), device="cuda")))
+    lengths = torch.full((16,), 20)
+    labels = torch.randint(1, 40, (16, 20)).cuda()
+    F.ctc_loss(scores.view(128, 16, 40).log_softmax(-1), labels, torch.full((16,), 128), lengths).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    edges = torch.randint(50, (2, 5000))
+    graph = torch.sparse_coo_tensor(edges, torch.ones(5000), (50, 50))
+    assert torch.equal(graph.cuda().coalesce().indices().cpu(), graph.coalesce().indices())
+"""
+
+
+def test_sparse_gradients_and_a_loss_over_alignments_run(cache: Path, tmp_path: Path) -> None:
+    """How many rows a sparse gradient has follows from its indices; the kernel of the loss, from the lengths."""
+    command = [sys.executable, "train.py"]
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=SPARSE)
+    assert (done.returncode, verdict["verdict"]) == (0, "fits"), done.stderr
+    parameters = (100_000 * 256 + 257 * 40) * 4
+    assert parameters < verdict["ranks"][0]["peak_allocated"] < 7 * parameters
+    assert verdict["ranks"][0]["peak_categories"]["grads"] > 0
+
+
 def test_the_verdict_is_sharp(cache: Path, tmp_path: Path) -> None:
     command = [sys.executable, "train.py"]
     _, plenty = rehearse(cache, tmp_path, command=command)

@@ -97,7 +97,7 @@ def test_an_empty_history_has_no_curve() -> None:
 class OnCard:
     """Stands for a tensor on a GPU."""
 
-    is_cuda = True
+    is_cuda, is_sparse = True, False
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -116,6 +116,19 @@ class Sharded(OnCard):
         return ["_local_tensor"], None
 
 
+class Sparse(OnCard):
+    is_sparse = True
+
+    def _indices(self) -> OnCard:
+        return OnCard(self.address)
+
+    def _values(self) -> OnCard:
+        return OnCard(self.address + 1)
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("a sparse tensor has no storage")
+
+
 class Weights(nn.Module):
     def __init__(self, *weights: OnCard) -> None:
         super().__init__()
@@ -130,7 +143,7 @@ class Weights(nn.Module):
 
 def test_state_is_found_by_what_holds_it(tmp_path: Path) -> None:
     weight, plain = Sharded(OnCard(10)), OnCard(20)
-    plain.grad = OnCard(30)
+    plain.grad = Sparse(30)
     master = OnCard(40)
     optimizer = type("Optimizer", (), {})()
     optimizer.param_groups = [{"params": [plain, master]}]
@@ -142,7 +155,7 @@ def test_state_is_found_by_what_holds_it(tmp_path: Path) -> None:
     holders.note()
     (holding,) = holders.holdings
     assert holding.addresses == {
-        10: "params", 20: "params", 30: "grads", 77: "buffers", 40: "master_params", 50: "optimizer",
+        10: "params", 20: "params", 30: "grads", 31: "grads", 77: "buffers", 40: "master_params", 50: "optimizer",
     }  # fmt: skip
 
 

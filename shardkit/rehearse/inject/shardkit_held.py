@@ -54,20 +54,22 @@ class StateHolders:
 def _add(addresses: dict[int, str], category: str, *tensors: Any) -> None:
     """Note addresses of tensors on GPUs; an address keeps its first category."""
     for tensor in tensors:
-        for part in _parts(tensor):
+        for part in parts(tensor):
             if part.is_cuda and (address := part.data_ptr()):
                 addresses.setdefault(address, category)
 
 
-def _parts(tensor: Any) -> Iterator[Any]:
-    """The plain tensors of one that is made of others, such as a DTensor or a quantised one."""
+def parts(tensor: Any) -> Iterator[Any]:
+    """The plain tensors of one that is made of others: a DTensor, a quantised one, a sparse gradient."""
     if not hasattr(tensor, "data_ptr"):
         return
-    if not hasattr(tensor, "__tensor_flatten__"):
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts(getattr(tensor, name))
+    elif tensor.is_sparse:
+        yield from (tensor._indices(), tensor._values())
+    else:
         yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
 
 
 def _quantised(parameter: Any) -> Iterator[Any]:

@@ -330,9 +330,9 @@ def _held_by(optimizer: Any) -> dict[str, int]:
 def _n_bytes(tensors: list[Any]) -> int:
     sizes = {}
     for tensor in tensors:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-        if getattr(tensor, "is_cuda", False):
-            sizes[tensor.data_ptr()] = int(tensor.nbytes)
+        for part in shardkit_held.parts(tensor):
+            if part.is_cuda:
+                sizes[part.data_ptr()] = int(part.nbytes)
     return sum(sizes.values())
 
 

@@ -64,6 +64,9 @@ const Names BY_HAND = {"aten::cudnn_convolution", "aten::cudnn_convolution_trans
                        "aten::cudnn_batch_norm", "aten::cudnn_batch_norm_backward",
                        "aten::_scaled_dot_product_cudnn_attention",
                        "aten::_scaled_dot_product_cudnn_attention_backward"};
+// They choose a kernel by shapes, types and lengths on the CPU, and read nothing that lies on a card.
+const Names CHOOSE_KERNELS = {"aten::_use_cudnn_ctc_loss", "aten::_use_cudnn_ctc_loss.Tensor",
+                              "aten::_use_miopen_ctc_loss", "aten::_use_miopen_ctc_loss.Tensor"};
 // What they keep for backward has another shape than the CPU's.
 const Names KEEP_OTHER_BUFFERS = {"aten::log_sigmoid_forward", "aten::log_sigmoid_forward.output",
                                   "aten::log_sigmoid_backward", "aten::log_sigmoid_backward.grad_input"};
@@ -112,7 +115,7 @@ Operands operands(const c10::FunctionSchema& schema, const std::vector<IValue>& 
     each_tensor(given[i], [&](const Tensor& tensor) {
       if (!tensor.defined() || (!tensor.is_cuda() && tensor.dim() == 0)) return;
       see_type(static_cast<int>(tensor.scalar_type()));
-      found.all_small &= tensor.is_cuda() && tensor.layout() == at::kStrided && is_small(tensor);
+      found.all_small &= tensor.is_cuda() && is_small(tensor);
       found.all_tiny &= is_tiny(tensor);
       if (is_written(argument)) (is_output ? found.written : found.updated).push_back(tensor);
       if (!is_output) found.read = std::max(found.read, validity(tensor));
@@ -273,7 +276,7 @@ void counted(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   bool small = found.all_small, tiny = found.all_tiny;
   for (const auto* tensors : {&fresh, &found.written})  // the kernel may have given them their sizes
     for (const Tensor& tensor : *tensors) {
-      small &= tensor.layout() == at::kStrided && is_small(tensor);
+      small &= is_small(tensor);
       tiny &= is_tiny(tensor);
     }
   bool chosen_by_skipped = CHOOSES_POSITIONS.count(entry.name) && found.read != Validity::computed;
@@ -338,7 +341,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     std::string name = name_of(*op);
     bool has_kernel = op->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
     if (!has_kernel && name != "aten::copy_") continue;  // its kernel is for all devices
-    if (WITHOUT_KERNEL.count(name) || BY_HAND.count(name)) continue;
+    if (WITHOUT_KERNEL.count(name) || BY_HAND.count(name) || CHOOSE_KERNELS.count(name)) continue;
     bool value = false;
     for (const auto& returned : op->schema().returns())
       value |= returned.type()->kind() == c10::TypeKind::BoolType;

@@ -27,7 +27,11 @@ std::pair<uintptr_t, uintptr_t> span(const Tensor& tensor) {
   for (int64_t dim = 0; dim < tensor.dim(); dim++) last += (tensor.size(dim) - 1) * tensor.stride(dim);
   return {begin, begin + (last + 1) * tensor.element_size()};
 }
-bool nothing(const Tensor& tensor) { return !tensor.defined() || !tensor.is_cuda() || tensor.numel() == 0; }
+// A sparse tensor has no bytes but those of its indices and values, which are tensors themselves.
+bool is_plain(const Tensor& tensor) { return tensor.layout() == at::kStrided; }
+bool nothing(const Tensor& tensor) {
+  return !tensor.defined() || !tensor.is_cuda() || !is_plain(tensor) || tensor.numel() == 0;
+}
 
 }  // namespace
 
@@ -66,11 +70,13 @@ void mark(const Tensor& tensor, Validity now) {
 bool decides(const Tensor& tensor) { return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true); }
 bool is_small(const Tensor& tensor) {
   static const size_t floats = emucuda_skip_above(), others = 64 * floats;
-  return !tensor.defined() || tensor.nbytes() <= (decides(tensor) ? others : floats);
+  if (!tensor.defined()) return true;
+  return is_plain(tensor) && tensor.nbytes() <= (decides(tensor) ? others : floats);
 }
 bool is_tiny(const Tensor& tensor) {
   static const size_t floats = emucuda_skip_above() / 16;
-  return !tensor.defined() || decides(tensor) ? is_small(tensor) : tensor.nbytes() <= floats;
+  if (!tensor.defined() || decides(tensor)) return is_small(tensor);
+  return is_plain(tensor) && tensor.nbytes() <= floats;
 }
 
 void leave(const Tensor& tensor) {
