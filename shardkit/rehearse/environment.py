@@ -73,6 +73,9 @@ def interpreter(command: Sequence[str], environ: Mapping[str, str]) -> list[str]
     if path is None and command[0].endswith(".py") and os.path.isfile(command[0]):
         fix = f"shardkit rehearse … -- {shlex.join(['python', *command])}"
         raise LaunchError(f"{command[0]} is a script that cannot be run by its name", fix)
+    if path is None and command[0].startswith("-"):
+        fix = f"shardkit rehearse … -- {shlex.join(['python', *command])}"
+        raise LaunchError(f"{command[0]} is an option and no program", fix)
     if path is None:
         raise LaunchError(f"there is no program {command[0]}", "check its name, and that its environment is active")
     words, options = [path], list(command[1:])

@@ -56,6 +56,8 @@ class Rank:
         at_update: category → bytes that its optimizer held after its last step, on the GPU.
         at_peak: category → bytes of its peak, from its allocator's history; one rank tells them.
         host: the most bytes of host memory that its process had.
+        has_whole_history: whether its allocator's history, which tells `at_peak` and `lines`, was not cut.
+        is_warming_up: its last step ran on a side stream, as steps before the capture of a CUDA graph do.
         lines: `source_line`, `n_bytes` and `tensors` of its peak, those with most bytes first; one rank tells them.
         end: how it ended: `kind` is steps, exit or exception; empty while it runs, or if it was killed.
     """
@@ -75,6 +77,8 @@ class Rank:
     at_update: dict[str, int] = field(default_factory=dict)
     at_peak: dict[str, int] = field(default_factory=dict)
     host: int = 0
+    has_whole_history: bool = True
+    is_warming_up: bool = False
     lines: tuple[dict[str, Any], ...] = ()
     end: dict[str, Any] = field(default_factory=dict)
 
@@ -247,6 +251,8 @@ def ranks_of(records: Sequence[dict[str, Any]]) -> tuple[Rank, ...]:
             ooms=sum(int(each_device["ooms"]) for each_device in record["devices"].values()),
             nccl_groups=int(record["nccl_groups"]), types=tuple(record.get("types", ())),
             at_update=record.get("at_update", {}), at_peak=record.get("peak", {}), host=int(record.get("peak_rss", 0)),
+            has_whole_history=bool(record.get("has_whole_history", True)),
+            is_warming_up=bool(record.get("is_warming_up", False)),
             lines=tuple(record.get("lines", {}).get(device, ())),
             end=record["end"],
         )  # fmt: skip
@@ -376,6 +382,18 @@ def _notes(ranks: tuple[Rank, ...], steps: int) -> tuple[str, ...]:
     caught = [rank for rank in ranks if rank.ooms]
     if caught:
         notes.append(
-            f"rank {caught[0].rank} ran out of memory {caught[0].ooms} times; the program caught it and went on"
+            f"rank {caught[0].rank} ran out of memory {caught[0].ooms} times; the program caught it and went on: "
+            "the peaks are those of what it tried, too"
         )
+    warming = next((rank for rank in ranks if rank.is_warming_up), None)
+    if warming is not None:
+        notes.append(
+            f"rank {warming.rank}'s last step ran on a side stream, as before the capture of a CUDA graph: "
+            f"if it captures one, --steps {warming.steps + 1} shows its memory"
+        )
+    notes += [
+        f"rank {rank.rank}'s allocator did more than its history holds: what it held at its peak is not told"
+        for rank in ranks
+        if not rank.has_whole_history
+    ]
     return tuple(notes)

@@ -208,6 +208,36 @@ def test_sparse_gradients_and_a_loss_over_alignments_run(cache: Path, tmp_path: 
     assert verdict["ranks"][0]["peak_categories"]["grads"] > 0
 
 
+CAPTURES = """
+import torch
+from torch import nn
+model = nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+x = torch.randn(1024, 1024, device="cuda")
+def train():
+    optimizer.zero_grad(set_to_none=True)
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+side = torch.cuda.Stream()
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side):
+    for _ in range(3):
+        train()
+torch.cuda.current_stream().wait_stream(side)
+with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    train()
+"""
+
+
+def test_steps_before_the_capture_of_a_graph_are_told(cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "train.py"]
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=CAPTURES)
+    assert done.returncode == 0 and any("--steps 4 shows" in note for note in verdict["notes"]), done.stderr
+    done, more = rehearse(cache, tmp_path, "--gpu", "a100", "--steps", "4", command=command, program=CAPTURES)
+    assert done.returncode == 0 and not more["notes"], done.stderr
+    assert more["ranks"][0]["peak_reserved"] > verdict["ranks"][0]["peak_reserved"]
+
+
 def test_the_verdict_is_sharp(cache: Path, tmp_path: Path) -> None:
     command = [sys.executable, "train.py"]
     _, plenty = rehearse(cache, tmp_path, command=command)

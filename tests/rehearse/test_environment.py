@@ -54,6 +54,9 @@ def test_a_command_that_is_no_python_program_is_refused(tmp_path: Path) -> None:
         assert "name the Python program itself" in refusal.value.fix
     with pytest.raises(LaunchError, match="there is no program"):
         environment.interpreter(["no-such-program"], os.environ)
+    with pytest.raises(LaunchError, match="-m is an option") as refusal:
+        environment.interpreter(["-m", "my.training", "--lr", "1"], os.environ)
+    assert refusal.value.fix.endswith("-- python -m my.training --lr 1")
     (tmp_path / "train.py").write_text("")
     with pytest.raises(LaunchError) as refusal:
         environment.interpreter([str(tmp_path / "train.py")], os.environ)

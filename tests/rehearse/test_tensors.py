@@ -29,6 +29,12 @@ def test_what_was_freed_before_the_peak_or_made_after_it_is_left_out() -> None:
     assert lines[0]["source_line"] == f"{__file__}:3: {text}".strip()
 
 
+def test_a_history_that_is_full_has_lost_its_first_events() -> None:
+    tensors = injected("shardkit_tensors")
+    history = [event("alloc", 1, 10)] * tensors.MOST_EVENTS
+    assert tensors.is_whole(history[1:]) and not tensors.is_whole(history)
+
+
 def test_allocations_without_a_line_of_python_are_those_of_backward() -> None:
     lines = injected("shardkit_tensors").by_line([{"size": 4, "frames": []}])
     assert lines == [{"source_line": "backward, or another thread without Python", "n_bytes": 4, "tensors": 1}]

@@ -50,6 +50,16 @@ def test_the_largest_rank_decides_and_the_estimates_count() -> None:
     assert "mean nothing" in text
 
 
+def test_what_the_peaks_are_not_is_noted() -> None:
+    assert not verdict_of(record(0), record(1)).notes
+    one = record(0, world_size=1, has_whole_history=False, is_warming_up=True)
+    one["devices"]["0"]["ooms"] = 2
+    caught, warming, history = verdict_of(one).notes
+    assert caught.startswith("rank 0 ran out of memory 2 times") and "of what it tried, too" in caught
+    assert "before the capture of a CUDA graph" in warming and "--steps 4 shows its memory" in warming
+    assert history.endswith("what it held at its peak is not told")
+
+
 def test_what_fits_only_without_the_allocators_cache_is_not_known() -> None:
     verdict = verdict_of(record(0, reserved=79), record(1))
     assert (verdict.kind, verdict.exit_code) == ("not known", 7)

@@ -46,6 +46,8 @@ class Recording:
         self._module_hook: Any = None
         self.assumed = Assumed()
         self.at_update: dict[str, int] = {}
+        self.has_whole_history = True
+        self.is_warming_up = False
         self.lines: dict[str, list[dict[str, Any]]] = {}
         self.peak: dict[str, int] = {}
         self.over_time: list[dict[str, Any]] = []
@@ -124,6 +126,8 @@ class Recording:
     def _tell_history(self, torch: Any) -> None:
         """Take what torch's allocator remembers: lines and categories of the peak, and the curve as a file."""
         histories = shardkit_tensors.histories(torch)
+        self.has_whole_history = all(map(shardkit_tensors.is_whole, histories.values()))
+        histories = {device: events for device, events in histories.items() if shardkit_tensors.is_whole(events)}
         self.lines = {
             device: shardkit_tensors.by_line(shardkit_tensors.at_peak(events)) for device, events in histories.items()
         }
@@ -164,7 +168,8 @@ class Recording:
             "devices": self.devices, "steps": self.steps, "phase": self.phase, "nccl_groups": self.nccl_groups,
             "end": self.end, "assumptions": self.assumed.as_json(), "types": self.assumed.types(),
             "at_update": self.at_update, "lines": self.lines, "peak": self.peak, "phases": self.phases,
-            "over_time": self.over_time, **_resident(),
+            "over_time": self.over_time, "has_whole_history": self.has_whole_history,
+            "is_warming_up": self.is_warming_up, **_resident(),
         }  # fmt: skip
         with open(path + ".tmp", "w") as file:
             json.dump(fields, file)
@@ -251,6 +256,7 @@ class Recording:
             _await_watchdog()
             self.read_peaks()
             self.steps = steps
+            self.is_warming_up = _is_on_side_stream()
             self._sample()
             self.write()
             self._end_if_done()
@@ -315,6 +321,15 @@ def _resident() -> dict[str, int]:
 
 def _uses_cuda(torch: Any) -> bool:
     return bool(torch.cuda.is_initialized())
+
+
+def _is_on_side_stream() -> bool:
+    """Whether the program runs on a stream of its choice and captures nothing: steps before a CUDA graph do."""
+    import torch
+
+    if not _uses_cuda(torch) or torch.cuda.is_current_stream_capturing():
+        return False
+    return bool(torch.cuda.current_stream() != torch.cuda.default_stream())
 
 
 def _held_by(optimizer: Any) -> dict[str, int]:

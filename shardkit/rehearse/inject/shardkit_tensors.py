@@ -25,10 +25,15 @@ def record_history(torch: Any) -> None:
 
 
 def histories(torch: Any) -> dict[str, list[dict[str, Any]]]:
-    """Device → the events of its allocator; a device with more than the history holds has none."""
+    """Device → the events of its allocator."""
     traces = torch.cuda.memory._snapshot()["device_traces"]
     torch.cuda.memory._record_memory_history(None)
-    return {str(device): events for device, events in enumerate(traces) if 0 < len(events) < MOST_EVENTS}
+    return {str(device): events for device, events in enumerate(traces) if events}
+
+
+def is_whole(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a history has the first events, too: when it is full, each event takes the place of the oldest."""
+    return len(events) < MOST_EVENTS
 
 
 def at_peak(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
