@@ -15,7 +15,11 @@ from .ranks import RehearsedWorld
 
 FITS, DOES_NOT_FIT, FAILED, NOT_KNOWN = "fits", "does not fit", "failed", "not known"
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 4, NOT_KNOWN: 7, FAILED: 8}
-_NOT_EMULATED = re.compile("emucuda|not emulated|initialization error|cu(sparse|fft|solver) error", re.IGNORECASE)
+_NOT_EMULATED = re.compile(
+    "emucuda|not emulated|initialization error|cu(sparse|fft|solver) error"
+    "|CUDA error: operation not supported|CUDA_ERROR_NOT_SUPPORTED",
+    re.IGNORECASE,
+)
 """What errors of the emulation say, and of libraries that bring a CUDA runtime of their own, which finds no GPU."""
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError")
 """What a launcher raises since a rank failed, which says why itself."""

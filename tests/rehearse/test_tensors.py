@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.rehearse import injected
@@ -33,6 +34,21 @@ def test_a_history_that_is_full_has_lost_its_first_events() -> None:
     tensors = injected("shardkit_tensors")
     history = [event("alloc", 1, 10)] * tensors.MOST_EVENTS
     assert tensors.is_whole(history[1:]) and not tensors.is_whole(history)
+
+
+def test_a_recording_of_the_programs_own_does_not_take_the_rehearsals_place() -> None:
+    calls: list[Any] = []
+    snapshot = {"device_traces": [[event("alloc", 1, 10)], []]}
+    memory = SimpleNamespace(
+        _record_memory_history=lambda enabled, **_: calls.append(enabled), _snapshot=lambda: snapshot
+    )
+    torch = SimpleNamespace(cuda=SimpleNamespace(memory=memory, _lazy_call=lambda begin: begin()))
+    tensors = injected("shardkit_tensors")
+    tensors.record_history(torch)
+    memory._record_memory_history(enabled="state", max_entries=10)
+    memory._record_memory_history(enabled=None)
+    assert calls == ["all"]
+    assert tensors.histories(torch) == {"0": snapshot["device_traces"][0]} and calls == ["all", None]
 
 
 def test_allocations_without_a_line_of_python_are_those_of_backward() -> None:

@@ -92,8 +92,15 @@ def test_the_first_exception_is_told_and_a_launchers_comes_last() -> None:
     [
         ("emucuda: aten::nonzero reads values that were not computed (EMUCUDA_COMPUTE=0)", "aten::nonzero"),
         ("CUDA error: initialization error when calling `cusparseCreate(handle)`", "cusparseCreate"),
+        ("CUDA error: operation not supported\nSearch for `cudaErrorNotSupported'", "operation not supported"),
+        ("CUDA driver error: CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_NOT_SUPPORTED"),
     ],
-    ids=["values that nobody computed", "a library that does not see the emulated GPU"],
+    ids=[
+        "values that nobody computed",
+        "a library that does not see the emulated GPU",
+        "a function that is not there",
+        "a function of the driver",
+    ],
 )
 def test_what_an_emulated_card_cannot_do_is_not_known(message: str, named: str) -> None:
     verdict = verdict_of(failed(0, "RuntimeError", message), record(1), finish=Finish("program", 1))

@@ -16,18 +16,27 @@ LINES = 8
 
 
 def record_history(torch: Any) -> None:
-    """Let torch's allocator remember its events, from the moment in which the process first uses CUDA."""
+    """Let torch's allocator remember its events, from the moment in which the process first uses CUDA.
+
+    A recording of the program's own would take this one's place; its snapshots are of this one.
+    """
+    record = torch.cuda.memory._record_memory_history
 
     def begin() -> None:
-        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MOST_EVENTS)
+        record("all", context="alloc", stacks="python", max_entries=MOST_EVENTS)
 
+    def leave_as_it_is(*_: Any, **__: Any) -> None:
+        pass
+
+    leave_as_it_is.record = record  # type: ignore[attr-defined]
+    torch.cuda.memory._record_memory_history = leave_as_it_is
     torch.cuda._lazy_call(begin)
 
 
 def histories(torch: Any) -> dict[str, list[dict[str, Any]]]:
     """Device → the events of its allocator."""
     traces = torch.cuda.memory._snapshot()["device_traces"]
-    torch.cuda.memory._record_memory_history(None)
+    torch.cuda.memory._record_memory_history.record(None)
     return {str(device): events for device, events in enumerate(traces) if events}
 
 
