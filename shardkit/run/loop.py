@@ -179,7 +179,7 @@ class Loop:
             and self.config.precision.mode != "fp16"
             and self.step > self.first_step
             and not self._is_last(self.step)
-            and not self._save_due()
+            and not self.save_due()
             and not self._evaluation_due()
             and not self._profile_ends()
             and self.requests.stop.agreed is None
@@ -234,12 +234,12 @@ class Loop:
             self.profiler.finish()  # else other ranks would wait for long writes in a shorter collective
             self.checkpoints.meet(self.config.run.init_timeout_s)
 
-    def _save_due(self) -> bool:
+    def save_due(self) -> bool:
         is_asked = self.requests.save or self.requests.stop.agreed is not None
         return self.checkpoints.due(self.step, is_last=self._is_last(self.step), requested=is_asked)
 
     def _save(self, step: LoopStep, record: Record) -> None:
-        if not self._save_due():
+        if not self.save_due():
             return
         is_last = self._is_last(self.step) or self.requests.stop.agreed is not None
         with self.records.pause(self.records.pauses, "save_s"):

@@ -61,6 +61,10 @@ class Recorder:
         """Record what the model wrote at an evaluation."""
         self._writer.write_samples(texts)
 
+    def flush(self) -> None:
+        """Write to disk what is still in memory, before a save."""
+        self._writer.flush()
+
     def ended(self, end_save_s: float) -> None:
         """Record the seconds that the run stood still after its last step for saves."""
         self._writer.ended({"end_save_s": end_save_s})

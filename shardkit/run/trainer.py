@@ -260,6 +260,8 @@ class Trainer:
                     recorder.step(record, self.job.ledger.last_rows)
                     recorder.samples(loop.texts)
                     loop.texts = []
+                    if loop.save_due():
+                        recorder.flush()
                 yield record
             has_saved = bool(records.pauses) or self.checkpoints.saves_now
             with self.saves.unhurried(loop.step):

@@ -72,20 +72,27 @@ class MetricsWriter:
         """Add to the last step's object what is known only at the run's end."""
         extend_last_line(self._path, late_fields)
 
+    def flush(self) -> None:
+        """Write TensorBoard's events to disk, for a save: a run that is resumed from it does not repeat their steps."""
+        if self._events or self._board is not None:
+            self._show(flush=True)
+
     def _picture(self, scalars: Mapping[str, float], step: int, texts: Mapping[str, str] | None = None) -> None:
         self._events.append((time.time(), step, scalars, texts or {}))
         is_later = self._board is not None or step > self._events[0][1]  # the first step does not wait for the import
         if is_later and time.perf_counter() - self._shown >= BOARD_S:
             self._show()
 
-    def _show(self) -> None:
-        """Hand the events to TensorBoard."""
+    def _show(self, flush: bool = False) -> None:
+        """Hand the events to TensorBoard, which writes them within two minutes, or now."""
         events, self._events, self._shown = self._events, [], time.perf_counter()
         try:
             for event in events:
                 self._add(*event)
+            if flush:
+                self._board.flush()
         except OSError as error:  # a full disk ends the plots, not the run
-            _LOG.warning("no more TensorBoard events from step %d on: %s", events[0][1], error)
+            _LOG.warning("no more TensorBoard events%s: %s", f" from step {events[0][1]} on" if events else "", error)
             self._tensorboard_dir = self._board = None
 
     def _add(self, moment: float, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:

@@ -86,6 +86,32 @@ def test_tensorboard_gets_quick_steps_together_each_with_its_own_time(
     assert times == sorted(times) and times[9] < metrics.BOARD_S / 2 and times[10] >= metrics.BOARD_S
 
 
+def test_a_save_finds_every_step_before_it_on_disk(tmp_path: Path) -> None:
+    """A run that is killed and goes on from a checkpoint does not repeat the steps before it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def steps() -> list[int]:
+        return [event.step for event in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")]
+
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    for step in (1, 2, 3):
+        writer.write({"step": step, "loss": 1.0})
+    writer.flush()
+    assert steps() == [1, 2, 3]
+    writer.write({"step": 4, "loss": 1.0})
+    writer.flush()
+    writer.flush()
+    assert steps() == [1, 2, 3, 4]
+    writer.close()
+
+
+def test_nothing_is_flushed_without_tensorboard(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write({"step": 1, "loss": 1.0})
+    writer.flush()
+    assert not (tmp_path / "tensorboard").exists()
+
+
 def test_a_large_world_has_no_series_per_rank(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, tensorboard=True)
     rows = [gpu_row(rank, 2**30) for rank in range(64)]
