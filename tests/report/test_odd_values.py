@@ -126,6 +126,7 @@ def test_a_report_of_odd_values(whole: Path, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.release
+@pytest.mark.timeout(3600)
 @settings(EASY, max_examples=1500)
 @given(data=st.data())
 def test_reports_of_many_odd_values(whole: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:

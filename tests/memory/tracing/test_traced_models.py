@@ -21,6 +21,7 @@ def measured(folder: str, settings: list[str]) -> tuple[int, int]:
     from shardkit.run.job import start
     from shardkit.run.trainer import Trainer
 
+    gc.unfreeze()  # the server of ranks has frozen its objects: data loaders would leave the model frozen, and unseen
     common = ["train.max_steps=2", "train.eval_samples=0", "memory.trace_step=2", "checkpoint.at_end=false",
               "logging.tensorboard=false", "run.device=cpu", "parallel.strategy=single",
               "optim.implementation=foreach", f"run.dir={folder}"]  # fmt: skip
