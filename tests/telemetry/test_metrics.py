@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 from pathlib import Path
@@ -103,6 +104,28 @@ def test_a_save_finds_every_step_before_it_on_disk(tmp_path: Path) -> None:
     writer.flush()
     assert steps() == [1, 2, 3, 4]
     writer.close()
+
+
+def test_a_disk_that_is_full_at_a_save_ends_the_plots_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer.write({"step": 1, "loss": 1.0})
+    writer.flush()
+    board = writer._board
+    with monkeypatch.context() as patched:
+        patched.setattr(board, "flush", full)
+        writer.flush()
+    board.close()
+    assert "no more TensorBoard events: [Errno 28]" in caplog.text
+    for step in (2, 3):
+        writer.write({"step": step, "loss": 1.0})
+        writer.flush()
+    writer.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_nothing_is_flushed_without_tensorboard(tmp_path: Path) -> None:
