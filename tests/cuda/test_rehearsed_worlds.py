@@ -85,7 +85,7 @@ else:
 messages = [dist.P2POp(dist.isend, x, (rank + 1) % world), dist.P2POp(dist.irecv, torch.empty_like(x), rank - 1)]
 for work in dist.batch_isend_irecv(messages if rank else messages[:1]):
     work.wait()
-print("GOT", rank, shapes, flush=True)
+print(f"GOT {rank} {shapes}", flush=True)  # one write: both ranks print at once
 """
 
 

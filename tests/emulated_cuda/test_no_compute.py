@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.emulated_cuda import call, needs_emulation
@@ -160,6 +163,79 @@ def test_what_is_written_whole_is_known(allocator: str) -> None:
         "copied": 70_001, "doubled": 140_002, "sum": numel // 2, "zeros": [3, 0, 3], "strided": numel / 2,
         "filled": 3 * (numel - 20),
     }  # fmt: skip
+
+
+def copy_and_reduce(world_file: str) -> dict[str, int]:
+    """How many values are not finite on the host, of floats that nobody computed, over bytes that make them NaN."""
+    dist.init_process_group("nccl", f"file://{world_file}", rank=0, world_size=1)
+    skipped = torch.randn(1 << 20, device="cuda")
+
+    def over_labels(count: int) -> torch.Tensor:
+        """Floats of no value in the block of labels that are ignored, of which every half is a NaN."""
+        labels = torch.full((count // 2,), -100, device="cuda")
+        assert labels.cpu().view(torch.float32).isnan().all()
+        address = labels.data_ptr()
+        del labels
+        floats = skipped[:count] * 2
+        assert floats.data_ptr() == address
+        return floats
+
+    def copy_over_nans(source: torch.Tensor, **options: bool) -> torch.Tensor:
+        host = torch.empty(source.shape, **options).fill_(math.nan)  # type: ignore[arg-type]
+        host.copy_(source, non_blocking=options.get("pin_memory", False))
+        torch.cuda.synchronize()
+        return host
+
+    medium = over_labels(1 << 17)
+    reduced = torch.empty(1 << 17, device="cuda")
+    dist.all_reduce(sent := over_labels(1 << 17))
+    dist.reduce_scatter_tensor(reduced, over_labels(1 << 17))
+    tensors = {
+        "medium": medium.cpu(), "medium, pinned": copy_over_nans(medium, pin_memory=True), "all-reduced": sent.cpu(),
+        "reduced and scattered": reduced.cpu(), "large": copy_over_nans(skipped),
+        "large, pinned": copy_over_nans(skipped, pin_memory=True), "large, in part": copy_over_nans(skipped[3:-3]),
+        "large, converted": copy_over_nans(skipped.double()),
+        "large, transposed": copy_over_nans(skipped.view(4, -1).t()),
+    }  # fmt: skip
+    shared = torch.empty(1 << 20).share_memory_().fill_(math.nan)
+    tensors["large, shared"] = shared.copy_(skipped)
+    return {name: int((~tensor.isfinite()).sum()) for name, tensor in tensors.items()}
+
+
+def test_floats_that_nobody_computed_are_finite_on_the_host(tmp_path: Path) -> None:
+    """The norm of offloaded gradients would be NaN at times: a training that is sound would be told to diverge."""
+    counts = call(copy_and_reduce, str(tmp_path / "world"), EMUCUDA_COMPUTE="0")
+    assert counts == dict.fromkeys(counts, 0)
+
+
+def copy_to_untouched_memory() -> int:
+    """Bytes by which the host's memory grows as 256 MiB come from the card into pinned memory that is new."""
+    skipped, pinned = torch.randn(1 << 26, device="cuda"), torch.empty(1 << 26, pin_memory=True)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pinned.copy_(skipped)
+    return int(process.memory_info().rss - before)
+
+
+def test_a_large_copy_to_the_host_touches_no_memory() -> None:
+    assert call(copy_to_untouched_memory, EMUCUDA_COMPUTE="0") < 16 * MIB
+
+
+def gather_numbers(world_file: str) -> list[int]:
+    """Whole numbers of 2 MiB, which a program may decide by, come out of a collective as they went in."""
+    dist.init_process_group("nccl", f"file://{world_file}", rank=0, world_size=1)
+    numbers = torch.arange(1 << 18, device="cuda")
+    gathered = torch.empty_like(numbers)
+    dist.all_gather_into_tensor(gathered, numbers)
+    return [int(gathered[-1]), int(gathered.sum())]
+
+
+def test_whole_numbers_move_in_collectives(tmp_path: Path) -> None:
+    number = 1 << 18
+    assert call(gather_numbers, str(tmp_path / "world"), EMUCUDA_COMPUTE="0") == [
+        number - 1,
+        number * (number - 1) // 2,
+    ]
 
 
 def capture() -> dict[str, Any]:

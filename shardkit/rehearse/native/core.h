@@ -15,7 +15,8 @@ void emucuda_spend(void* stream, double called_ms, int product);
 int emucuda_current_device(void);
 size_t emucuda_used_memory(int device);
 size_t emucuda_skip_above(void);  // see Settings::skip_above
-void emucuda_zero(void* at, size_t bytes);  // zeros in memory of a device; whole pages of it go back to the system
+size_t emucuda_move_up_to(size_t bytes);  // the same for this thread's copies from now on; returns what it was
+void emucuda_zero(void* at, size_t bytes);  // zeros in memory; whole pages of it go back to the system
 void emucuda_count_operator(int synchronises);
 void emucuda_gemm(void* stream);  // a matrix product of no-compute mode
 int emucuda_spend_host(int on);  // see HostTime
@@ -38,6 +39,14 @@ struct Profiler {
 };
 void emucuda_attach_profiler(const Profiler*);
 const Profiler* emucuda_profiler(void);
+
+// No-compute mode: the operators' library knows which bytes of the devices nobody computed.
+struct Tracker {
+  int (*is_skipped)(const void* at, size_t bytes);
+  void (*skip)(void* at, size_t bytes, int floats);  // they will be written from such bytes, or not at all
+};
+void emucuda_attach_tracker(const Tracker*);
+const Tracker* emucuda_tracker(void);  // null in the computing mode
 }
 
 namespace emu {
@@ -59,6 +68,17 @@ class Spend {
 
  private:
   int before_;
+};
+
+// This thread's copies in its scope move up to so many bytes.
+class MoveUpTo {
+ public:
+  explicit MoveUpTo(size_t bytes) : before_(emucuda_move_up_to(bytes)) {}
+  ~MoveUpTo() { emucuda_move_up_to(before_); }
+  MoveUpTo(const MoveUpTo&) = delete;
+
+ private:
+  size_t before_;
 };
 
 }  // namespace emu

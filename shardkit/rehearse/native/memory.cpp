@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "core.h"
@@ -154,4 +155,7 @@ EMU_EXPORT void emucuda_zero(void* at, size_t bytes) {
   std::memset(at, 0, first - begin);
   std::memset(reinterpret_cast<void*>(last), 0, end - last);
 }
+static std::atomic<const Tracker*> tracker{nullptr};
+EMU_EXPORT void emucuda_attach_tracker(const Tracker* to) { tracker = to; }
+EMU_EXPORT const Tracker* emucuda_tracker(void) { return tracker; }
 EMU_EXPORT size_t emucuda_skip_above(void) { return emu::settings().skip_above; }

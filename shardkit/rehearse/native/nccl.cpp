@@ -33,7 +33,29 @@ struct Operation {
   double scale = 1;
   size_t bytes_done = 0;  // of a message
   double ready_ms = 0;
+  bool sends_stand_ins = false;  // no-compute mode: nobody computed what this rank sends
+
+  size_t bytes() const { return number * width_of(type); }
+  bool in_parts() const { return kind == REDUCE_SCATTER || kind == ALL_TO_ALL; }
+  bool sends() const { return from && (kind != BROADCAST || comm->rank == peer); }
+  bool receives() const { return to && (kind != REDUCE || comm->rank == peer); }
+  bool moves() const { return bytes() <= (is_wide_integer(type) ? 64 : 1) * emucuda_skip_above(); }
 };
+
+// What this rank sends, `number` elements from `begin` on.
+void copy_sent(const Operation& op, char* to, size_t begin, size_t number) {
+  if (op.sends_stand_ins) return fill_stand_ins(to, number, op.type);
+  std::memcpy(to, op.from + begin * width_of(op.type), number * width_of(op.type));
+}
+// No-compute mode, as the operation is called: which bytes will have been computed.
+void track(Operation& op) {
+  const Tracker* tracker = emucuda_tracker();
+  if (!tracker) return;
+  op.sends_stand_ins = op.sends() && tracker->is_skipped(op.from, op.bytes() * (op.in_parts() ? op.comm->ranks : 1));
+  bool gathers = op.kind == ALL_GATHER || op.kind == ALL_TO_ALL;
+  if (op.receives() && (op.sends_stand_ins || !op.moves()))
+    tracker->skip(op.to, op.bytes() * (gathers ? op.comm->ranks : 1), is_float(op.type));
+}
 
 bool ranks_agree(const Operation& op) {
   ncclComm& comm = *op.comm;
@@ -54,11 +76,11 @@ void put(const Operation& op, size_t begin, size_t number, size_t stride) {
   ncclComm& comm = *op.comm;
   size_t width = width_of(op.type);
   char* slot = comm.slots[comm.rank];
-  if (op.kind == REDUCE_SCATTER || op.kind == ALL_TO_ALL) {
+  if (op.in_parts()) {
     for (int rank = 0; rank < comm.ranks; rank++)
-      std::memcpy(slot + rank * stride * width, op.from + (rank * op.number + begin) * width, number * width);
-  } else if (op.kind != BROADCAST || comm.rank == op.peer) {
-    std::memcpy(slot, op.from + begin * width, number * width);
+      copy_sent(op, slot + rank * stride * width, rank * op.number + begin, number);
+  } else if (op.sends()) {
+    copy_sent(op, slot, begin, number);
   }
 }
 void take(const Operation& op, size_t begin, size_t number, size_t stride) {
@@ -105,9 +127,8 @@ bool run_collective(Operation& op) {
     op.ready_ms = std::max(op.ready_ms, comm.shared->calls[comm.index[each]].ready_ms);
   size_t width = width_of(op.type);
   // None may write its next call before all have read this one; a collective of data meets below.
-  if (!op.number || op.number * width > emucuda_skip_above()) return comm.meet(comm.shared->data);
-  bool in_parts = op.kind == REDUCE_SCATTER || op.kind == ALL_TO_ALL;
-  size_t stride = SLOT_BYTES / width / (in_parts ? comm.ranks : 1);
+  if (!op.number || !op.moves()) return comm.meet(comm.shared->data);
+  size_t stride = SLOT_BYTES / width / (op.in_parts() ? comm.ranks : 1);
   for (size_t begin = 0; begin < op.number; begin += stride) {
     size_t number = std::min(stride, op.number - begin);
     put(op, begin, number, stride);
@@ -118,7 +139,7 @@ bool run_collective(Operation& op) {
   return true;
 }
 
-bool whole(const Operation& op) { return op.bytes_done == op.number * width_of(op.type); }
+bool whole(const Operation& op) { return op.bytes_done == op.bytes(); }
 
 // Move a part of a message if its mailbox allows; whether it did.
 bool move_message(Operation& op) {
@@ -127,14 +148,14 @@ bool move_message(Operation& op) {
   Mailbox& mailbox = sending ? comm.mailbox(comm.rank, op.peer) : comm.mailbox(op.peer, comm.rank);
   if (whole(op) || mailbox.full != (sending ? 0u : 1u)) return false;
   if (sending) {
-    size_t bytes = std::min(op.number * width_of(op.type) - op.bytes_done, MAIL_BYTES);
-    std::memcpy(mailbox.body(), op.from + op.bytes_done, bytes);
+    size_t width = width_of(op.type), bytes = std::min(op.bytes() - op.bytes_done, MAIL_BYTES);
+    if (op.moves()) copy_sent(op, mailbox.body(), op.bytes_done / width, bytes / width);
     mailbox.bytes = static_cast<uint32_t>(bytes);
     op.bytes_done += bytes;
     mailbox.ready_ms = op.ready_ms;
     mailbox.full = 1;
   } else {
-    std::memcpy(op.to + op.bytes_done, mailbox.body(), mailbox.bytes);
+    if (op.moves()) std::memcpy(op.to + op.bytes_done, mailbox.body(), mailbox.bytes);
     op.bytes_done += mailbox.bytes;
     op.ready_ms = std::max(op.ready_ms, mailbox.ready_ms);
     mailbox.full = 0;
@@ -152,10 +173,9 @@ void answer_for_pretended(ncclComm& comm, std::vector<Operation*>& messages) {
     if (op->kind == SEND && op->peer == comm.rank) to_itself = op;
   for (auto* op : messages) {
     if (!comm.pretended(op->peer)) continue;
-    op->bytes_done = op->number * width_of(op->type);
-    if (op->kind != RECEIVE || !to_itself) continue;
-    size_t bytes = std::min(op->bytes_done, to_itself->number * width_of(to_itself->type));
-    if (bytes <= emucuda_skip_above()) std::memcpy(op->to, to_itself->from, bytes);
+    op->bytes_done = op->bytes();
+    if (op->kind != RECEIVE || !to_itself || !op->moves()) continue;
+    copy_sent(*to_itself, op->to, 0, std::min(op->number, to_itself->number));
   }
 }
 
@@ -260,6 +280,7 @@ ncclResult_t call(Kind kind, const void* from, void* to, size_t number, ncclData
     op.scale = made->second;
     op.reduction = ncclSum;
   }
+  track(op);
   group.push_back(op);
   if (!group_depth) submit_group();
   return ncclSuccess;

@@ -17,6 +17,12 @@ inline size_t width_of(ncclDataType_t type) {
   }
 }
 
+inline bool is_float(ncclDataType_t type) {
+  return type == ncclFloat64 || type == ncclFloat32 || type == ncclFloat16 || type == ncclBfloat16;
+}
+// Integers that a program decides by. Weights of four bits are packed in narrower ones.
+inline bool is_wide_integer(ncclDataType_t type) { return type == ncclInt64 || type == ncclUint64; }
+
 template <class To, class From>
 To bits(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -99,6 +105,20 @@ inline void reduce(char* out, const std::vector<char*>& ranks, size_t number, nc
     case ncclUint32: return reduce_as<Plain<uint32_t>>(out, ranks, number, operation, scale);
     case ncclInt8: return reduce_as<Plain<int8_t>>(out, ranks, number, operation, scale);
     default: return reduce_as<Plain<uint8_t>>(out, ranks, number, operation, scale);
+  }
+}
+
+// Ones where they are floats (zero has no logarithm), else zeros.
+inline void fill_stand_ins(char* at, size_t number, ncclDataType_t type) {
+  auto fill = [&](auto one) {
+    for (size_t i = 0; i < number; i++) reinterpret_cast<decltype(one)*>(at)[i] = one;
+  };
+  switch (type) {
+    case ncclFloat64: return fill(1.0);
+    case ncclFloat32: return fill(1.0f);
+    case ncclFloat16: return fill(Float16::of(1).raw);
+    case ncclBfloat16: return fill(Bfloat16::of(1).raw);
+    default: std::memset(at, 0, number * width_of(type));
   }
 }
 

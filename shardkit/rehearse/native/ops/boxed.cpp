@@ -18,7 +18,7 @@ const Names CHOOSES_CUDNN = {"aten::convolution", "aten::convolution_backward"};
 
 const Names SYNCHRONISES = {"aten::nonzero",     "aten::masked_select",      "aten::_unique2",
                             "aten::unique_dim",  "aten::unique_consecutive", "aten::bincount",
-                            "aten::repeat_interleave.Tensor"};
+                            "aten::repeat_interleave.Tensor", "aten::mode"};
 
 const Names MATMULS = {
     "aten::mm", "aten::mm.out", "aten::addmm", "aten::addmm.out", "aten::addmm_", "aten::bmm", "aten::bmm.out",

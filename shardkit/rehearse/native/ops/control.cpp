@@ -58,7 +58,7 @@ at::Scalar scalar_of(const TorchKernel& kernel, const OperatorHandle& op, c10::D
 const Names CHOOSES_POSITIONS = {
     "aten::topk", "aten::topk.values", "aten::sort", "aten::sort.stable", "aten::sort.values_stable", "aten::argmax",
     "aten::argmax.out", "aten::argmin", "aten::argmin.out", "aten::max.dim", "aten::max.dim_max", "aten::min.dim",
-    "aten::min.dim_min", "aten::multinomial", "aten::kthvalue", "aten::mode"};
+    "aten::min.dim_min", "aten::multinomial", "aten::kthvalue"};
 // no_compute.cpp has them: they would go through cuDNN.
 const Names BY_HAND = {"aten::cudnn_convolution", "aten::cudnn_convolution_transpose", "aten::convolution_backward",
                        "aten::cudnn_batch_norm", "aten::cudnn_batch_norm_backward",
@@ -168,13 +168,16 @@ void skip(const CudaKernel& entry, const std::vector<IValue>& given, const std::
   if (answer_for_all(entry.name, fresh.empty() ? found.written : fresh)) return;
   bool chooses = CHOOSES_POSITIONS.count(entry.name);
   if (chooses) assume(Assumption::POSITIONS_GO_ROUND);
-  auto answer = [&](const Tensor& tensor) {
-    if (!(chooses && decides(tensor) && is_small(tensor))) return leave(tensor);
-    fill_positions(tensor, positions(given));
-    mark(tensor, Validity::computed);
-  };
-  for (const Tensor& tensor : fresh) answer(tensor);
-  for (const Tensor& tensor : found.written) answer(tensor);
+  for (const auto* answers : {&fresh, &found.written})
+    for (const Tensor& tensor : *answers) {
+      bool has_positions = chooses && &tensor == &answers->back();  // the chosen values come before them
+      if (!(has_positions && decides(tensor) && is_small(tensor))) {
+        leave(tensor);
+        continue;
+      }
+      fill_positions(tensor, positions(given));
+      mark(tensor, Validity::computed);
+    }
   for (const Tensor& tensor : found.updated) {
     if (!decides(tensor) && is_small(tensor) && validity(tensor) != Validity::skipped)
       mark(tensor, Validity::stand_in);  // with the values that it has
@@ -293,7 +296,7 @@ void empty(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   call_kernel(entry.kernel, op, keys, stack);
   // What lies there is nobody's; a tiny one may be filled by a collective, which moves bytes.
   const Tensor& made = stack->back().toTensor();
-  mark(made, is_tiny(made) ? Validity::computed : Validity::skipped);
+  mark(made, is_weights(made) ? Validity::skipped : is_tiny(made) ? Validity::computed : Validity::skipped);
 }
 
 void refuse_to_read(const Tensor& tensor, const std::string& name) {
@@ -309,14 +312,17 @@ void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   Spend bookkeeping(BOOKKEEPING);
   const CudaKernel& entry = kernels().at(op.operator_name());
   Tensor to = (*stack)[stack->size() - 3].toTensor(), from = (*stack)[stack->size() - 2].toTensor();
-  // Bytes are another tensor's, or quantised floats: a program keeps them, and decides by none.
-  if (from.is_cuda() && !to.is_cuda() && from.scalar_type() != at::kByte) refuse_to_read(from, entry.name);
+  if (from.is_cuda() && !to.is_cuda() && !is_bytes(from)) refuse_to_read(from, entry.name);
   if (from.is_cuda() && !to.is_cuda() && from.numel() == 1) assume_one(from);
   if (from.is_cuda() && to.is_cuda()) return counted(op, keys, stack);
-  call_kernel(entry.kernel, op, keys, stack);
-  // torch converts types on the side where that is cheaper: what moved is at most this.
+  // torch converts types on the side where that is cheaper: what moves is at most this.
   size_t moved = std::max(to.nbytes(), from.nbytes());
-  if (to.is_cuda()) mark(to, moved <= emucuda_skip_above() ? Validity::computed : Validity::skipped);
+  bool decides_by_it = decides(from) && decides(to) && is_small(from) && is_small(to);
+  bool known = from.is_cuda() ? validity(from) == Validity::computed : !is_weights(from) && !is_weights(to);
+  bool small = moved <= emucuda_skip_above() || (decides_by_it && known);
+  MoveUpTo limit(small ? moved : emucuda_skip_above());
+  call_kernel(entry.kernel, op, keys, stack);
+  if (to.is_cuda()) mark(to, small ? Validity::computed : Validity::skipped);
 }
 
 at::Scalar read_scalar(c10::DispatchKeySet keys, const Tensor& tensor) {

@@ -21,7 +21,14 @@ std::map<uintptr_t, Range>& ranges() {
   return *held;
 }
 
-std::pair<uintptr_t, uintptr_t> span(const Tensor& tensor) {
+struct Span {
+  uintptr_t begin, end;
+};
+Span span(const void* at, size_t bytes) {
+  auto begin = reinterpret_cast<uintptr_t>(at);
+  return {begin, begin + bytes};
+}
+Span span(const Tensor& tensor) {
   auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   int64_t last = 0;
   for (int64_t dim = 0; dim < tensor.dim(); dim++) last += (tensor.size(dim) - 1) * tensor.stride(dim);
@@ -33,11 +40,12 @@ bool nothing(const Tensor& tensor) {
   return !tensor.defined() || !tensor.is_cuda() || !is_plain(tensor) || tensor.numel() == 0;
 }
 
+const size_t TINY_FLOATS = emucuda_skip_above() / 16;
+
 }  // namespace
 
-Validity validity(const Tensor& tensor) {
-  if (nothing(tensor)) return Validity::computed;
-  auto [begin, end] = span(tensor);
+static Validity validity(Span of) {
+  auto [begin, end] = of;
   std::lock_guard<std::mutex> lock(mutex);
   auto at = ranges().upper_bound(begin);
   if (at != ranges().begin()) --at;
@@ -46,10 +54,10 @@ Validity validity(const Tensor& tensor) {
     if (at->second.end > begin) worst = std::max(worst, at->second.validity);
   return worst;
 }
+Validity validity(const Tensor& tensor) { return nothing(tensor) ? Validity::computed : validity(span(tensor)); }
 
-void mark(const Tensor& tensor, Validity now) {
-  if (nothing(tensor)) return;
-  auto [begin, end] = span(tensor);
+static void mark(Span of, Validity now) {
+  auto [begin, end] = of;
   std::lock_guard<std::mutex> lock(mutex);
   auto& held = ranges();
   auto at = held.upper_bound(begin);
@@ -66,17 +74,23 @@ void mark(const Tensor& tensor, Validity now) {
   }
   if (now != Validity::computed) held[begin] = {end, now};
 }
+void mark(const Tensor& tensor, Validity now) {
+  if (!nothing(tensor)) mark(span(tensor), now);
+}
 
 bool decides(const Tensor& tensor) { return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true); }
+bool is_bytes(const Tensor& tensor) { return tensor.scalar_type() == at::kByte || tensor.scalar_type() == at::kChar; }
+bool is_weights(const Tensor& tensor) {
+  return (is_bytes(tensor) || tensor.scalar_type() == at::kInt) && tensor.nbytes() > emucuda_skip_above();
+}
 bool is_small(const Tensor& tensor) {
   static const size_t floats = emucuda_skip_above(), others = 64 * floats;
   if (!tensor.defined()) return true;
   return is_plain(tensor) && tensor.nbytes() <= (decides(tensor) ? others : floats);
 }
 bool is_tiny(const Tensor& tensor) {
-  static const size_t floats = emucuda_skip_above() / 16;
   if (!tensor.defined() || decides(tensor)) return is_small(tensor);
-  return is_plain(tensor) && tensor.nbytes() <= floats;
+  return is_plain(tensor) && tensor.nbytes() <= TINY_FLOATS;
 }
 
 void leave(const Tensor& tensor) {
@@ -90,3 +104,12 @@ void leave(const Tensor& tensor) {
 }
 
 }  // namespace emu
+
+using namespace emu;
+
+static int is_skipped(const void* at, size_t bytes) { return validity(span(at, bytes)) == Validity::skipped; }
+static void skip(void* at, size_t bytes, int floats) {
+  mark(span(at, bytes), floats && bytes <= TINY_FLOATS ? Validity::stand_in : Validity::skipped);
+}
+static const Tracker TRACKER = {is_skipped, skip};
+static const bool ATTACHED = (emucuda_attach_tracker(&TRACKER), true);

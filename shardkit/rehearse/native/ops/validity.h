@@ -16,6 +16,10 @@ void mark(const Tensor& tensor, Validity now);
 
 // Integers and booleans: a program decides by them.
 bool decides(const Tensor& tensor);
+// Quantised floats, or the bytes of another tensor: a program keeps them, and decides by none.
+bool is_bytes(const Tensor& tensor);
+// As many bytes, or integers of 32 bits, as weights of four bits are packed in: they do not move, as floats do not.
+bool is_weights(const Tensor& tensor);
 // Small enough for the CPU: EMUCUDA_SKIP_ABOVE bytes, and 64 times that where it decides.
 bool is_small(const Tensor& tensor);
 // Small enough for stand-ins: a 16th of that, as losses and norms are. Pages of shards and activations stay untouched.
