@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from ..errors import ConfigError, LaunchError, gib
-from .program import SCRIPT_WORDS, Count, MaybePath, Text
+from .program import SCRIPT_WORDS, Count, MaybePath, Text, Words
 
 if TYPE_CHECKING:
     from ..hardware.cards import Gpu
@@ -41,6 +41,10 @@ class RehearsalOptions:
     ] = None
     steps: Annotated[int, typer.Option(metavar="K", min=1, help="End after K optimizer steps of every rank.")] = 3
     time_limit: Annotated[float, typer.Option(metavar="S", min=1, help="End after S seconds.")] = 600.0
+    assume: Annotated[
+        Words,
+        typer.Option("--assume", metavar="FILE:LINE=N", help="What a line reads that nobody computed; repeat it."),
+    ] = None
     allow_writes: Annotated[bool, typer.Option("--allow-writes", help="Let the program's writes be real.")] = False
     network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False
     expect: Annotated[Text, typer.Option(metavar="LIMIT", help="'peak < 70 GiB': else exit code 4.")] = None
@@ -101,6 +105,7 @@ def rehearse(
 
     from ..hardware.cards import find_gpu, parse_bytes
     from ..plan.target import known_here
+    from ..rehearse.assume import parse_assumed
     from ..rehearse.expect import parse_expectation
     from ..rehearse.ranks import command_of_rank, parse_ranks
     from ..rehearse.rehearsal import Limits
@@ -123,8 +128,9 @@ def rehearse(
         raise LaunchError(f"--until {options.until} is no event", "--until save, or --steps K")
     expectation = None if options.expect is None else parse_expectation(options.expect)
     limits = Limits(
-        options.steps, options.until == "save", options.time_limit, options.allow_writes, options.network, options.keep
-    )
+        options.steps, options.until == "save", options.time_limit, options.allow_writes, options.network, options.keep,
+        parse_assumed(options.assume or ()),
+    )  # fmt: skip
     ranks = None
     if options.ranks is not None:
         ranks = parse_ranks(options.ranks, cards.gpus, options.live)
@@ -147,7 +153,7 @@ def _refuse_with_compute(options: RehearsalOptions) -> None:
     Raises:
         LaunchError: one is given with --compute.
     """
-    events = {"--until": options.until, "--expect": options.expect}
+    events = {"--until": options.until, "--expect": options.expect, "--assume": options.assume or None}
     set_options = {"--ranks": options.ranks, "--live": options.live, **events}
     names = [name for name, setting in set_options.items() if setting is not None]
     if options.steps != RehearsalOptions.steps:

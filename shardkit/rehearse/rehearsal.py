@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import LaunchError, gib
 from ..hardware.cards import Gpu
 from ..launch.local import processes
+from .assume import AssumedNumber, as_variable, unused
 from .build import built
 from .environment import OF_A_REHEARSAL, torch_of
 from .kept import write_report_files
@@ -61,6 +62,7 @@ class Limits:
         allow_writes: the program's writes are real.
         network: the program may use the network.
         keep: a new folder for the records and for what the program wrote; None: they are deleted.
+        assumed: the user's numbers for lines that read what nobody computed.
     """
 
     steps: int = 3
@@ -69,6 +71,7 @@ class Limits:
     allow_writes: bool = False
     network: bool = False
     keep: Path | None = None
+    assumed: tuple[AssumedNumber, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def _run(command: Sequence[str], machine: Machine, limits: Limits) -> Verdict:
             raise without_cuda(command)
         if limits.keep is not None:
             write_report_files(folder, command, read_records(records), verdict)
-        notes = (*verdict.notes, *summary(folder))
+        notes = (*verdict.notes, *unused(limits.assumed, verdict), *summary(folder))
         if limits.until_save and not (records / "saved").exists():
             notes = ("the program saved nothing by torch.save or safetensors", *notes)
         return replace(verdict, notes=notes)
@@ -184,6 +187,8 @@ def _environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
     environ["SHARDKIT_REHEARSAL_LINES"] = "1"
     if limits.until_save:
         environ["SHARDKIT_REHEARSAL_UNTIL"] = "save"
+    if limits.assumed:
+        environ["SHARDKIT_REHEARSAL_ASSUME"] = as_variable(limits.assumed)
     return {
         **environ, "EMUCUDA_COMPUTE": "0", "SHARDKIT_REHEARSAL": str(folder / "records"),
         "SHARDKIT_REHEARSAL_STEPS": str(limits.steps),

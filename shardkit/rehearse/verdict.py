@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,14 @@ _NOT_EMULATED = re.compile(
 """What errors of the emulation say, and of libraries that bring a CUDA runtime of their own, which finds no GPU."""
 _LAUNCHERS_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException", "CalledProcessError")
 """What a launcher raises since a rank failed, which says why itself."""
+GIVEN = "given"
 ASSUMPTIONS = {
     "any": "any() of what nobody computed is False",
     "all": "all() of what nobody computed is True",
     "one": "a loss, a norm or another single number follows from ones",
     "positions": "positions that nobody computed (topk, argmax, sort) are 0, 1, 2, … round and round",
+    "zeros": "floats that nobody computed are zeros on the host",
+    GIVEN: "values that nobody computed are those of --assume",
     "unequal": "two tensors that nobody computed are not equal",
     "printed": "the numbers of a printed tensor that nobody computed are `...`",
 }
@@ -344,12 +347,23 @@ def _of_error(error: dict[str, Any], ranks: tuple[Rank, ...], card: Gpu, finish:
             pretended=int(asked_rank[1]) if asked_rank else None,
         )  # fmt: skip
     if _NOT_EMULATED.search(end["message"]):
-        notes = ("the emulated GPU computes nothing here; docs/rehearse.md lists what a program cannot ask of it",)
+        notes = (
+            "the emulated GPU computes nothing here; docs/rehearse.md lists what a program cannot ask of it",
+            *_way_out(end),
+        )
         return Verdict(
             NOT_KNOWN, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True, notes=notes
         )
     code = f" (exit code {finish.exit_code})" if finish.exit_code else ""
     return Verdict(FAILED, reason + code, card, ranks)
+
+
+def _way_out(end: dict[str, Any]) -> Iterator[str]:
+    """How a program may go on that read what nobody computed."""
+    match = re.match(r"(.+?:[1-9]\d*): ", end["where"])
+    if "not computed" in end["message"] and match:
+        name = match[1].rpartition("/")[2]
+        yield f"--assume '{name}=N' lets it go on: N stands for each number that it reads, or N values are true"
 
 
 def _of_memory(ranks: tuple[Rank, ...], card: Gpu, notes: tuple[str, ...]) -> Verdict:

@@ -307,15 +307,41 @@ if not x.isfinite().all() or x.isnan().any():
 print((x.bfloat16() @ x.bfloat16()).shape)
 print("WRITTEN", x)
 print("WRITTEN", torch.arange(3, device="cuda"), [(x[:2, :2] > 0)])
+assert not x.cpu().any()
 """
+
+
+SELECTS = """
+import torch
+scores = torch.randn(4096, 4096, device="cuda").sigmoid()
+boxes = scores[scores > 0.5]
+counts = (scores > 0.9).sum(1).tolist()
+rows = (scores > 0.7).nonzero()
+names = (scores * 50).long().unique()
+print("SIZES", len(boxes), set(counts), len(rows), len(names), int((scores > 2).sum()))
+"""
+
+
+def test_a_bound_stands_for_what_nobody_computed(cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done, verdict = rehearse(cache, tmp_path, command=command, program=SELECTS)
+    assert done.returncode == 7 and any("--assume 'train.py:4=N'" in note for note in verdict["notes"]), verdict
+    bounds = ["train.py:4=1000", "train.py:5=7", "train.py:6=100", "train.py:7=50", "train.py:8=3", "train.py:1=9"]
+    options = [word for bound in bounds for word in ("--assume", bound)]
+    done, verdict = rehearse(cache, tmp_path, *options, command=command, program=SELECTS)
+    assert done.returncode == 0, done.stderr
+    assert "SIZES 1000 {7} 100 50 3" in done.stderr
+    assert "--assume train.py:1=9: that line read nothing that nobody computed" in verdict["notes"]
+    given = [row["source_line"] for row in verdict["assumptions"] if row["kind"] == "given"]
+    assert {line.split(":")[1] for line in given} == set("45678")
 
 
 def test_what_it_assumed_is_told_with_its_line(cache: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "train.py")]
     done, verdict = rehearse(cache, tmp_path, "--gpu", "t4", command=command, program=DECIDES)
     assert done.returncode == 0, done.stderr
-    told = {(row["kind"], row["source_line"].partition("train.py:")[2][:1]) for row in verdict["assumptions"]}
-    assert {("any", "4"), ("any", "5"), ("all", "5"), ("printed", "8"), ("printed", "9")} <= told, told
+    told = {(row["kind"], row["source_line"].split(":")[1]) for row in verdict["assumptions"]}
+    assert {("any", "4"), ("any", "5"), ("all", "5"), ("printed", "8"), ("printed", "9"), ("zeros", "10")} <= told, told
     written = [line for line in done.stderr.splitlines() if line.startswith("WRITTEN")]
     known = "tensor([0, 1, 2], device='cuda:0')"
     assert written == ["WRITTEN tensor(..., device='cuda:0')", f"WRITTEN {known} [tensor(..., device='cuda:0')]"]

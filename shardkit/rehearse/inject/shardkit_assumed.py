@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import linecache
 import os
 import sys
@@ -11,7 +12,7 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-ASSUMPTIONS = ("any", "all", "one", "positions", "unequal")
+ASSUMPTIONS = ("any", "all", "one", "positions", "zeros", "unequal", "given")
 """In the order of `Assumption` in native/ops/assumptions.h; docs/rehearse.md has a row for each, and for "printed"."""
 TYPES = {15: "bf16", 23: "fp8", 24: "fp8"}
 """Of c10::ScalarType, those that not every card has."""
@@ -20,6 +21,8 @@ INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<f
 _NOT_COMPUTED = "values that were not computed"
 """What the emulated GPU's refusals to be read say (native/ops/control.cpp)."""
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_Ask = ctypes.CFUNCTYPE(ctypes.c_longlong)
+_NONE = -1
 
 
 class Assumed:
@@ -28,14 +31,24 @@ class Assumed:
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str, int]] = Counter()
         self._library: ctypes.CDLL | None = None
-        self._callback = _Callback(self._tell)
+        self._callback, self._ask = _Callback(self._tell), _Ask(self._bound)
+        self._bounds = {
+            (path, line): number for path, line, number in json.loads(os.environ.get("SHARDKIT_REHEARSAL_ASSUME", "[]"))
+        }
 
     def attach(self, library: str) -> None:
         """Listen to the emulated GPU, which is loaded by now."""
         self._library = ctypes.CDLL(library)
         self._library.emucuda_types_seen.restype = ctypes.c_ulonglong
         self._library.emucuda_on_assumption(self._callback)
-        atexit.register(lambda: self._library and self._library.emucuda_on_assumption(None))
+        if self._bounds:
+            self._library.emucuda_on_unknown(self._ask)
+        atexit.register(self._detach)
+
+    def _detach(self) -> None:
+        if self._library is not None:
+            self._library.emucuda_on_assumption(None)
+            self._library.emucuda_on_unknown(None)
 
     def let_print(self, torch: Any) -> None:
         """Let torch write a tensor whose numbers nobody computed as `tensor(...)`, as it writes one without memory."""
@@ -58,6 +71,16 @@ class Assumed:
         except ValueError:  # a thread of autograd's
             frame = None
         self._count(ASSUMPTIONS[number], frame)
+
+    def _bound(self) -> int:
+        """The user's number for the program's line, where it reads what nobody computed."""
+        try:
+            filename, line = program_line(sys._getframe(1))
+        except ValueError:  # a thread of autograd's
+            return _NONE
+        parts = filename.split("/")
+        paths = ("/".join(parts[start:]) for start in range(len(parts)))
+        return next((self._bounds[path, line] for path in paths if (path, line) in self._bounds), _NONE)
 
     def _count(self, name: str, frame: FrameType | None) -> None:
         filename, line = program_line(frame)

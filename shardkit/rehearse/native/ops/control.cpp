@@ -105,6 +105,7 @@ struct Operands {
   bool all_small = true, all_tiny = true;
   Validity read = Validity::computed;
   std::vector<Tensor> written, updated;  // by the kernel; those that it reads too
+  std::vector<Tensor> unknown;           // that it reads
 };
 
 Operands operands(const c10::FunctionSchema& schema, const std::vector<IValue>& given, bool overwrites) {
@@ -118,7 +119,10 @@ Operands operands(const c10::FunctionSchema& schema, const std::vector<IValue>& 
       found.all_small &= tensor.is_cuda() && is_small(tensor);
       found.all_tiny &= is_tiny(tensor);
       if (is_written(argument)) (is_output ? found.written : found.updated).push_back(tensor);
-      if (!is_output) found.read = std::max(found.read, validity(tensor));
+      if (is_output) return;
+      Validity read = validity(tensor);
+      found.read = std::max(found.read, read);
+      if (read != Validity::computed) found.unknown.push_back(tensor);
     });
   }
   return found;
@@ -243,6 +247,27 @@ bool select_by_mask(Stack* stack) {
   return true;
 }
 
+// The user's number in place of values that nobody computed: each integer is that, so many booleans (or floats that are
+// asked for zero) are true, and so many values are distinct. False where the user gave the program's line none.
+bool fill_as_given(const std::string& name, const std::vector<Tensor>& unknown) {
+  int64_t number = unknown.empty() ? -1 : given_number();
+  if (number < 0) return false;
+  Spend computing(COMPUTING);
+  BelowAutograd below;
+  for (const Tensor& tensor : unknown) {
+    drain_current_stream(tensor.device());
+    Tensor at = at::arange(tensor.numel(), at::kLong), values = at.lt(number);
+    if (name.find("unique") != std::string::npos)
+      values = at.mul(std::min<int64_t>(number, tensor.numel())).floor_divide(std::max<int64_t>(tensor.numel(), 1));
+    else if (decides(tensor) && tensor.scalar_type() != at::kBool)
+      values = at.fill_(number);
+    on_host(tensor).copy_(values.view(tensor.sizes()));
+    mark(tensor, Validity::computed);
+  }
+  assume(Assumption::GIVEN);
+  return true;
+}
+
 // An operator whose result's shape, or whose answer to the program, depends on values: CUDA's kernel would read nothing
 // that it has computed. The CPU's does it, and its results get memory.
 void compute_alone(const OperatorHandle& op, const CudaKernel& entry, Stack* stack, const Operands& found) {
@@ -251,9 +276,16 @@ void compute_alone(const OperatorHandle& op, const CudaKernel& entry, Stack* sta
     torch::jit::drop(*stack, 2);  // training moves what it trains: no two are equal
     return torch::jit::push(*stack, false);
   }
-  if (entry.name == "aten::masked_select" && found.read != Validity::computed && select_by_mask(stack)) return;
-  TORCH_CHECK(found.read == Validity::computed && found.all_small, "emucuda: ", entry.name,
-              " reads values that were not computed (EMUCUDA_COMPUTE=0)");
+  bool known = found.read == Validity::computed && found.all_small;
+  if (entry.name == "aten::masked_select" && !known) {
+    Tensor mask = stack->back().toTensor();
+    if (validity(mask) != Validity::computed) fill_as_given(entry.name, {mask});
+    if (select_by_mask(stack)) return;
+  } else if (!known) {
+    known = fill_as_given(entry.name, found.unknown);
+  }
+  TORCH_CHECK(known, "emucuda: ", entry.name,
+              " reads values that were not computed");
   size_t first = stack->size() - op.schema().arguments().size();
   Devices devices = look_at(*stack, first);
   Kernel kernel(entry.name.c_str(), *devices.device, Kernel::SYNCHRONISES);
@@ -300,8 +332,9 @@ void empty(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
 }
 
 void refuse_to_read(const Tensor& tensor, const std::string& name) {
-  TORCH_CHECK(!(decides(tensor) && validity(tensor) == Validity::skipped), "emucuda: ", name, " reads ",
-              tensor.scalar_type(), " values that were not computed (EMUCUDA_COMPUTE=0)");
+  bool unknown = decides(tensor) && validity(tensor) == Validity::skipped;
+  TORCH_CHECK(!unknown || fill_as_given(name, {tensor}), "emucuda: ", name, " reads ",
+              tensor.scalar_type(), " values that were not computed");
 }
 
 void assume_one(const Tensor& tensor) {
@@ -320,6 +353,8 @@ void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   bool decides_by_it = decides(from) && decides(to) && is_small(from) && is_small(to);
   bool known = from.is_cuda() ? validity(from) == Validity::computed : !is_weights(from) && !is_weights(to);
   bool small = moved <= emucuda_skip_above() || (decides_by_it && known);
+  bool floats = !decides(from) || !decides(to);
+  if (!to.is_cuda() && floats && (!small || validity(from) == Validity::skipped)) assume(Assumption::IS_ZERO);
   MoveUpTo limit(small ? moved : emucuda_skip_above());
   call_kernel(entry.kernel, op, keys, stack);
   if (to.is_cuda()) mark(to, small ? Validity::computed : Validity::skipped);

@@ -30,7 +30,7 @@ Tensor coalesce(const Tensor& self) {
   Recorded recorded("aten::_coalesce");
   Tensor indices = self._indices(), values = self._values();
   TORCH_CHECK(validity(indices) == Validity::computed && is_small(indices),
-              "emucuda: aten::_coalesce reads values that were not computed (EMUCUDA_COMPUTE=0)");
+              "emucuda: aten::_coalesce reads values that were not computed");
   // What torch holds meanwhile: the places in a row, their order, and where each begins.
   Tensor scratch = at::empty({3, indices.size(1)}, indices.options());
   Tensor rows = distinct(indices, self.sizes());
