@@ -1,26 +1,26 @@
 """Random programs without computing: what the host reads is right, a stand-in or refused, and never what lay there.
 
 New memory is poisoned: a float that nobody wrote is NaN, an integer -1.
-`python -m tests.emulated_cuda.test_values 0:500` runs more seeds.
+`python -m tests.emulated_cuda.test_values 2 0:500` runs more seeds, on two ranks.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.emulated_cuda import call, needs_emulation
+from tests.emulated_cuda import needs_emulation, start
 
-pytestmark = [pytest.mark.gpu, needs_emulation]
+pytestmark = [pytest.mark.gpu, pytest.mark.dist, needs_emulation]
 
 SIZES = [7, 1 << 13, 1 << 16, 1 << 19]
 """Elements: of floats tiny, medium and large; integers of all sizes are computed."""
@@ -47,9 +47,9 @@ def both(function: Callable[..., torch.Tensor], *pairs: Pair) -> Pair:
 class Program:
     """A random program of a seed, one operator after another."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, gloo: dist.ProcessGroup) -> None:
+        self.random, self.gloo, self.rank = random.Random(seed), gloo, dist.get_rank()
+        self.generator = torch.Generator().manual_seed(1000 * seed + self.rank)
         self.size = self.random.choice(SIZES)
         self.floats, self.integers = [self.new_floats(torch.float32)], [self.new_integers()]
         self.trail: list[str] = []
@@ -73,7 +73,7 @@ class Program:
             "from the host": lambda: self.new_floats(dtype),
             "into empty": lambda: both(lambda a: torch.empty_like(a).copy_(a), x),
             "by the host": lambda: both(lambda a: a.cpu().pin_memory().to(a.device, non_blocking=True), x),
-            "reduced": lambda: both(self.collective, x), "part": lambda: both(lambda a: a.roll(len(a) // 3), x),
+            "reduced": lambda: self.exchanged(x), "part": lambda: both(lambda a: a.roll(len(a) // 3), x),
             "mean": lambda: Pair(x.card.mean().expand(self.size), None),
             "normalised": lambda: Pair((x.card / x.card.norm()).clamp(SMALLEST, 15), None),
         }  # fmt: skip
@@ -89,25 +89,39 @@ class Program:
             "cumulated": lambda: both(lambda a: a.cumsum(0) % 97, x),
             "sorted": lambda: both(lambda a: a.sort().values, x), "copied": lambda: both(torch.clone, x),
             "taken": lambda: both(lambda a, b: a[b.long() % len(a)], x, y),
-            "gathered": lambda: both(self.collective, x), "of floats": lambda: both(lambda a: (a * 100).long(), floats),
+            "gathered": lambda: self.exchanged(x), "of floats": lambda: both(lambda a: (a * 100).long(), floats),
             "mask": lambda: both(lambda a: a > 1, floats), "new": self.new_integers,
+            "of one rank": lambda: both(lambda a, b: b if self.rank else (a * 100).long(), floats, self.new_integers()),
             "written": lambda: both(lambda a: torch.empty_like(a).copy_(a), x),
         }  # fmt: skip
         return self.take(steps)
 
-    def collective(self, x: torch.Tensor) -> torch.Tensor:
-        """Of one rank, where each leaves the values as they are."""
-        if not x.is_cuda:
-            return x.clone()
-        out = torch.empty_like(x)
-        steps: dict[str, Callable[[], object]] = {
-            "all_gather": lambda: dist.all_gather_into_tensor(out, x.contiguous()),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, x.contiguous()),
-            "all_reduce": lambda: dist.all_reduce(out.copy_(x), dist.ReduceOp.MAX),
-            "all_to_all": lambda: dist.all_to_all_single(out, x.contiguous()),
-            "broadcast": lambda: dist.broadcast(out.copy_(x), 0),
-        }  # fmt: skip
-        self.take(steps)
+    def exchanged(self, pair: Pair) -> Pair:
+        name = self.random.choice(["all_gather", "all_reduce", "broadcast", "message", "reduce"])
+        self.trail.append(name)
+        return both(lambda x: self.exchange(name, x), pair)
+
+    def exchange(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Over NCCL on the card, over gloo on the host."""
+        x = x.contiguous() if x.is_floating_point() else x.long().contiguous()
+        group, last = (None if x.is_cuda else self.gloo), dist.get_world_size() - 1
+        out = x.clone()
+        if name == "all_gather":
+            parts = [torch.empty_like(x) for _ in range(last + 1)]
+            dist.all_gather(parts, x, group=group)
+            out = parts[last]
+        elif name == "all_reduce":
+            dist.all_reduce(out, dist.ReduceOp.MAX, group=group)
+        elif name == "broadcast":
+            dist.broadcast(out, last, group=group)
+        elif name == "reduce":
+            dist.reduce(out, 0, dist.ReduceOp.MIN, group=group)
+            out = out if self.rank == 0 else x  # another rank's is not defined
+        elif last and self.rank == 0:
+            dist.send(x, last, group=group)
+        elif last and self.rank == last:
+            out = torch.empty_like(x)
+            dist.recv(out, 0, group=group)
         return out
 
     def take(self, steps: dict[str, Callable[[], Any]]) -> Any:
@@ -126,6 +140,7 @@ class Program:
             except RuntimeError as error:  # by an index that nobody computed, say
                 if "not computed" not in str(error):
                     raise
+                self.integers.append(self.new_integers())  # as many lists on every rank
             del self.floats[:-4], self.integers[:-4]
         faults = [
             f"floats of {pair.card.dtype} that are not finite: {self.trail}"
@@ -146,27 +161,34 @@ class Program:
         return faults
 
 
-def run(first: int, last: int, world_file: str) -> list[str]:
-    dist.init_process_group("nccl", f"file://{world_file}", rank=0, world_size=1)
-    return [f"seed {seed}: {fault}" for seed in range(first, last) for fault in Program(seed).faults(12)]
+def run(rank: int, ranks: int, first: int, last: int, store: str) -> list[str]:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", f"file://{store}", rank=rank, world_size=ranks)
+    gloo = dist.new_group(backend="gloo")
+    return [
+        f"seed {seed}, rank {rank}: {fault}" for seed in range(first, last) for fault in Program(seed, gloo).faults(12)
+    ]
 
 
-SETTINGS = {"EMUCUDA_COMPUTE": "0", "EMUCUDA_POISON": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
+def faults(ranks: int, first: int, last: int) -> list[str]:
+    from tests.emulated_cuda.test_values import run  # by a name that the ranks can import
 
-
-def test_the_host_never_reads_what_nobody_computed(tmp_path: Path) -> None:
-    assert call(run, 0, 40, str(tmp_path / "world"), **SETTINGS) == []
-
-
-def main(seeds: str) -> int:
-    from tests.emulated_cuda.test_values import run  # by a name that the other process can import
-
-    first, _, last = seeds.partition(":")
+    env = {"EMUCUDA_COMPUTE": "0", "EMUCUDA_POISON": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
     with tempfile.TemporaryDirectory() as folder:
-        faults = call(run, int(first), int(last), f"{folder}/world", **SETTINGS)
-    print(*faults, sep="\n")
-    return 1 if faults else 0
+        processes = [start(run, rank, ranks, first, last, f"{folder}/store", **env) for rank in range(ranks)]
+        outputs = [process.communicate(timeout=300) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+    return [fault for output, _ in outputs for fault in json.loads(output.splitlines()[-1])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_host_never_reads_what_nobody_computed(ranks: int) -> None:
+    assert faults(ranks, 0, 60) == []
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    begin, _, end = sys.argv[2].partition(":")
+    listed = faults(int(sys.argv[1]), int(begin), int(end))
+    print(*listed, sep="\n")
+    sys.exit(bool(listed))

@@ -43,7 +43,8 @@ const Profiler* emucuda_profiler(void);
 // No-compute mode: the operators' library knows which bytes of the devices nobody computed.
 struct Tracker {
   int (*is_skipped)(const void* at, size_t bytes);
-  void (*skip)(void* at, size_t bytes, int floats);  // they will be written from such bytes, or not at all
+  void (*skip)(void* at, size_t bytes, int floats);  // they are written from such bytes, or not at all
+  void (*know)(void* at, size_t bytes);              // they are written from others
 };
 void emucuda_attach_tracker(const Tracker*);
 const Tracker* emucuda_tracker(void);  // null in the computing mode

@@ -37,6 +37,7 @@ struct Operation {
 
   size_t bytes() const { return number * width_of(type); }
   bool in_parts() const { return kind == REDUCE_SCATTER || kind == ALL_TO_ALL; }
+  size_t received_bytes() const { return bytes() * (kind == ALL_GATHER || kind == ALL_TO_ALL ? comm->ranks : 1); }
   bool sends() const { return from && (kind != BROADCAST || comm->rank == peer); }
   bool receives() const { return to && (kind != REDUCE || comm->rank == peer); }
   bool moves() const { return bytes() <= (is_wide_integer(type) ? 64 : 1) * emucuda_skip_above(); }
@@ -47,14 +48,20 @@ void copy_sent(const Operation& op, char* to, size_t begin, size_t number) {
   if (op.sends_stand_ins) return fill_stand_ins(to, number, op.type);
   std::memcpy(to, op.from + begin * width_of(op.type), number * width_of(op.type));
 }
-// No-compute mode, as the operation is called: which bytes will have been computed.
+// No-compute mode: what this rank receives was not computed.
+void skip_received(const Operation& op) {
+  if (const Tracker* tracker = emucuda_tracker()) tracker->skip(op.to, op.received_bytes(), is_float(op.type));
+}
+// The same as the operation is called, as far as this rank knows.
 void track(Operation& op) {
   const Tracker* tracker = emucuda_tracker();
   if (!tracker) return;
   op.sends_stand_ins = op.sends() && tracker->is_skipped(op.from, op.bytes() * (op.in_parts() ? op.comm->ranks : 1));
-  bool gathers = op.kind == ALL_GATHER || op.kind == ALL_TO_ALL;
-  if (op.receives() && (op.sends_stand_ins || !op.moves()))
-    tracker->skip(op.to, op.bytes() * (gathers ? op.comm->ranks : 1), is_float(op.type));
+  if (!op.receives()) return;
+  if (op.sends_stand_ins || !op.moves())
+    skip_received(op);
+  else
+    tracker->know(op.to, op.received_bytes());
 }
 
 bool ranks_agree(const Operation& op) {
@@ -116,7 +123,7 @@ void take(const Operation& op, size_t begin, size_t number, size_t stride) {
 // False: aborted, or the device was lost.
 bool run_collective(Operation& op) {
   ncclComm& comm = *op.comm;
-  comm.shared->calls[comm.index[comm.rank]] = {op.kind, op.type, op.peer, op.number, op.ready_ms};
+  comm.shared->calls[comm.index[comm.rank]] = {op.kind, op.type, op.peer, op.sends_stand_ins, op.number, op.ready_ms};
   if (!comm.meet(comm.shared->data)) return false;
   if (!ranks_agree(op)) {
     comm.error = ncclInvalidUsage;
@@ -125,6 +132,10 @@ bool run_collective(Operation& op) {
   }
   for (int each : comm.live)
     op.ready_ms = std::max(op.ready_ms, comm.shared->calls[comm.index[each]].ready_ms);
+  bool has_stand_ins = std::any_of(comm.live.begin(), comm.live.end(), [&](int each) {
+    return comm.shared->calls[comm.index[each]].sends_stand_ins;
+  });
+  if (has_stand_ins && op.receives()) skip_received(op);
   size_t width = width_of(op.type);
   // None may write its next call before all have read this one; a collective of data meets below.
   if (!op.number || !op.moves()) return comm.meet(comm.shared->data);
@@ -151,11 +162,13 @@ bool move_message(Operation& op) {
     size_t width = width_of(op.type), bytes = std::min(op.bytes() - op.bytes_done, MAIL_BYTES);
     if (op.moves()) copy_sent(op, mailbox.body(), op.bytes_done / width, bytes / width);
     mailbox.bytes = static_cast<uint32_t>(bytes);
+    mailbox.has_stand_ins = op.sends_stand_ins;
     op.bytes_done += bytes;
     mailbox.ready_ms = op.ready_ms;
     mailbox.full = 1;
   } else {
     if (op.moves()) std::memcpy(op.to + op.bytes_done, mailbox.body(), mailbox.bytes);
+    if (mailbox.has_stand_ins) skip_received(op);
     op.bytes_done += mailbox.bytes;
     op.ready_ms = std::max(op.ready_ms, mailbox.ready_ms);
     mailbox.full = 0;
@@ -166,7 +179,7 @@ bool move_message(Operation& op) {
 }
 
 // Messages to pretended ranks are dropped. From one comes what this rank sends to itself, if it does (an all-to-all),
-// else nothing.
+// else stand-ins, or in the computing mode nothing.
 void answer_for_pretended(ncclComm& comm, std::vector<Operation*>& messages) {
   const Operation* to_itself = nullptr;
   for (auto* op : messages)
@@ -174,8 +187,13 @@ void answer_for_pretended(ncclComm& comm, std::vector<Operation*>& messages) {
   for (auto* op : messages) {
     if (!comm.pretended(op->peer)) continue;
     op->bytes_done = op->bytes();
-    if (op->kind != RECEIVE || !to_itself || !op->moves()) continue;
-    copy_sent(*to_itself, op->to, 0, std::min(op->number, to_itself->number));
+    if (op->kind != RECEIVE || !op->moves()) continue;
+    if (to_itself) {
+      copy_sent(*to_itself, op->to, 0, std::min(op->number, to_itself->number));
+    } else if (emucuda_tracker()) {
+      fill_stand_ins(op->to, op->number, op->type);
+      skip_received(*op);
+    }
   }
 }
 

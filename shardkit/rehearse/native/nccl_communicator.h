@@ -24,6 +24,7 @@ struct Barrier {
 };
 struct Call {  // what a rank is about to do, for the others to compare
   int kind, type, root;
+  bool sends_stand_ins;  // no-compute mode: nobody computed what it sends
   unsigned long long number;
   double ready_ms;  // in virtual time (streams.h): when its stream is there
 };
@@ -36,6 +37,7 @@ struct Shared {
 struct Mailbox {
   std::atomic<uint32_t> full;
   uint32_t bytes;
+  bool has_stand_ins;
   double ready_ms;  // the sender's
   char* body() { return reinterpret_cast<char*>(this + 1); }
 };

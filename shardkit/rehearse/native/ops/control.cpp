@@ -128,6 +128,15 @@ Operands operands(const c10::FunctionSchema& schema, const std::vector<IValue>& 
   return found;
 }
 
+// The same, of a program that will read what these become: once the stream is there, as ranks may have sent some of it.
+Operands arrived(const c10::FunctionSchema& schema, const std::vector<IValue>& given, bool overwrites, Operands found,
+                 unsigned arrivals_before) {
+  Devices devices = look_at(given, 0);
+  if (!devices.device) return found;
+  drain_current_stream(*devices.device);
+  return arrivals() == arrivals_before ? found : operands(schema, given, overwrites);
+}
+
 std::vector<Tensor> new_tensors(const c10::FunctionSchema& schema, const Stack& stack) {
   std::vector<Tensor> found;
   size_t first = stack.size() - schema.returns().size();
@@ -304,8 +313,13 @@ void counted(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   Spend bookkeeping(BOOKKEEPING);
   Recorded recorded(entry.name);
   std::vector<IValue> given(stack->end() - schema.arguments().size(), stack->end());
-  Operands found = operands(schema, given, OVERWRITES.count(entry.name));
-  if (entry.answers_with_a_value || SYNCHRONISES.count(entry.name)) return compute_alone(op, entry, stack, found);
+  bool overwrites = OVERWRITES.count(entry.name);
+  unsigned arrivals_before = arrivals();
+  Operands found = operands(schema, given, overwrites);
+  bool is_read = entry.answers_with_a_value || SYNCHRONISES.count(entry.name);
+  if (is_read || (found.all_small && entry.runs_on_host))
+    found = arrived(schema, given, overwrites, std::move(found), arrivals_before);
+  if (is_read) return compute_alone(op, entry, stack, found);
   call_kernel(entry.kernel, op, keys, stack);
   std::vector<Tensor> fresh = new_tensors(schema, *stack);
   bool small = found.all_small, tiny = found.all_tiny;
@@ -332,6 +346,7 @@ void empty(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
 }
 
 void refuse_to_read(const Tensor& tensor, const std::string& name) {
+  if (decides(tensor) || tensor.numel() == 1) drain_current_stream(tensor.device());
   bool unknown = decides(tensor) && validity(tensor) == Validity::skipped;
   TORCH_CHECK(!unknown || fill_as_given(name, {tensor}), "emucuda: ", name, " reads ",
               tensor.scalar_type(), " values that were not computed");

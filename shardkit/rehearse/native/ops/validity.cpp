@@ -1,6 +1,7 @@
 #include "validity.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -40,6 +41,7 @@ bool nothing(const Tensor& tensor) {
   return !tensor.defined() || !tensor.is_cuda() || !is_plain(tensor) || tensor.numel() == 0;
 }
 
+std::atomic<unsigned> skipped_arrivals{0};
 const size_t TINY_FLOATS = emucuda_skip_above() / 16;
 
 }  // namespace
@@ -78,6 +80,8 @@ void mark(const Tensor& tensor, Validity now) {
   if (!nothing(tensor)) mark(span(tensor), now);
 }
 
+unsigned arrivals() { return skipped_arrivals; }
+
 bool decides(const Tensor& tensor) { return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true); }
 bool is_bytes(const Tensor& tensor) { return tensor.scalar_type() == at::kByte || tensor.scalar_type() == at::kChar; }
 bool is_weights(const Tensor& tensor) {
@@ -110,6 +114,8 @@ using namespace emu;
 static int is_skipped(const void* at, size_t bytes) { return validity(span(at, bytes)) == Validity::skipped; }
 static void skip(void* at, size_t bytes, int floats) {
   mark(span(at, bytes), floats && bytes <= TINY_FLOATS ? Validity::stand_in : Validity::skipped);
+  skipped_arrivals++;
 }
-static const Tracker TRACKER = {is_skipped, skip};
+static void know(void* at, size_t bytes) { mark(span(at, bytes), Validity::computed); }
+static const Tracker TRACKER = {is_skipped, skip, know};
 static const bool ATTACHED = (emucuda_attach_tracker(&TRACKER), true);

@@ -14,6 +14,9 @@ enum class Validity {
 Validity validity(const Tensor& tensor);
 void mark(const Tensor& tensor, Validity now);
 
+// Counts what a collective or a message brought that nobody computed: that is known once it has arrived.
+unsigned arrivals();
+
 // Integers and booleans: a program decides by them.
 bool decides(const Tensor& tensor);
 // Quantised floats, or the bytes of another tensor: a program keeps them, and decides by none.
