@@ -27,9 +27,9 @@ GIVEN = "given"
 ASSUMPTIONS = {
     "any": "any() of what nobody computed is False",
     "all": "all() of what nobody computed is True",
-    "one": "a loss, a norm or another single number follows from ones",
+    "one": "losses, norms and other small tensors follow from ones",
     "positions": "positions that nobody computed (topk, argmax, sort) are 0, 1, 2, … round and round",
-    "zeros": "floats that nobody computed are zeros on the host",
+    "zeros": "large floats that nobody computed are zeros on the host",
     GIVEN: "values that nobody computed are those of --assume",
     "unequal": "two tensors that nobody computed are not equal",
     "printed": "the numbers of a printed tensor that nobody computed are `...`",

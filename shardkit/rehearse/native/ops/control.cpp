@@ -361,8 +361,11 @@ void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const CudaKernel& entry = kernels().at(op.operator_name());
   Tensor to = (*stack)[stack->size() - 3].toTensor(), from = (*stack)[stack->size() - 2].toTensor();
   if (from.is_cuda() && !to.is_cuda() && !is_bytes(from)) refuse_to_read(from, entry.name);
-  if (from.is_cuda() && !to.is_cuda() && from.numel() == 1) assume_one(from);
   if (from.is_cuda() && to.is_cuda()) return counted(op, keys, stack);
+  if (!to.is_cuda()) {
+    if (is_tiny(from) && validity(from) == Validity::skipped) leave(from);  // a part of a larger tensor
+    assume_one(from);
+  }
   // torch converts types on the side where that is cheaper: what moves is at most this.
   size_t moved = std::max(to.nbytes(), from.nbytes());
   bool decides_by_it = decides(from) && decides(to) && is_small(from) && is_small(to);
