@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..errors import BuildError
 from ..files import cache_dir, locked
+from ..files.children import code_command
 from .environment import Torch
 
 PACKAGE = Path(__file__).parent
@@ -238,7 +239,7 @@ def include_folders(torch: Torch) -> list[Path]:
 def compiled_for(python: str) -> tuple[str, str]:
     """The ABI of C++'s strings that torch was compiled with, "0" or "1"; architectures of its kernels: "80,90"."""
     asked = "import torch; print(int(torch._C._GLIBCXX_USE_CXX11_ABI), torch._C._cuda_getArchFlags())"
-    flags = run(python, "-c", asked)
+    flags = run(*code_command(asked, python))
     return flags[0], ",".join(re.findall(r"sm_(\d+)", flags))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import LaunchError, printable
+from ..files.children import code_command
 
 OLDEST = (2, 5)
 """Of torch's releases, those that the emulation has been built for begin here."""
@@ -130,8 +131,9 @@ def ask(python: Sequence[str], environ: Mapping[str, str]) -> dict[str, str | No
     clean = {name: text for name, text in environ.items() if name not in (*OF_A_REHEARSAL, "EMUCUDA")}
     try:
         process = subprocess.run(
-            [*python, "-c", _PROBE], env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-        )
+            [*python[:-1], *code_command(_PROBE, python[-1])], env=clean, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=60,
+        )  # fmt: skip
         answers = json.loads(process.stdout.splitlines()[-1])
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
         cause = f"{shlex.join(python)} does not answer as Python does: {printable(error)}"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardkit.errors import LaunchError
 from shardkit.rehearse import environment
@@ -107,3 +108,10 @@ def test_a_cpu_build_of_torch_is_refused_by_the_command(tmp_path: Path) -> None:
     done = python_m("shardkit.cli", "rehearse", "--", "python3", "x.py", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 2 and "torch 2.13.0+cpu" in done.stderr and "is a CPU build" in done.stderr
     assert "fix: pip install torch==2.13.0" in done.stderr
+
+
+def test_the_current_directory_answers_no_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("code", "json", "torch", "runpy"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('this is the user\\'s')\n")
+    monkeypatch.chdir(tmp_path)
+    assert environment.ask([sys.executable], os.environ)["version"] == torch.__version__
