@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from ..errors import LaunchError
-from .verdict import GIVEN, Verdict
+from .verdict import FAILED, GIVEN, NOT_KNOWN, Verdict
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ def as_variable(numbers: Sequence[AssumedNumber]) -> str:
 
 
 def unused(numbers: Sequence[AssumedNumber], verdict: Verdict) -> list[str]:
-    """A note on each number that no line asked for."""
+    """A note on each number that no line asked for, of a program that came to its end."""
+    if verdict.kind in (FAILED, NOT_KNOWN):
+        return []
     asked = [assumption.source_line for assumption in verdict.assumptions if assumption.kind == GIVEN]
     return [
         f"--assume {number}: that line read nothing that nobody computed"
