@@ -44,7 +44,11 @@ class Reduction:
         return self._end()
 
     def finish(self) -> None:
-        """Wait for the sums, and tell each part its own, in the order of `add`. A part may raise."""
+        """Wait for the sums, and tell each part its own, in the order of `add`. A part may raise.
+
+        The parts are let go: one that belongs to the owner of this would keep the owner alive, with the data of a step.
+        """
         sums = iter(self.wait())
-        for values, on_sums in self._parts.values():
+        parts, self._parts = self._parts, {}
+        for values, on_sums in parts.values():
             on_sums([next(sums) for _ in values])
