@@ -14,7 +14,7 @@ import torch
 from ..files import write_whole
 from ..hardware.cards import blas_workspace
 from ..memory.phases import Phases
-from .job import Job
+from ..strategies.batches import tensors_of
 from .optimizer_step import OptimizerStep
 from .profiler import Profiler
 
@@ -23,7 +23,7 @@ from .profiler import Profiler
 def inspected(step: OptimizerStep, profiler: Profiler | None, run_dir: Path) -> Iterator[Phases]:
     """The context in which a step is taken; yields the ledger's phases, also profiled or traced if that is due."""
     phases: Phases = step.job.ledger if profiler is None else profiler.before(step.number)
-    with _traced(step.job, phases, step.number, run_dir) as phases:
+    with _traced(step, phases, run_dir) as phases:
         yield phases
     if profiler is not None:
         if profiler.ends_with(step.number) and step.reduction.has_begun:
@@ -32,9 +32,10 @@ def inspected(step: OptimizerStep, profiler: Profiler | None, run_dir: Path) -> 
         profiler.after(step.number)
 
 
-def _traced(job: Job, phases: Phases, step: int, run_dir: Path) -> AbstractContextManager[Phases]:
+def _traced(step: OptimizerStep, phases: Phases, run_dir: Path) -> AbstractContextManager[Phases]:
     """The context of a step, which yields its phases; traced if this is the step of `memory.trace_step`."""
-    if step != job.config.memory.trace_step:
+    job = step.job
+    if step.number != job.config.memory.trace_step:
         return nullcontext(phases)
     from ..memory.tracing.compat import TRACKER
     from ..memory.tracing.traced_step import FOLDER, traced_step
@@ -51,4 +52,5 @@ def _traced(job: Job, phases: Phases, step: int, run_dir: Path) -> AbstractConte
     if device.type == "cuda":
         setting = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
         workspace = blas_workspace(torch.cuda.get_device_capability(device), setting)
-    return traced_step(job.strategy, job.model, phases, device, step, save, workspace)
+    data = tensors_of(step.micro_batches)
+    return traced_step(job.strategy, job.model, phases, device, step.number, save, workspace, data)

@@ -62,6 +62,18 @@ def map_tensors(batch: Any, change: Change, convert: Callable[[Any], Any] | None
     return batch
 
 
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """The tensors that `map_tensors` would change."""
+    held: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        return tensor
+
+    map_tensors(batch, note)
+    return held
+
+
 def _like(mapping: Mapping[Any, Any], members: dict[Any, Any]) -> Mapping[Any, Any]:
     """A mapping of the same type with these members."""
     if type(mapping) is dict:

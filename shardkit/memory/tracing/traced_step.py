@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -111,11 +111,13 @@ def traced_step(
     step: int,
     save: Callable[[dict[str, Any]], None],
     product_workspace: int = 0,
+    data: Iterable[torch.Tensor] = (),
 ) -> Iterator[Phases]:
     """Trace the step of the wrapped `model` that runs inside; afterwards `save` gets the `summary`.
 
     Args:
         product_workspace: bytes that cuBLAS keeps for each thread that multiplies.
+        data: the step's, as they lie before it.
 
     Yields:
         The `Phases` that the step uses instead of `ledger`; it forwards to `ledger` too.
@@ -125,6 +127,7 @@ def traced_step(
     tracker = TensorTracker(log)
     with Tracing(tracker) as tracing:
         tracing.wrapped(source, model)
+        tracker.see(list(data))
         listeners = _LedgerAndTracer(ledger, tracing, device)
         yield listeners
         tracing.stepped(source)

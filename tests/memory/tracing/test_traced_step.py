@@ -19,6 +19,7 @@ from shardkit.memory.tracing.traced_step import traced_step
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from tests.ranks import run_ranks
+from tests.run import gradients
 
 SIZES = ["model.preset=debug", "train.micro_batch_size=2", "train.seq_len=64", "train.eval_samples=0",
          "logging.tensorboard=false", "run.device=cpu", "train.max_steps=2", "memory.trace_step=2"]  # fmt: skip
@@ -120,6 +121,41 @@ def test_the_timeline_names_blocks_in_order_and_what_is_largest(tmp_path: Path) 
     largest = step["largest"]
     assert largest == sorted(largest, key=lambda one: -one["bytes"])
     assert all(one["shape"] is not None and one["category"] for one in largest)
+
+
+WIDE = 4096
+ROWS = 4
+
+
+class WideTask(gradients.Task):
+    """Samples that weigh more than all else; the model returns no view of them, and nobody keeps them for backward."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, "fine")
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Linear(1, 1)
+
+    def dataset(self, split: str) -> Any:
+        return [(torch.ones(WIDE), torch.ones(WIDE)) for _ in range(2 * ROWS)] if split == "train" else None
+
+    def loss(self, model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        features, labels = (part.sum() for part in batch)
+        loss: torch.Tensor = (model(features.view(1, 1)) - labels).square().sum()
+        return loss
+
+
+def test_the_data_of_a_step_count_from_its_beginning(tmp_path: Path) -> None:
+    overrides = ["task.factory=tests.memory.tracing.test_traced_step:WideTask", f"train.micro_batch_size={ROWS}",
+                 "parallel.strategy=single", "train.max_steps=2", "memory.trace_step=2", "run.device=cpu",
+                 "logging.tensorboard=false", f"run.dir={tmp_path}"]  # fmt: skip
+    with start(load_config(None, overrides)) as job:
+        Trainer(job).fit()
+    step = found(tmp_path)
+    for phase in ("forward", "backward", "update"):
+        assert step["phases"][phase]["categories"]["workspace"] >= 2 * 4 * ROWS * WIDE
+    largest = [(tensor["shape"], tensor["bytes"], tensor["category"]) for tensor in step["largest"][:2]]
+    assert largest == [([ROWS, WIDE], 4 * ROWS * WIDE, "workspace")] * 2
 
 
 def test_losses_do_not_change(tmp_path: Path) -> None:
