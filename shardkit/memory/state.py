@@ -28,12 +28,12 @@ def module_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterat
     Parameters that only an optimizer holds (fp32 masters of a mixed-precision wrapper) are `master_params`.
     """
     model_params = set()
-    for param in model.parameters():
+    for param in nn.Module.parameters(model):  # Megatron's DDP has a list in place of `buffers`
         model_params.add(id(param))
         yield from weight_state(param)
         if param.grad is not None:
             yield "grads", param.grad
-    for buffer in model.buffers():
+    for buffer in nn.Module.buffers(model):
         yield "buffers", buffer
     for optimizer in optimizers:
         for group in optimizer.param_groups:

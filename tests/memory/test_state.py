@@ -42,6 +42,14 @@ def test_freed_and_meta_storages_have_no_bytes() -> None:
     assert state["params"] == StateBytes(0, 0)
 
 
+def test_a_list_that_hides_a_modules_function_hides_no_state() -> None:
+    """Megatron's DDP calls its gradients `buffers`."""
+    layer = nn.BatchNorm1d(4)
+    state = count_state(module_state(layer), CPU)
+    layer.buffers = []  # type: ignore[assignment]
+    assert state["buffers"].device > 0 and count_state(module_state(layer), CPU) == state
+
+
 def test_packed_weights_are_a_category_of_their_own_with_their_scales() -> None:
     model = nn.Linear(4, 8)
     model.register_parameter("packed", nn.Parameter(torch.zeros(16, dtype=torch.uint8), requires_grad=False))

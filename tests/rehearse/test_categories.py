@@ -130,15 +130,18 @@ class Sparse(OnCard):
 
 
 class Weights(nn.Module):
+    """A list hides the module's own function, as Megatron's DDP has it."""
+
     def __init__(self, *weights: OnCard) -> None:
         super().__init__()
         self.weights = weights
+        self.buffers: Any = []
 
-    def parameters(self, recurse: bool = True) -> Any:
-        return iter(self.weights)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return ((str(number), weight) for number, weight in enumerate(self.weights))
 
-    def buffers(self, recurse: bool = True) -> Any:
-        return iter([OnCard(77)])
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return iter([("buffer", OnCard(77))])
 
 
 def test_state_is_found_by_what_holds_it(tmp_path: Path) -> None:
@@ -147,7 +150,7 @@ def test_state_is_found_by_what_holds_it(tmp_path: Path) -> None:
     master = OnCard(40)
     optimizer = type("Optimizer", (), {})()
     optimizer.param_groups = [{"params": [plain, master]}]
-    optimizer.state = {0: {"exp_avg": OnCard(50), "step": 3.0, "host": torch.zeros(2)}}
+    optimizer.state = {0: {"exp_avg": OnCard(50), "step": 3.0, "host": torch.zeros(2)}, 1: OnCard(60)}
     holders = injected("shardkit_held").StateHolders()
     model = Weights(weight, plain)
     holders.see_module(model)
@@ -156,6 +159,7 @@ def test_state_is_found_by_what_holds_it(tmp_path: Path) -> None:
     (holding,) = holders.holdings
     assert holding.addresses == {
         10: "params", 20: "params", 30: "grads", 31: "grads", 77: "buffers", 40: "master_params", 50: "optimizer",
+        60: "optimizer",
     }  # fmt: skip
 
 

@@ -29,7 +29,9 @@ class StateHolders:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def see_module(self, module: Any) -> None:
-        if not any(module is member for root in self._modules for member in root.modules()):
+        from torch.nn import Module
+
+        if not any(module is member for root in self._modules for member in Module.modules(root)):
             self._modules.add(module)
 
     def see_optimizer(self, optimizer: Any) -> None:
@@ -37,17 +39,20 @@ class StateHolders:
 
     def note(self) -> None:
         """Remember where the state lies now."""
+        from torch.nn import Module  # loaded by the program
+
         addresses: dict[int, str] = {}
         for module in self._modules:
-            for parameter in module.parameters():
+            for parameter in Module.parameters(module):  # Megatron's DDP has a list in place of `buffers`
                 _add(addresses, PARAMS, parameter, getattr(parameter, "ds_tensor", None), *_quantised(parameter))
                 _add(addresses, GRADS, parameter.grad)
-            _add(addresses, BUFFERS, *module.buffers())
+            _add(addresses, BUFFERS, *Module.buffers(module))
         for optimizer in self._optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             _add(addresses, MASTER if addresses else PARAMS, *parameters)  # a model's own have their category by now
             _add(addresses, GRADS, *(parameter.grad for parameter in parameters))
-            _add(addresses, OPTIMIZER, *(tensor for state in optimizer.state.values() for tensor in state.values()))
+            states = (state.values() if isinstance(state, dict) else [state] for state in optimizer.state.values())
+            _add(addresses, OPTIMIZER, *(tensor for tensors in states for tensor in tensors))
         self.holdings.append(Holding(time.time_ns() // 1000, addresses))
 
 
