@@ -63,6 +63,7 @@ class Rank:
         at_update: category → bytes that its optimizer held after its last step, on the GPU.
         at_peak: category → bytes of its peak, from its allocator's history; one rank tells them.
         host: the most bytes of host memory that its process had.
+        with_messages: ranks of each group in which it exchanged messages with pretended ranks.
         has_whole_history: whether its allocator's history, which tells `at_peak` and `lines`, was not cut.
         is_warming_up: its last step ran on a side stream, as steps before the capture of a CUDA graph do.
         lines: `source_line`, `n_bytes` and `tensors` of its peak, those with most bytes first; one rank tells them.
@@ -84,6 +85,7 @@ class Rank:
     at_update: dict[str, int] = field(default_factory=dict)
     at_peak: dict[str, int] = field(default_factory=dict)
     host: int = 0
+    with_messages: tuple[tuple[int, ...], ...] = ()
     has_whole_history: bool = True
     is_warming_up: bool = False
     lines: tuple[dict[str, Any], ...] = ()
@@ -258,6 +260,7 @@ def ranks_of(records: Sequence[dict[str, Any]]) -> tuple[Rank, ...]:
             ooms=sum(int(each_device["ooms"]) for each_device in record["devices"].values()),
             nccl_groups=int(record["nccl_groups"]), types=tuple(record.get("types", ())),
             at_update=record.get("at_update", {}), at_peak=record.get("peak", {}), host=int(record.get("peak_rss", 0)),
+            with_messages=tuple(map(tuple, record.get("with_messages", ()))),
             has_whole_history=bool(record.get("has_whole_history", True)),
             is_warming_up=bool(record.get("is_warming_up", False)),
             lines=tuple(record.get("lines", {}).get(device, ())),
@@ -408,6 +411,13 @@ def _notes(ranks: tuple[Rank, ...], steps: int) -> tuple[str, ...]:
         notes.append(
             f"rank {warming.rank}'s last step ran on a side stream, as before the capture of a CUDA graph: "
             f"if it captures one, --steps {warming.steps + 1} shows its memory"
+        )
+    sending = next((rank for rank in ranks if rank.with_messages), None)
+    if sending is not None:
+        shown = sorted({rank.rank for rank in ranks}.union(*sending.with_messages))
+        notes.append(
+            f"rank {sending.rank} exchanges messages with pretended ranks, as the stages of a pipeline do, which may "
+            f"hold more: --live {','.join(map(str, shown))} shows them"
         )
     notes += [
         f"rank {rank.rank}'s allocator did more than its history holds: what it held at its peak is not told"

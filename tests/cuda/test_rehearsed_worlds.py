@@ -94,6 +94,7 @@ def test_a_rank_that_is_asked_for_what_nobody_can_invent_becomes_live(cache: Pat
     done, verdict = rehearsed(cache, tmp_path, "--ranks", "512", command=[sys.executable, "asks.py"])
     assert done.returncode == 0, done.stderr
     assert [rank["rank"] for rank in verdict["ranks"]] == [0, 1]
+    assert any("as the stages of a pipeline do" in note for note in verdict["notes"])
     assert "rehearsing again with ranks 0,1 live" in done.stderr and "GOT 0 ['from 1']" in done.stderr
 
 

@@ -54,7 +54,9 @@ def test_what_the_peaks_are_not_is_noted() -> None:
     assert not verdict_of(record(0), record(1)).notes
     one = record(0, world_size=1, has_whole_history=False, is_warming_up=True)
     one["devices"]["0"]["ooms"] = 2
-    caught, warming, history = verdict_of(one).notes
+    one["with_messages"] = [[0, 8, 16]]
+    caught, warming, stages, history = verdict_of(one).notes
+    assert "--live 0,8,16 shows them" in stages
     assert caught.startswith("rank 0 ran out of memory 2 times") and "of what it tried, too" in caught
     assert "before the capture of a CUDA graph" in warming and "--steps 4 shows its memory" in warming
     assert history.endswith("what it held at its peak is not told")

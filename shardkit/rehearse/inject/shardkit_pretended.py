@@ -47,6 +47,8 @@ class Team:
 
     live_ranks: tuple[int, ...] = ()
     """Of the world."""
+    with_messages: set[tuple[int, ...]] = set()
+    """Global ranks of each group in which this rank sent to a pretended rank, or waited for one."""
     _sequence: dict[str, int] = {}
 
     def __init__(self, ranks: Sequence[int], group: Any = None) -> None:
@@ -367,7 +369,10 @@ def _barrier(team: Team, call: dict[str, Any], _: Any) -> Any:
 
 def _send(team: Team, call: dict[str, Any], _: Any) -> Any:
     peer = team.peer(call, "dst")
-    return NotImplemented if peer is None or peer in team.live or _batch_depth else FinishedWork(call["tensor"])
+    if peer is None or peer in team.live:
+        return NotImplemented
+    Team.with_messages.add(tuple(team.ranks))
+    return NotImplemented if _batch_depth else FinishedWork(call["tensor"])
 
 
 def _receive(team: Team, call: dict[str, Any], _: Any) -> Any:
@@ -375,6 +380,7 @@ def _receive(team: Team, call: dict[str, Any], _: Any) -> Any:
     if peer is None or peer in team.live:
         return NotImplemented
     team.refuse_invention("recv", peer, call["tensor"])
+    Team.with_messages.add(tuple(team.ranks))
     return NotImplemented if _batch_depth else FinishedWork(call["tensor"])
 
 

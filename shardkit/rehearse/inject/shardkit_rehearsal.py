@@ -39,6 +39,7 @@ class Recording:
         self.phase, self.steps = BUILDING, 0
         self.devices: dict[str, dict[str, Any]] = {}
         self.nccl_groups = 0
+        self.with_messages: set[tuple[int, ...]] = set()
         self.rank, self.world_size = _launched_as()
         self.end: dict[str, Any] = {}
         self._steps_of: dict[int, int] = {}
@@ -166,9 +167,9 @@ class Recording:
         fields = {
             "pid": self.pid, "rank": self.rank, "world_size": self.world_size, "launched": "RANK" in os.environ,
             "devices": self.devices, "steps": self.steps, "phase": self.phase, "nccl_groups": self.nccl_groups,
-            "end": self.end, "assumptions": self.assumed.as_json(), "types": self.assumed.types(),
-            "at_update": self.at_update, "lines": self.lines, "peak": self.peak, "phases": self.phases,
-            "over_time": self.over_time, "has_whole_history": self.has_whole_history,
+            "with_messages": sorted(self.with_messages), "end": self.end, "assumptions": self.assumed.as_json(),
+            "types": self.assumed.types(), "at_update": self.at_update, "lines": self.lines, "peak": self.peak,
+            "phases": self.phases, "over_time": self.over_time, "has_whole_history": self.has_whole_history,
             "is_warming_up": self.is_warming_up, **_resident(),
         }  # fmt: skip
         with open(path + ".tmp", "w") as file:
@@ -396,6 +397,7 @@ def attach() -> None:
             import shardkit_stores  # type: ignore[import-not-found]
 
             shardkit_pretended.attach([int(rank) for rank in live.split(",")])
+            RECORDING.with_messages = shardkit_pretended.Team.with_messages
             shardkit_stores.attach([int(rank) for rank in live.split(",")])
         _record_exceptions()
         atexit.register(lambda: RECORDING.finish("exit") if RECORDING is not None else None)
