@@ -76,4 +76,6 @@ def test_outcomes_are_told_apart() -> None:
     assert outcome(crashed, crashed) == "traceback"
     assert outcome(refused, refused, None) == "refused"
     assert outcome(Report(right[:1], "why", refused=True), refused) == "stray"
+    full = Report(right[:1], "rank 1 ran out of memory in forward of step 2 (block)", refused=True)
+    assert outcome(full, full) == "refused"
     assert outcome(trained, trained, crashed) == "no reference"

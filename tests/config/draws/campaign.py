@@ -98,7 +98,8 @@ def judge(ranks: list[Report | None], one: Report | None, config: dict[str, Any]
     if reports[0].error and not reports[0].refused:
         return "traceback", reports[0].error[-400:]
     if reports[0].error:
-        late = any(report.curve for report in reports)
+        # With the optimizer's states a later step takes more: a cap that it exceeds ends it there, as a card would.
+        late = any(report.curve for report in reports) and "ran out of memory" not in reports[0].error
         return ("stray" if late else "refused"), " ".join(reports[0].error.split())
     if one is None or one.error:
         return "no reference", "hang" if one is None else " ".join(one.error.split())[-300:]
