@@ -57,11 +57,11 @@ def as_variable(numbers: Sequence[AssumedNumber]) -> str:
 
 def unused(numbers: Sequence[AssumedNumber], verdict: Verdict) -> list[str]:
     """A note on each number that no line asked for, of a program that came to its end."""
-    if verdict.kind in (FAILED, NOT_KNOWN):
+    if verdict.kind in (FAILED, NOT_KNOWN) or verdict.at_least:
         return []
-    asked = [assumption.source_line for assumption in verdict.assumptions if assumption.kind == GIVEN]
+    source_lines = [assumption.source_line for assumption in verdict.assumptions if assumption.kind == GIVEN]
     return [
         f"--assume {number}: that line read nothing that nobody computed"
         for number in numbers
-        if not any(map(number.is_at, asked))
+        if not any(map(number.is_at, source_lines))
     ]

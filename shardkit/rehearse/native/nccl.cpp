@@ -34,6 +34,7 @@ struct Operation {
   size_t bytes_done = 0;  // of a message
   double ready_ms = 0;
   bool sends_stand_ins = false;  // no-compute mode: nobody computed what this rank sends
+  bool is_skipped = false;       // and what it receives: it was marked so as the operation was called
 
   size_t bytes() const { return number * width_of(type); }
   bool in_parts() const { return kind == REDUCE_SCATTER || kind == ALL_TO_ALL; }
@@ -58,7 +59,8 @@ void track(Operation& op) {
   if (!tracker) return;
   op.sends_stand_ins = op.sends() && tracker->is_skipped(op.from, op.bytes() * (op.in_parts() ? op.comm->ranks : 1));
   if (!op.receives()) return;
-  if (op.sends_stand_ins || !op.moves())
+  op.is_skipped = op.sends_stand_ins || !op.moves();
+  if (op.is_skipped)
     skip_received(op);
   else
     tracker->know(op.to, op.received_bytes());
@@ -135,7 +137,8 @@ bool run_collective(Operation& op) {
   bool has_stand_ins = std::any_of(comm.live.begin(), comm.live.end(), [&](int each) {
     return comm.shared->calls[comm.index[each]].sends_stand_ins;
   });
-  if (has_stand_ins && op.receives()) skip_received(op);
+  // Once alone: by now its memory may be another tensor's.
+  if (has_stand_ins && op.receives() && !op.is_skipped) skip_received(op);
   size_t width = width_of(op.type);
   // None may write its next call before all have read this one; a collective of data meets below.
   if (!op.number || !op.moves()) return comm.meet(comm.shared->data);

@@ -20,10 +20,11 @@ static std::atomic<const Profiler*> profiler{nullptr};
 EMU_EXPORT void emucuda_attach_profiler(const Profiler* to) { profiler = to; }
 EMU_EXPORT const Profiler* emucuda_profiler(void) { return profiler; }
 
+static thread_local size_t largest = settings().skip_above;  // copy that moves its bytes
+EMU_EXPORT size_t emucuda_move_up_to(size_t bytes) { return std::exchange(largest, bytes); }
+
 // What happens to the bytes of a copy. In no-compute mode the host gets zeros for those that nobody computed: what lies in
 // their place may be no number, and a program that looks at its offloaded gradients would see a training that diverges.
-static thread_local size_t largest = settings().skip_above;
-EMU_EXPORT size_t emucuda_move_up_to(size_t bytes) { return std::exchange(largest, bytes); }
 enum class Move { BYTES, ZEROS, NOTHING };
 // `bytes` are moved, of the `span` that begins at `from`.
 static Move move_of(const void* from, size_t bytes, size_t span, bool from_device, bool to_device) {

@@ -293,8 +293,7 @@ void compute_alone(const OperatorHandle& op, const CudaKernel& entry, Stack* sta
   } else if (!known) {
     known = fill_as_given(entry.name, found.unknown);
   }
-  TORCH_CHECK(known, "emucuda: ", entry.name,
-              " reads values that were not computed");
+  TORCH_CHECK(known, "emucuda: ", entry.name, " reads values that were not computed");
   size_t first = stack->size() - op.schema().arguments().size();
   Devices devices = look_at(*stack, first);
   Kernel kernel(entry.name.c_str(), *devices.device, Kernel::SYNCHRONISES);
@@ -342,7 +341,7 @@ void empty(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   call_kernel(entry.kernel, op, keys, stack);
   // What lies there is nobody's; a tiny one may be filled by a collective, which moves bytes.
   const Tensor& made = stack->back().toTensor();
-  mark(made, is_weights(made) ? Validity::skipped : is_tiny(made) ? Validity::computed : Validity::skipped);
+  mark(made, is_tiny(made) && !is_weights(made) ? Validity::computed : Validity::skipped);
 }
 
 void refuse_to_read(const Tensor& tensor, const std::string& name) {
