@@ -259,10 +259,15 @@ def of_launcher(log_dir: Path, recorded: list[Failure] | None = None) -> list[Fa
     return merged(recorded, reported)
 
 
+def has_record(attempt: Path, local_rank: int) -> bool:
+    """Whether the rank wrote an error file in this attempt."""
+    return (attempt / str(local_rank) / "error.json").exists()
+
+
 def silent_in(attempt: Path) -> list[int]:
     """Local ranks of an attempt that wrote no error file."""
-    folders = [path.parent for path in attempt.glob("*/stderr.log") if not (path.parent / "error.json").exists()]
-    return sorted(int(folder.name) for folder in folders if folder.name.isdecimal())
+    names = [path.parent.name for path in attempt.glob("*/stderr.log")]
+    return sorted(int(name) for name in names if name.isdecimal() and not has_record(attempt, int(name)))
 
 
 def with_last_words(failures: Iterable[Failure], attempt: Path) -> list[Failure]:
@@ -297,10 +302,13 @@ def _local(text: str) -> float:
         return 0.0
 
 
-def ended_in_torchrun_log(text: str) -> list[str]:
-    """`local rank 1: killed by SIGKILL (exit code -9)` for each worker that torchrun saw fail, in order of time."""
+def ended_in_torchrun_log(text: str) -> list[tuple[int, str]]:
+    """(local rank, `killed by SIGKILL (exit code -9)`) of the rank that torchrun blames in each attempt, in order.
+
+    torchrun compares times in whole seconds, and a rank's record of a lost peer may be dated before the peer's end.
+    """
     matches = re.finditer(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
-    return [f"local rank {match[2]}: {exit_codes.describe(int(match[1]))}" for match in matches]
+    return [(int(match[2]), exit_codes.describe(int(match[1]))) for match in matches]
 
 
 def attempts(log_dir: Path) -> list[Path]:

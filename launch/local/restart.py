@@ -208,12 +208,15 @@ class Restarts:
             text = read_regular(self._log_dir / failure.TORCHRUN_LOG).decode(errors="replace")
         except OSError:
             text = ""
-        ended = next(iter(failure.ended_in_torchrun_log(text)[number - 1 : number]), "a rank ended without a word")
+        blamed = failure.ended_in_torchrun_log(text)[number - 1 : number]
         origin = next(iter(failure.in_attempt(attempt)), None)
         silent = failure.silent_in(attempt)
-        if origin is None or (origin.lost_peer and "killed by" in ended):  # a killed rank cannot record its error
-            job_starts.note_restart(self._run_dir, ended)
-        elif origin.lost_peer and silent:  # torchrun saw the peer end first
+        # A killed rank cannot record its error; one that recorded a lost peer was ended by torchrun.
+        is_killed = any("killed by" in end and not failure.has_record(attempt, rank) for rank, end in blamed)
+        if origin is None or (origin.lost_peer and is_killed):
+            reason = next((f"local rank {rank}: {end}" for rank, end in blamed), "a rank ended without a word")
+            job_starts.note_restart(self._run_dir, reason)
+        elif origin.lost_peer and silent:  # torchrun blames the peer
             ranks = ", ".join(map(str, silent))
             job_starts.note_restart(self._run_dir, f"local rank {ranks}: ended without a word, most likely killed")
         else:

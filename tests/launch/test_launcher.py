@@ -25,7 +25,7 @@ pytestmark = pytest.mark.dist
 TWO = ["--nproc-per-node", "2"]
 
 
-_SILENT = "local rank 1: ended without a word, most likely killed"  # torchrun saw its peer end first
+_SILENT = "local rank 1: ended without a word, most likely killed"  # torchrun blames its peer
 FIXED = dict(train__deterministic="true", checkpoint__every_steps=1, train__max_steps=8)
 
 

@@ -49,8 +49,12 @@ def test_each_restart_is_noted_once_with_its_first_cause(logs: Path, tmp_path: P
     ]
 
 
-def test_a_rank_without_a_word_is_named_where_torchrun_saw_its_peer_end_first(logs: Path, tmp_path: Path) -> None:
-    (logs / failure.TORCHRUN_LOG).write_text(LOG.splitlines()[1])
+@pytest.mark.parametrize("exit_code", [1, -15], ids=["ended by itself", "ended by torchrun"])
+def test_a_rank_without_a_word_is_named_where_torchrun_blames_its_peer(
+    exit_code: int, logs: Path, tmp_path: Path
+) -> None:
+    blames_peer = LOG.splitlines()[1].replace("exitcode: 1", f"exitcode: {exit_code}")
+    (logs / failure.TORCHRUN_LOG).write_text(blames_peer)
     attempt(logs, 0, rank_0=RuntimeError("[pair.cc:553] Connection reset by peer"))
     for rank in ("0", "1"):
         (logs / f"job_x/attempt_0/{rank}").mkdir(exist_ok=True)
