@@ -93,16 +93,20 @@ def _context(env: dict[str, str] | None, gpu: bool) -> Any:
 
 
 def _wait(ranks: list[BaseProcess], deadline: float) -> None:
-    """Return when all ranks ended well, when one failed, or at the deadline."""
+    """Return when all ranks ended well, when one failed, or at the deadline.
+
+    The exit code of each rank that ended is known then: the server of ranks may be late to tell one of them, and a rank
+    that crashed would be taken for one that still runs.
+    """
+    has_failed = False
     with contextlib.ExitStack() as opened:
         pending = {_exit_handle(process, opened): process for process in ranks}
-        while pending and (left := deadline - time.monotonic()) > 0:
+        while pending and not has_failed and (left := deadline - time.monotonic()) > 0:
             for handle in connection.wait(list(pending), timeout=left):
                 assert isinstance(handle, int)
                 process = pending.pop(handle)
                 process.join()
-                if process.exitcode:
-                    return
+                has_failed = has_failed or bool(process.exitcode)
 
 
 def _exit_handle(process: BaseProcess, opened: contextlib.ExitStack) -> int:
