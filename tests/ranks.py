@@ -176,7 +176,7 @@ def _main(rank: int, job: _Job) -> None:
     os.setsid()
     _die_with_parent()
     with open(f"{folder}/{rank}.stack", "w") as stack:
-        faulthandler.dump_traceback_later(job.timeout * 0.9, file=stack)  # what a hung rank was doing
+        faulthandler.dump_traceback_later(job.timeout * 0.9, repeat=True, file=stack)  # what a hung rank was doing
         try:
             result = _call(rank, *job)
             _write(f"{folder}/{rank}.result", pickle.dumps(result))
@@ -230,7 +230,7 @@ def _call(
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=max(timeout, 60)),  # the caller's time is up before
             device_id=torch.device("cuda", rank) if gpu else None,
         )
     module, _, function = target.partition(":")
