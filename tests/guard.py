@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
-GRACE_S = 5.0
-"""For threads and processes that were told to end and have not got there yet."""
+GRACE_S = 30.0
+"""For threads and processes that were told to end and have not got there yet: a busy machine may leave one waiting for
+many seconds. Nobody waits where nothing is left."""
 OWN_VARIABLES = ("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 """How those begin that pytest sets for each test, DeepSpeed when it is imported, and torch's compiler for itself."""
 OWN_THREADS = {"tqdm_monitor"}
