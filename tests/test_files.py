@@ -75,19 +75,18 @@ def test_a_reader_finds_a_whole_file_while_its_writer_works_and_after_it_is_kill
     path, size = tmp_path / "file", 1 << 20
     write_whole(path, "-" * size)
     code = f"print(flush=True)\nwhile True:\n    for letter in 'abcdef':\n        write_whole(path, letter * {size})"
-    seen = set[str]()
     for number in range(5):
         writer = started(code, path)
         assert writer.stdout is not None
         writer.stdout.readline()
+        seen = set[str]()
         until = time.monotonic() + 0.2 + 0.013 * number
-        while time.monotonic() < until:
+        while time.monotonic() < until or len(seen) < 3:  # the writer may be late to begin
             text = path.read_text()
             assert is_whole(text, size), "while it is written"
             seen.add(text[0])
         kill(writer)
         assert is_whole(path.read_text(), size), "after its writer was killed"
-    assert len(seen) > 1, "the writer did write"
 
 
 def test_a_writer_killed_before_the_rename_leaves_the_old_file(tmp_path: Path) -> None:

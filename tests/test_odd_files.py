@@ -28,8 +28,6 @@ from shardkit.run.owner import FOLDER, claim
 from tests.report.samples import write_run
 from tests.report.test_script import launched
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @pytest.fixture(params=["pipe", "device"])
 def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
