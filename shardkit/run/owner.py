@@ -3,7 +3,7 @@
 A start becomes the owner by creating the next number's file, which is atomic even on NFS (a hard link): one of several
 candidates succeeds. The owner touches its file every 5 s and looks for a higher number; if it finds one, it has been
 superseded. An owner counts as dead if it recorded its end, if its process is gone (seen from the same machine), or if
-its file did not change for 30 s by the reader's clock: clocks of different machines are never compared. A later start
+its file did not change in 30 s of looks at it: clocks of different machines are never compared. A later start
 of the same job takes over at once, and waits until the earlier one has noticed; where nobody counts a job's starts, it
 waits until the earlier one has ended.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -252,8 +253,8 @@ def _is_over(path: Path, owner: Record | None, stale_s: float, process: bool = T
         return True
     if is_local and process:
         return False
-    beat, deadline = _beat(path), time.monotonic() + stale_s
-    while time.monotonic() < deadline:
+    beat = _beat(path)
+    for _ in range(math.ceil(stale_s / _LOOK_S)):  # not by the clock: while this process is suspended, it may be, too
         time.sleep(_LOOK_S)
         now = _read(path)
         if (now is not None and now.ended) or (owner is not None and is_local and not _runs(owner)):

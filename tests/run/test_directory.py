@@ -124,7 +124,7 @@ def test_an_owner_elsewhere_lives_as_long_as_its_file_changes(tmp_path: Path, mo
     far = owner.claim(tmp_path, ELSEWHERE)
     os.utime(far._path, (1, 1))
     with pytest.raises(ConfigError, match=f"being written by process {HERE.pid} on far"):
-        owner.claim(tmp_path, HERE, stale_s=2)
+        owner.claim(tmp_path, HERE, stale_s=60)  # at its first beat
     far._ended.set()  # its machine died
     far._thread.join()
     os.utime(far._path, (4e9, 4e9))
@@ -136,6 +136,22 @@ def test_an_owner_elsewhere_lives_as_long_as_its_file_changes(tmp_path: Path, mo
     near.close()
     third = owner.claim(tmp_path, ELSEWHERE, stale_s=1e6)
     third.close()  # at once: the one before said that it had ended
+
+
+def test_time_in_which_the_reader_is_suspended_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner may be suspended as well, and beats when both go on."""
+    file = tmp_path / "owner.1.json"
+    file.touch()
+    looks: list[float] = []
+
+    def suspended(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            os.utime(file, (1, 1))
+
+    monkeypatch.setattr(owner, "time", SimpleNamespace(sleep=suspended, monotonic=lambda: 60.0 * len(looks)))
+    assert not owner._is_over(file, ELSEWHERE, owner.STALE_S)
+    assert owner._is_over(file, ELSEWHERE, owner.STALE_S) and sum(looks[2:]) == owner.STALE_S
 
 
 def test_a_process_id_that_another_process_got_is_no_life_sign(tmp_path: Path) -> None:
@@ -501,12 +517,12 @@ def test_a_replaced_pod_waits_for_the_one_that_still_saves(tmp_path: Path, monke
     saving = owner.claim(tmp_path, replace(ELSEWHERE, job="job uid"))
     ended = threading.Timer(0.5, saving.close)
     ended.start()
-    owner.claim(tmp_path, replace(HERE, job="job uid"), stale_s=5).close()
+    owner.claim(tmp_path, replace(HERE, job="job uid"), stale_s=60).close()
     assert saving.lost() == "this run has ended", "nobody took it away"
     monkeypatch.setenv("SHARDKIT_GRACE_S", "0")
     busy = owner.claim(tmp_path, replace(ELSEWHERE, job="job uid"))
     with pytest.raises(ConfigError, match=r"is being written by job uid \(restart 0\), process \d+ on far"):
-        owner.claim(tmp_path, replace(HERE, job="job uid"), stale_s=0.5)
+        owner.claim(tmp_path, replace(HERE, job="job uid"), stale_s=1)
     counted = replace(HERE, job="job uid", restart=1)
     owner.claim(tmp_path, counted, stale_s=0.5).close()  # JobSet counts: the later start takes over
     assert busy.lost() == f"{counted.name} owns it now"
