@@ -160,9 +160,11 @@ def test_a_port_in_use_is_named(tmp_path: Path, text: Path) -> None:
 
 
 def test_ranks_that_never_come_end_the_wait(tmp_path: Path, text: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = str(found.getsockname()[1])
-    user_error(run(settings(tmp_path, text, run__init_timeout_s=2), env=rank_0_of_two(port)), "init_timeout_s")
+    with socket.socket() as held:  # bound, but not listened to: the store may have the port, and nobody else
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = str(held.getsockname()[1])
+        user_error(run(settings(tmp_path, text, run__init_timeout_s=2), env=rank_0_of_two(port)), "init_timeout_s")
 
 
 @pytest.mark.slow
@@ -223,15 +225,15 @@ def test_ctrl_c_stops_quietly(tmp_path: Path, text: Path) -> None:
         # A test run in the background ignores Ctrl-C, and its children would too.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
     seen = ""
     while "step 3/" not in seen:
         line = process.stdout.readline()
         assert line, seen
         seen += line
     process.send_signal(signal.SIGINT)
-    rest = process.stderr.read()
-    assert process.wait(timeout=60) == 130
+    _, rest = process.communicate(timeout=100)  # of stdout, too: the run prints as long as there is room in the pipe
+    assert process.returncode == 130
     assert "Traceback" not in rest and "destroy_process_group" not in rest
 
 
