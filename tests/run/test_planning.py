@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -25,14 +26,28 @@ from shardkit.report.page import run_page
 from shardkit.report.read import read_run
 from shardkit.run import planning
 from shardkit.strategies.base import Facts
-from tests.run.test_train import run, settings, text
+from tests.commands import python_m
+from tests.run.test_train import settings, text
 
 __all__ = ["text"]
 
 
 def planners() -> list[psutil.Process]:
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if "shardkit.plan.worker" in " ".join(process.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended since it was listed
+            found += [process] * ("shardkit.plan.worker" in " ".join(process.cmdline()))
+    return found
+
+
+PATIENT = """
+import runpy
+
+from shardkit.run import planning
+
+planning.LIMIT_S = 250.0  # a planning process has the lowest priority, and others may want all cores
+runpy.run_module("shardkit.train", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.slow
@@ -43,7 +58,9 @@ def test_a_run_shows_its_plan_beside_what_was_measured(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     more = {"parallel.strategy": strategy, "memory.plan": "true", "memory.trace_step": 3, "model.d_model": 33}
-    done = run(settings(tmp_path, text, **more, **{"model.n_heads": 1}), ranks, code=0)
+    (tmp_path / "patient.py").write_text(PATIENT)
+    argv = settings(tmp_path, text, **more, **{"model.n_heads": 1})
+    done = python_m(str(tmp_path / "patient.py"), *argv, ranks=ranks, timeout=280, code=0)
     assert "plan: " in done.stdout and " predicted" in done.stdout
     assert "not planned" not in done.stdout + done.stderr
     names = [f"rank {rank}@" for rank in range(max(1, ranks))]
