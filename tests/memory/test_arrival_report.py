@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from shardkit.errors import TrainingError
@@ -11,12 +13,12 @@ from tests.ranks import run_ranks
 
 
 def gather_until_one_leaves() -> tuple[str, str] | None:
-    """Rank 2 reports at step 4 and then leaves; what rank 0 is told at step 8."""
+    """Rank 2 reports at step 4 and then leaves; what rank 0 is told at step 8, which rank 1 has reached."""
     import gc
 
     import torch.distributed as dist
 
-    arrival_report.SETTLE_S = 0.5
+    arrival_report.SETTLE_S = 0.0
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
     ledger = MemoryLedger("cpu", group, rank, dist.get_world_size(), host=f"node{rank}")
@@ -26,16 +28,23 @@ def gather_until_one_leaves() -> tuple[str, str] | None:
         del ledger, group
         gc.collect()
         return None
+    store = group.get_group_store()
+    if rank == 0:
+        reports = arrival_report.ArrivalReport(group, rank)
+        while (reports._seen(1) or 0) < 8:
+            time.sleep(0.01)
     try:
         ledger.gather(8)
     except TrainingError as error:
+        store.wait(["rank 1 has sent"])  # else it would lose rank 0 meanwhile
         return error.cause, error.fix
+    store.set("rank 1 has sent", "")
     return None
 
 
 @pytest.mark.dist
 def test_a_rank_that_stops_reporting_is_named_with_its_last_step() -> None:
-    told, *others = run_ranks(3, "tests.memory.test_arrival_report:gather_until_one_leaves", timeout=60)
+    told, *others = run_ranks(3, "tests.memory.test_arrival_report:gather_until_one_leaves")
     assert others == [None, None]
     cause, fix = told
     assert cause.startswith("memory was not gathered at step 8; did not report: rank 2@node2 (last at step 4): ")
