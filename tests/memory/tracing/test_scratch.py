@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,8 +22,12 @@ def given_out(run: Callable[[], Any]) -> tuple[int, int]:
     from torch._C._profiler import _EventType
 
     run()  # what is made once is not asked for
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = run()
+    gc.disable()  # what earlier tests left would be freed among the events
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            kept = run()
+    finally:
+        gc.enable()
     pending, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []
     while pending:
         event = pending.pop()
