@@ -21,6 +21,8 @@ from shardkit.report.page import run_page
 from shardkit.report.read import read_run
 from tests.report.samples import EVIL, add, plan, post_mortem, trace, write_run
 
+PATIENT_MS = 200_000
+"""The browser's several processes share the cores with all else that runs."""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 pytestmark = [
@@ -55,7 +57,7 @@ class Opened:
 def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENT_MS)
         yield opened
         opened.close()
 
@@ -64,6 +66,7 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any) -> Iterator[Opened]:
     """A fresh page that may load files of this machine and nothing else."""
     context = browser.new_context(viewport={"width": 1240, "height": 900})
+    context.set_default_timeout(PATIENT_MS)
     found = Opened(context.new_page())
 
     def decide(route: Any) -> None:
@@ -160,7 +163,7 @@ def test_a_narrow_window_keeps_the_plot_below_its_legend(opened: Opened, run: Pa
     opened.page.set_viewport_size({"width": 420, "height": 900})
     opened.show(run / "report.html")
     held = f"wide => ({sizes})().every(([height, over], i) => height >= 0.8 * wide[i] && over <= 2)"
-    opened.page.wait_for_function(held, arg=wide, timeout=20_000)
+    opened.page.wait_for_function(held, arg=wide)
     assert opened.said == []
 
 
