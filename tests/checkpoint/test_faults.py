@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -24,7 +23,7 @@ from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer
 from shardkit.errors import CheckpointError
 from tests.checkpoint import fakes, killed
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, _context, run_ranks
 
 
 def resumed(root: Path, **config: Any) -> int | None:
@@ -282,7 +281,7 @@ MOMENTS = {
 def test_a_crash_before_any_change_on_disk(moment: str, saved: Path, tmp_path: Path) -> None:
     """One process for each change (write, fsync, rename, ...) that a resume and a save make, ended right before it."""
     source, step, allowed_steps = MOMENTS[moment]
-    context = _forkserver()
+    context = _context(None, False)
     for count in range(1, 1000):
         root = tmp_path / f"crash{count}"
         shutil.copytree(saved, root)
@@ -307,15 +306,9 @@ def test_a_crash_before_any_change_on_disk(moment: str, saved: Path, tmp_path: P
     raise AssertionError("never came to its end")
 
 
-def _forkserver() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tests.checkpoint.fakes"])
-    return context
-
-
 def kill_during_saves(root: Path, kills: int, seed: int, async_save: bool) -> None:
     """Start two ranks that save without end, kill them at a random moment, look at what is left; again and again."""
-    chance, context = random.Random(seed), _forkserver()
+    chance, context = random.Random(seed), _context(None, False)
     reached, halfway = [], 0
     for trial in range(kills):
         word = root.parent / f"word{trial}"
