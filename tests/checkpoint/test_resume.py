@@ -335,13 +335,11 @@ def test_a_signal_saves_and_stops(number: signal.Signals, fresh: Path) -> None:
     )  # fmt: skip
     metrics = fresh / "run" / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + 90
-        while not metrics.exists() or not metrics.read_text():
+        while not metrics.exists() or not metrics.read_text():  # pytest's time limit ends it
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
             time.sleep(0.01)  # looks for the first step; nothing depends on how often
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=100)
     finally:
         process.kill()
         process.wait()

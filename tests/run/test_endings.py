@@ -155,10 +155,10 @@ def profile_while_saving(folder: str) -> list[int]:
     export: Any = profile.export_chrome_trace
 
     def slow(self: profile, path: str) -> None:
-        time.sleep(4)
+        time.sleep(7)
         export(self, path)
 
     profile.export_chrome_trace = slow  # type: ignore[method-assign,assignment]
-    Checkpointer.__init__.__kwdefaults__["meeting_s"] = 2
-    more = ["profile.start=2", "profile.steps=1", "checkpoint.every_steps=2", "run.step_timeout_s=3"]
+    Checkpointer.__init__.__kwdefaults__["meeting_s"] = 5
+    more = ["profile.start=2", "profile.steps=1", "checkpoint.every_steps=2", "run.step_timeout_s=6"]
     return [main([*settings(Path(folder, f"run{rank}")), *more, f"profile.ranks=[{rank}]"]) for rank in (0, 1)]
