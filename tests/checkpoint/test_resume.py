@@ -218,7 +218,9 @@ def test_a_finished_run_has_nothing_to_do_and_is_made_longer(fresh: Path) -> Non
     (checkpoints / "latest.part0123456789ab").write_text("step_00000009")
     later_start = run(fresh, "train.max_steps=2", "run.resume=true")
     assert not list(checkpoints.glob("*.tmp")) and not list(checkpoints.glob("*.part*"))
-    assert limit.format(120) in later_start.stdout, "as long as the earlier start's saves allow"
+    saves_s = [save["total_s"] for save in lines(fresh / "run" / "logs" / "checkpoints.jsonl")]
+    allowed_s = max(120, 10 * max(saves_s))  # a busy machine may take many seconds for a save
+    assert limit.format(f"{allowed_s:.0f}") in later_start.stdout, "as long as the earlier start's saves allow"
     assert later_start.returncode == 0, later_start.stderr
     assert "nothing to do" in later_start.stdout
     assert losses(fresh) == before
