@@ -2,11 +2,13 @@
 
 The controller's state is a folder: `state`, `reason` and `restarts` of the job, and `calls`, the requests that change
 it. Its words and their order are those of Slurm 22.05: a cancel sets the state and the end time, slurmstepd announces
-it in the job's output, and the job's processes get SIGTERM.
+it in the job's output, and the job's processes get SIGTERM. Like slurmctld it answers one request after the other:
+each holds a lock on `lock`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -23,6 +25,7 @@ from tests.texts import write_files, write_program
 STYLES = ("torchrun", "srun", "script")
 SCONTROL = r"""#!/bin/bash
 cd {folder}
+exec 9>lock; flock 9
 now=$(date +%Y-%m-%dT%H:%M:%S)
 if [ "$2" = hostnames ]; then printf 'n1\nn2\n'; exit; fi
 if [ "$2" = config ]; then echo "KillWait = 0 sec"; exit; fi
@@ -40,6 +43,7 @@ fi
 SCANCEL = r"""#!/bin/bash
 cd {folder}
 case $1 in --signal=*) grep -qs {folder} /proc/$(cat rank)/environ && kill -${{1#--signal=}} $(cat rank); exit;; esac
+exec 9>lock; flock 9
 echo cancel >>calls
 if [ "$(cat state)" = PENDING ]; then echo CANCELLED >state; exit; fi
 echo COMPLETING >state
@@ -55,17 +59,19 @@ for pid in $(cat batch rank 2>/dev/null); do
 done
 exit 0
 """
-# It trains until it is told to stop, then saves; a cancelled step starts no task.
+# It trains until it is told to stop, then saves, at least as long as `held` is there. A cancelled step starts no task:
+# a cancel sets the state before it reads `rank`.
 SRUN = r"""#!/bin/bash
 cd {folder}
-[ "$(cat state)" = RUNNING ] || {{ echo "srun: error: Job 7 is not running" >&2; exit 1; }}
 stop=
 trap 'stop=1' USR2 TERM
 echo $$ >rank
+[ "$(cat state)" = RUNNING ] || {{ echo "srun: error: Job 7 is not running" >&2; exit 1; }}
 touch training
 until [ "$stop" ]; do sleep 0.05; done
 touch saving
 for _ in $(seq {save_ticks}); do sleep 0.05; done
+while [ -e held ]; do sleep 0.05; done
 case {style} in
 script) mkdir -p run/mine; touch run/mine/last.pt; exit 0;;
 srun) error=$SHARDKIT_ERROR_DIR/rank-0.json;;
@@ -145,6 +151,22 @@ class Job:
         while self.process.poll() is None and not any((self.folder / name).exists() for name in names):
             assert time.monotonic() < deadline, self.output
             time.sleep(0.01)
+
+    def until_it_saves(self) -> None:
+        """Warn it in training, and wait until it saves, which it then does until `release`."""
+        self.until("training")
+        (self.folder / "held").touch()
+        self.warn()
+        self.until("saving")
+
+    def release(self) -> None:
+        (self.folder / "held").unlink()
+
+    def set(self, **values: str) -> None:
+        """Change the controller's state, between two of its answers."""
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            write_files(self.folder, {name: f"{value}\n" for name, value in values.items()})
 
     def warn(self) -> None:
         """Send what `--signal=B:USR2@…` sends."""
