@@ -17,6 +17,7 @@ from . import processes
 FIRST_S = 600.0
 """The first heartbeat of a start may take this long if `--heartbeat-timeout` is shorter: imports, compilation."""
 _GAP_S = 2.0  # a longer pause between two looks: this process itself was suspended
+_TOGETHER_S = 2.0  # ranks whose last heartbeats lie no further apart fell silent together
 _END_S = 5.0  # for a rank to write its stacks
 _POLL_S = 0.05
 
@@ -69,11 +70,15 @@ class Heartbeats:
         self._watched = {}
 
     def quiet(self) -> dict[int, str]:
-        """Local rank → what is wrong with it, for ranks that are silent for too long."""
+        """Local rank → what is wrong with it, for ranks that are silent for too long.
+
+        A rank that hangs silences those that wait for it, moments before or after: all are told of at once, so that
+        their stacks show which of them waits.
+        """
         now = self._clock()
         passed = 0.0 if self._looked is None else min(now - self._looked, _GAP_S)
         self._looked = now
-        problems = {}
+        problems, over_s = {}, {}
         for rank, watched in self._watched.items():
             stamp = _stamp(watched.path)
             if stamp != watched.stamp or (stamp is None and watched.began):
@@ -81,13 +86,16 @@ class Heartbeats:
                 continue
             watched.quiet_s += passed
             limit_s = self._timeout_s if watched.began else max(self._timeout_s, FIRST_S)
-            if watched.quiet_s > limit_s:
+            over_s[rank] = watched.quiet_s - limit_s
+            if over_s[rank] > 0:
                 problems[rank] = (
                     f"no heartbeat for {watched.quiet_s:.0f} s (--heartbeat-timeout {self._timeout_s:g})"
                     if watched.began
                     else f"no heartbeat in its first {limit_s:g} s: {watched.path} was not touched"
                 )
-        return problems
+        longest_s = max(over_s.values(), default=0.0)
+        follows_soon = any(longest_s - _TOGETHER_S <= over <= 0 for over in over_s.values())
+        return {} if follows_soon else problems
 
 
 def _stamp(path: Path) -> int | None:

@@ -208,6 +208,31 @@ def test_a_rank_is_silent_only_by_time_in_which_the_launcher_ran(tmp_path: Path)
     assert beats.quiet() == {}
 
 
+def silent_after(folder: Path, gap_s: float) -> tuple[float, list[int]]:
+    """When which ranks are told of, where rank 0 is silent for good `gap_s` before rank 1; a limit of 10 s."""
+    clock = Clock()
+    beats = Heartbeats(
+        Script(("x.py",), heartbeat=f"{folder}/beat{{local_rank}}", heartbeat_timeout_s=10), 2, folder, clock
+    )
+    beats.begin()
+    quiet = beats.quiet()
+    for rank in range(2):
+        (folder / f"beat{rank}").touch()
+    while not quiet:
+        quiet = beats.quiet()
+        clock.now += 0.5
+        if clock.now <= gap_s:
+            os.utime(folder / "beat1", ns=(1, int(1000 * clock.now)))
+    return clock.now, list(quiet)
+
+
+def test_ranks_that_fall_silent_together_are_told_of_together(tmp_path: Path) -> None:
+    """One look falls between the last heartbeats of a rank that hangs and of a rank that waits for it."""
+    assert silent_after(tmp_path, 0)[1] == silent_after(tmp_path, 0.5)[1] == silent_after(tmp_path, 2)[1] == [0, 1]
+    told_at, ranks = silent_after(tmp_path, 5)
+    assert ranks == [0] and told_at < 13, "no rank waits long for another's limit"
+
+
 def test_a_script_that_never_touches_its_file_is_told_which(tmp_path: Path) -> None:
     clock = Clock()
     beats = Heartbeats(Script(("x.py",), heartbeat="auto", heartbeat_timeout_s=10), 1, tmp_path, clock)
