@@ -47,6 +47,7 @@ class Ended:
         user_error: whether it was stopped early because a rank reported an error that no restart can fix.
         unmet: whether it was stopped early because the nodes did not meet.
         shown: whether the terminal has rank 0's last traceback.
+        attempt: the attempt whose ranks say why it was stopped early; None = the last one.
     """
 
     code: int
@@ -54,6 +55,7 @@ class Ended:
     user_error: bool
     unmet: bool = False
     shown: bool = False
+    attempt: Path | None = None
 
 
 def launch(spec: JobSpec, environ: Mapping[str, str] = os.environ, rendezvous_timeout_s: float = 600) -> int:
@@ -215,7 +217,8 @@ def _run(
             processes.sweep()
             process.wait()
     shown = rank_0 is not None and rank_0.finish(failed=process.returncode != 0 and not signals)
-    return Ended(process.returncode, signals[0] if signals else None, user_error, unmet, shown)
+    attempt = restarts.final if user_error else None
+    return Ended(process.returncode, signals[0] if signals else None, user_error, unmet, shown, attempt)
 
 
 def _wait_for_ranks(
@@ -281,7 +284,7 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
     if ended.signum == signal.SIGINT:
         print("interrupted: all ranks have ended", file=sys.stderr)
         return exit_codes.INTERRUPTED
-    last_attempt = failure.attempts(log_dir)[-1:]
+    last_attempt = failure.attempts(log_dir)[-1:] if ended.attempt is None else [ended.attempt]
     recorded = [rank_failure for folder in last_attempt for rank_failure in failure.in_attempt(folder)]
     if guard is not None and guard.preempted:
         number = guard.ended_as_told(failure.of_launcher(log_dir, recorded))

@@ -186,22 +186,28 @@ def stopped(run_dir: str, signal_name: str, environ: Mapping[str, str] = os.envi
 
 
 class Restarts:
-    """Follows a launcher's attempts and records why ranks were restarted."""
+    """Follows a launcher's attempts and records why ranks were restarted.
+
+    Attributes:
+        final: the attempt in which a rank reported an error that no restart can fix.
+    """
 
     def __init__(self, log_dir: Path, run_dir: Path) -> None:
         self._log_dir, self._run_dir = log_dir, run_dir
         self._n_noted = 1
+        self.final: Path | None = None
 
     def look(self) -> bool:
-        """Record new restarts; returns whether a rank of the last attempt reported an error that no restart can fix."""
+        """Record new restarts; returns whether a rank reported an error that no restart can fix.
+
+        torchrun may have restarted the ranks since the last look, before their error was seen.
+        """
         attempts = failure.attempts(self._log_dir)
-        while self._n_noted < len(attempts):
+        self.final = next((attempt for attempt in attempts[self._n_noted - 1 :] if _is_final(attempt)), None)
+        while self._n_noted < len(attempts) and self.final is None:
             self._note(attempts[self._n_noted - 1], self._n_noted)
             self._n_noted += 1
-        failures = failure.in_attempt(attempts[-1]) if attempts else []
-        return any(
-            rank_failure.exit_code in exit_codes.FINAL and not rank_failure.lost_peer for rank_failure in failures
-        )
+        return self.final is not None
 
     def _note(self, attempt: Path, number: int) -> None:
         try:
@@ -223,3 +229,11 @@ class Restarts:
             job_starts.note_restart(
                 self._run_dir, f"rank {origin.rank}: {origin.message.partition(chr(10))[0]}", origin.lost_peer
             )
+
+
+def _is_final(attempt: Path) -> bool:
+    """Whether a rank of the attempt reported an error that no restart can fix."""
+    return any(
+        rank_failure.exit_code in exit_codes.FINAL and not rank_failure.lost_peer
+        for rank_failure in failure.in_attempt(attempt)
+    )

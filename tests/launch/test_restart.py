@@ -7,7 +7,7 @@ import pytest
 
 from shardkit.errors import DataError, LaunchError
 from shardkit.launch.failures import failure, job_starts
-from shardkit.launch.local import restart
+from shardkit.launch.local import launcher, restart
 from shardkit.launch.local.restart import Restarts
 
 LOG = (
@@ -70,6 +70,23 @@ def test_what_only_the_user_can_mend_ends_the_job_and_a_lost_peer_does_not(logs:
     assert not Restarts(logs, tmp_path).look()
     attempt(logs, 1, rank_1=DataError("sample 7 is empty", "remove it"))
     assert Restarts(logs, tmp_path).look()
+
+
+def test_such_an_error_ends_the_job_though_torchrun_has_restarted_the_ranks(
+    logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher looks twice a second; on a busy machine torchrun may be faster."""
+    restarts = Restarts(logs, tmp_path)
+    attempt(logs, 0)
+    assert not restarts.look()
+    path = logs / "job_x/attempt_0/1/error.json"
+    failure.record(DataError("sample 7 is empty", "remove it"), {"TORCHELASTIC_ERROR_FILE": str(path), "RANK": "1"})
+    attempt(logs, 1)
+    assert restarts.look() and restarts.final == logs / "job_x/attempt_0"
+    assert job_starts.restarts(tmp_path) == [], "the restart came to nothing"
+    ended = launcher.Ended(-15, None, user_error=True, attempt=restarts.final)
+    assert launcher._verdict(ended, logs, tmp_path, 0) == 2
+    assert capsys.readouterr().err == "error: sample 7 is empty\n  fix: remove it\n"
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "shardkit", "GROUP_WORLD_SIZE": "1"}
