@@ -160,11 +160,15 @@ class Follower:
         self.path = path
         self._out = out
         self._offset = 0
+        self._has_stopped = False
 
     def pump(self, stop_at_error: bool = False) -> int:
         """Copy new text; returns the number of bytes. `stop_at_error` drops a traceback and everything after it."""
         chunk = self._new()
+        if self._has_stopped:  # the rest of a traceback that was being written
+            return 0
         if stop_at_error and (match := _TRACEBACK.search(chunk)):
+            self._has_stopped = True
             chunk = chunk[: match.start()]
         if chunk:
             self._out.write(chunk)

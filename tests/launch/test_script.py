@@ -18,7 +18,7 @@ from shardkit.errors import LaunchError
 from shardkit.launch.batch import read_batch, step_argv
 from shardkit.launch.failures import failure, stderr
 from shardkit.launch.local.heartbeat import FIRST_S, Heartbeats
-from shardkit.launch.local.processes import PatientFollower
+from shardkit.launch.local.processes import Follower, PatientFollower
 from shardkit.launch.script import Script, check, from_json, missing_module, newest_change
 from shardkit.launch.slurm import requeue
 from tests.launch.jobs import REPO, environment, run, with_marker
@@ -297,6 +297,17 @@ def test_a_traceback_of_rank_0_waits_until_it_is_clear_what_it_ended(
         file.write(b"tried again\n")
     follower.pump()
     assert out.getvalue() == log.read_bytes() and follower.showed_traceback
+
+
+def test_a_traceback_that_is_half_written_at_a_look_is_left_out_whole(tmp_path: Path) -> None:
+    out, log = io.BytesIO(), tmp_path / "stderr.log"
+    follower = Follower(log, out)
+    log.write_bytes(b"warming up\nTraceback (most recent call last):\n")
+    follower.pump(stop_at_error=True)
+    with log.open("ab") as file:
+        file.write(b"  File x\nOSError: no\n")
+    follower.pump(stop_at_error=True)
+    assert out.getvalue() == b"warming up\n"
 
 
 @pytest.mark.parametrize(
