@@ -1,10 +1,10 @@
 """A training script that knows nothing of shardkit: DDP on the CPU, checkpoints of its own, `how` it goes wrong.
 
-    plain.py FOLDER [--how HOW] [--steps N] [--listen term|usr1|usr2|file] [--wait S] [--save-s S]
+    plain.py FOLDER [--how HOW] [--steps N] [--listen term|usr1|usr2|file] [--wait S] [--save-s S] [--held-while FILE]
 
 Rank 1 does HOW at step 3 of its first start. Rank 0 appends each step's loss to FOLDER/losses.jsonl; a start continues
 from FOLDER/checkpoints/last.pt. When the job is preempted, all ranks agree, rank 0 saves, and the script ends with 0.
-FOLDER/phase says whether rank 0 is training or writing.
+FOLDER/phase says whether rank 0 is training or writing. After 10 steps it waits as long as --held-while is there.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def train(
         loss.backward()
         optimizer.step()
         time.sleep(args.wait)
+        while step == 9 and args.held_while and os.path.exists(args.held_while):
+            time.sleep(0.05)
         if "SHARDKIT_HEARTBEAT" in os.environ:
             Path(os.environ["SHARDKIT_HEARTBEAT"], os.environ["LOCAL_RANK"]).touch()
         if rank == 0:
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--listen", default="")
     parser.add_argument("--wait", type=float, default=0.0)
     parser.add_argument("--save-s", type=float, default=0.0)
+    parser.add_argument("--held-while", default="")
     args = parser.parse_args()
     listen(args.listen)
     dist.init_process_group("gloo")

@@ -21,11 +21,14 @@ from shardkit.run.watchdog import Watchdog
 class Troubled:
     """A linear model; after `calls` losses rank `rank` does `how`, in the first attempt only.
 
-    Every loss takes 50 ms with how=wait, or as long as the file `slow_while` is there.
+    Every loss takes 50 ms with how=wait, or as long as the file `slow_while` is there. With how=wait, losses after
+    `calls` wait as long as the file `held_while` is there.
     """
 
-    def __init__(self, config: Any, how: str, rank: int = 1, calls: int = 3, slow_while: str = "") -> None:
-        self.how, self.calls_left, self.slow_while = how, calls, slow_while
+    def __init__(
+        self, config: Any, how: str, rank: int = 1, calls: int = 3, slow_while: str = "", held_while: str = ""
+    ) -> None:
+        self.how, self.calls_left, self.slow_while, self.held_while = how, calls, slow_while, held_while
         self.here = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")) == rank
         self.again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
@@ -48,6 +51,8 @@ class Troubled:
         if self.calls_left == 0 and self.here and not self.again:
             self.go_wrong()
         if self.how == "wait" or (self.slow_while and os.path.exists(self.slow_while)):
+            time.sleep(0.05)
+        while self.calls_left < 0 and self.held_while and os.path.exists(self.held_while):
             time.sleep(0.05)
         return model(batch).square().sum()  # type: ignore[no-any-return]
 

@@ -28,10 +28,12 @@ pytestmark = [pytest.mark.slurm, pytest.mark.dist]
 def test_preempted_at_a_random_step_it_loses_nothing(
     cluster: Cluster, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    output = tmp_path / "out"
-    job = cluster.sbatch("torchrun", output, steady(tmp_path / "run"), ranks=1)
-    cluster.wait_for_step(tmp_path / "run", random.randint(1, 30), output)
-    other = cluster.preempt()
+    output, held, step = tmp_path / "out", tmp_path / "held", random.randint(1, 30)
+    held.touch()
+    args = steady(tmp_path / "run", task__args__calls=step, task__args__held_while=held)
+    job = cluster.sbatch("torchrun", output, args, ranks=1)
+    cluster.wait_for_step(tmp_path / "run", step, output)
+    other = cluster.preempt_held(held, output)
     assert cluster.wait(job, output) == "COMPLETED", read(output)
     assert cluster.field(job, "Restarts") == "1", read(output)
     assert cluster.field(other, "JobState") == "COMPLETED"
