@@ -15,6 +15,8 @@ from tests.guard import MARK
 from tests.launch.jobs import REPO, environment, losses
 
 SCRIPT = Path(__file__).with_name("cluster.sh")
+KILL_WAIT_S = 30
+"""The cluster's KillWait, for all tests that set no other."""
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
 
 

@@ -107,7 +107,8 @@ SlurmdTimeout=10
 SlurmctldTimeout=10
 MessageTimeout=10
 TCPTimeout=2
-KillWait=10
+# Slurm's default: a rank that does not get the CPU for a while still saves within it
+KillWait=30
 UnkillableStepTimeout=20
 InactiveLimit=0
 MinJobAge=86400

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm import moments
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import KILL_WAIT_S, Cluster
 from tests.slurm.moments import Draw
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -48,5 +48,8 @@ def test_a_fault_at_its_moment_ends_as_it_may(
     drawn: Draw, outcome: str, cluster: Cluster, whole: dict[str, dict[int, float]], tmp_path: Path
 ) -> None:
     moments.set_kill_wait(cluster, drawn.kill_wait_s)
-    played = moments.play(drawn, cluster, tmp_path, whole.__getitem__)
+    try:
+        played = moments.play(drawn, cluster, tmp_path, whole.__getitem__)
+    finally:
+        moments.set_kill_wait(cluster, KILL_WAIT_S)
     assert re.fullmatch(outcome, played), played
