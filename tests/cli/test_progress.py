@@ -8,7 +8,9 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +38,8 @@ JOBS: dict[str, tuple[dict[str, Any], str, float]] = {
 """Of each file: the job, its verdict, and the CPU seconds in which it comes."""
 
 
-def test_a_quick_command_says_nothing() -> None:
+def test_a_quick_command_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST_S", 1000.0)  # however long this process waits for the CPU
     lines: list[str] = []
     with Waiting("tracing", lines.append):
         pass
@@ -44,6 +47,8 @@ def test_a_quick_command_says_nothing() -> None:
 
 
 def test_a_slow_command_says_what_it_does_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
     monkeypatch.setattr(progress, "EVERY_S", 0.01)
     lines: list[str] = []
@@ -55,9 +60,10 @@ def test_a_slow_command_says_what_it_does_and_for_how_long(monkeypatch: pytest.M
 
     with Waiting("tracing", say) as waiting:
         assert first.wait(30)
+        now += 61
         waiting.now("planning changes")
         assert later.wait(30)
-    assert lines[0] == "tracing (0 s)"
+    assert lines[0] == "tracing (0 s)" and lines[-1] == "planning changes (61 s)"
 
 
 @pytest.mark.slow
@@ -75,18 +81,18 @@ def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(n
         "plan", "--from", "job.json", "--model", "model", "--gpus", "8", "--gpu", "h100", "train.seq_len=2048",
         "--no-advice",
     ]  # fmt: skip
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     process = subprocess.run(
         [sys.executable, "-m", "shardkit.cli", *plan], cwd=tmp_path, env=environment(), capture_output=True, text=True,
         timeout=380,
     )  # fmt: skip
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    after, took = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - began
     assert process.returncode == {"fits": 0, "does not fit": 4}[verdict], process.stderr
     assert f"verdict    {verdict}" in process.stdout
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < cpu_s
     first, *_ = process.stderr.splitlines()
     assert first.startswith("planning job.json: tracing one step of the whole model (")
-    assert int(first.rpartition("(")[2].split()[0]) < 5
+    assert int(first.rpartition("(")[2].split()[0]) < took / 2
     looks = [line for line in process.stderr.splitlines() if line.startswith("first look")]
     assert len(looks) == (name == "trainer"), "ZeRO's buckets span layers: a rough trace would be far off"
     if looks:
