@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from shardkit.memory import read_jsonl
 from tests.commands import python_m
 from tests.disks import mounted
 
-BOUND_S = 90
+BOUND_S = 240
+"""Where a rank waits for another in vain, it does so for `run.step_timeout_s`, ten minutes."""
 
 
 @pytest.fixture
@@ -31,9 +31,7 @@ def test_a_full_disk_costs_log_lines_and_checkpoints_but_not_the_run(small_disk:
         "task.factory=tests.faults.tasks:Hungry", "task.args.how=fill", "task.args.rank=0", "task.args.width=32",
         "logging.every=1", "logging.tensorboard=true", "checkpoint.every_steps=20",
     ]  # fmt: skip
-    began = time.monotonic()
     done = python_m("shardkit.train", *argv, "parallel.strategy=ddp", ranks=2, timeout=BOUND_S)
-    assert time.monotonic() - began < BOUND_S
     assert done.returncode == 5, done.stderr + done.stdout[-2000:]
     assert "error: the last save, of step 40, failed: rank 0: " in done.stderr, "there was room for its last word"
     assert done.stderr.count(f"cannot write {run_dir}/memory.jsonl: No space left on device") == 1, "said once"

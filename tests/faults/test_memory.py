@@ -16,7 +16,8 @@ import pytest
 from tests.launch.jobs import REPO, command, environment, run
 
 MIB = 2**20
-BOUND_S = 90  # on a slow machine: starting two ranks takes most of it
+BOUND_S = 240
+"""Where a rank waits for another in vain, it does so for `run.step_timeout_s`, ten minutes."""
 _CGROUP = Path("/sys/fs/cgroup/memory")  # version 1; under version 2 /sys/fs/cgroup itself
 
 
@@ -44,7 +45,6 @@ def test_one_rank_out_of_memory_ends_the_job_with_its_name_and_what_would_help(t
     (run_dir / "oom").mkdir(parents=True)
     (run_dir / ".shardkit").mkdir()  # of an earlier start
     (run_dir / "oom/rank0.json").write_text(json.dumps(stale))
-    began = time.monotonic()
     argv = settings(run_dir, "forward", "memory.cap=64MiB", f"task.args.n_bytes={65 * MIB}", "memory.interval=1")
     done = run(command("--nproc-per-node", "2", "--max-restarts", "3", *argv), timeout=BOUND_S, code=3)
     assert (
@@ -57,7 +57,6 @@ def test_one_rank_out_of_memory_ends_the_job_with_its_name_and_what_would_help(t
     assert "1 other rank(s) ended because of it: 0" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (run_dir / "logs/restarts.jsonl").exists(), "it would ask for the same again"
-    assert time.monotonic() - began < BOUND_S
     found = post_mortem(run_dir)
     assert (found["rank"], found["phase"], found["step"], found["module"]) == (1, "forward", 3, "2")
     assert found["request"] == 65 * MIB and found["memory"]["limit"] == 64 * MIB
@@ -129,7 +128,6 @@ def test_what_the_kernel_kills_for_want_of_memory_has_left_word(cgroup: Path, tm
     more = [f"task.args.n_bytes={100 * MIB}", "train.max_steps=200", "memory.interval=1", "memory.host_warn=0.7"]
     argv = command("--nproc-per-node", "2", *settings(tmp_path / "run", "host", *more))
     shell = f'echo $$ > {cgroup}/cgroup.procs; exec "$@"'
-    began = time.monotonic()
     done = subprocess.run(
         ["bash", "-c", shell, "bash", *argv],
         cwd=REPO,
@@ -143,5 +141,4 @@ def test_what_the_kernel_kills_for_want_of_memory_has_left_word(cgroup: Path, tm
     assert "host memory is almost used up on" in done.stderr and "rank 1 holds most" in done.stderr
     assert "of 2.0 GiB on" in done.stderr and "; rank 1 held" in done.stderr
     assert post_mortem(tmp_path / "run")["kind"] == "host-risk"
-    assert time.monotonic() - began < BOUND_S
     assert len(whole_lines(tmp_path / "run/metrics.jsonl")) == len(whole_lines(tmp_path / "run/memory.jsonl")) > 2
