@@ -21,7 +21,7 @@ from shardkit.run.watchdog import Watchdog
 class Troubled:
     """A linear model; after `calls` losses rank `rank` does `how`, in the first attempt only.
 
-    Every loss takes 50 ms with how=wait, or as long as the file `slow_while` is there. With how=wait, losses after
+    Every loss takes 50 ms with how=wait, or as long as the file `slow_while` is there. Losses after
     `calls` wait as long as the file `held_while` is there.
     """
 

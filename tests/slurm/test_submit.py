@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ pytestmark = [pytest.mark.slurm, pytest.mark.dist]
 
 def test_submit_queues_shows_follows(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / 'my "run" $(touch hacked) it\'s %j 100%'
-    args = ["configs/ddp.yaml", *settings(folder, model__n_heads=4), "--nodes=2", "--gpus-per-node=0"]
+    held = tmp_path / "held"
+    held.touch()
+    run = settings(folder, model__n_heads=4, task__args__held_while=held)
+    args = ["configs/ddp.yaml", *run, "--nodes=2", "--gpus-per-node=0"]
     args += ["--ranks-per-node=1", "--cpus-per-task=2", "--style=srun", "--name", 'a "name" $(id)']
     process = cluster.shardkit("submit", *args)
     assert process.returncode == 0, process.stderr
@@ -22,7 +26,8 @@ def test_submit_queues_shows_follows(cluster: Cluster, tmp_path: Path) -> None:
     assert f"{folder}/logs/slurm-{job}.out" in process.stdout and "warning" not in process.stderr
     listed = cluster.shardkit("jobs").stdout
     assert str(folder) in listed and job in listed
-    followed = cluster.shardkit("logs", "-f", job)
+    held.unlink()
+    followed = cluster.run(sys.executable, "-m", "shardkit.cli", "logs", "-f", job, timeout=240)  # until the job ends
     assert "files written:" in followed.stdout and "step 6/6" in followed.stdout, followed
     assert cluster.field(job, "JobState") == "COMPLETED"
     assert {p.name for p in (folder / "submit/1").iterdir()} >= {"config.yaml", "job.sbatch", "code.json", "job_id"}
