@@ -103,10 +103,10 @@ class Uneven(Troubled):
 
 
 class SlowToSave(Troubled):
-    """Saves take 35 s as long as the file `slow_while` is there; steps take 50 ms with how=wait."""
+    """Saves take 35 s and steps 50 ms as long as the file `slow_while` is there."""
 
     def __init__(self, config: Any, how: str, slow_while: str, rank: int = 1, calls: int = 3) -> None:
-        super().__init__(config, how, rank, calls)
+        super().__init__(config, how, rank, calls, slow_while)
         write_file = writer.write_file
 
         def write_slowly(path: Path, tensors: Any) -> Any:

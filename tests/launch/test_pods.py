@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 import yaml
 
 from shardkit.launch.cluster import choose
+from shardkit.launch.local.rendezvous import ReservedPort
 from shardkit.launch.spec import JobSpec, KubernetesOptions
 from tests.commands import python_m
 from tests.launch.jobs import REPO, environment, losses, settings
@@ -147,12 +147,13 @@ def test_two_preempted_pods_save_longer_than_torchruns_patience_and_go_on(tmp_pa
     """The manifest's own command in each pod. The first start's save takes 35 s: torchrun kills 30 s after SIGTERM."""
     run_dir, slow_save = tmp_path / "run", tmp_path / "slow"
     overrides = settings(
-        run_dir, "wait", train__max_steps=150, run__overwrite="true", task__factory="tests.launch.tasks:SlowToSave",
+        run_dir, train__max_steps=1000, run__overwrite="true", task__factory="tests.launch.tasks:SlowToSave",
         task__args__slow_while=slow_save,
     )  # fmt: skip
     spec = replace(SPEC, overrides=tuple(overrides), grace_s=90, run_dir=str(run_dir))
     slow_save.touch()
-    first = [start_pod(spec, index, 0, port) for port in [free_port()] for index in (0, 1)]
+    reserved = ReservedPort()  # nobody else is given it, and the first pod can still take it
+    first = [start_pod(spec, index, 0, reserved.port) for index in (0, 1)]
     try:
         wait_for_step(run_dir, 5, first)
         first[1].send_signal(signal.SIGTERM)  # the kubelet ends one pod
@@ -165,19 +166,15 @@ def test_two_preempted_pods_save_longer_than_torchruns_patience_and_go_on(tmp_pa
     assert len(list(run_dir.glob("logs/*-node[01]-*/torchrun.log"))) == 2, "an overwrite leaves every node's logs"
     saved = max(losses(run_dir))
     slow_save.unlink()
-    second = [start_pod(spec, index, 1, port) for port in [free_port()] for index in (0, 1)]
+    second = [start_pod(spec, index, 1, reserved.port) for index in (0, 1)]
     try:
         said = [pod.communicate(timeout=150)[0] for pod in second]
     finally:
         end(second)
+        reserved.close()
     assert [pod.returncode for pod in second] == [0, 0], said
     assert f"resuming from {run_dir}/checkpoints/step_{saved:08d}" in said[0]
-    assert sorted(losses(run_dir)) == list(range(1, 151))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    assert sorted(losses(run_dir)) == list(range(1, 1001))
 
 
 def start_pod(spec: JobSpec, index: int, attempt: int, port: int) -> subprocess.Popen[str]:
