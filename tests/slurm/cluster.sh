@@ -37,7 +37,7 @@ spawn() { # NAME PROGRAM ARGS...: a daemon in the foreground, so that its pid is
   shift
   setsid nohup "$@" </dev/null >>"log/$name.out" 2>&1 &
   echo $! >"pids/$name"
-  for i in $(seq 500); do # on a busy machine it is still a shell, `setsid` or `nohup` for a while
+  for i in $(seq 6000); do # on a busy machine it is still a shell, `setsid` or `nohup` for a while
     alive "$name" && return 0
     grep -qE '^State:[[:space:]]+[^Z]' "/proc/$!/status" 2>/dev/null || return 0
     sleep 0.01
@@ -129,8 +129,8 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=60 PriorityTier=10 Pre
 CONF
 }
 
-wait_up() { # NODES
-  local nodes=$1 deadline=$((SECONDS + 20)) states= i
+wait_up() { # NODES: until they are idle or a daemon has ended; a busy machine may leave one without the CPU for long
+  local nodes=$1 deadline=$((SECONDS + 120)) states= i
   while [ $SECONDS -lt $deadline ]; do
     alive slurmctld || fail "slurmctld has ended: $(tail -n 3 log/slurmctld.out log/slurmctld.log)"
     for i in $(seq "$nodes"); do alive "n$i" || fail "slurmd of n$i has ended: $(tail -n 3 "log/n$i.out")"; done
@@ -153,7 +153,7 @@ start() { # DIR NODES
   (umask 077 && head -c 128 /dev/urandom >munge.key)
   spawn munged munged --foreground --force --num-threads=2 --key-file="$PWD/munge.key" --socket="$PWD/munge.sock" \
     --pid-file="$PWD/munged.pid" --log-file="$PWD/log/munged.log" --seed-file="$PWD/munged.seed"
-  for i in $(seq 100); do [ -S munge.sock ] && break || sleep 0.05; done
+  for i in $(seq 1200); do [ -S munge.sock ] && break || sleep 0.05; done
   spawn slurmctld slurmctld -D
   for i in $(seq "$nodes"); do
     mkdir -p "spool/n$i"
@@ -226,7 +226,7 @@ start_node() { # DIR NODE: a node that died comes back
 
 wait_idle() { # NODE
   local i
-  for i in $(seq 200); do
+  for i in $(seq 1200); do
     [ "$(timeout 3 sinfo -h -N -n "$1" -p batch -o '%t' 2>&1 || true)" = idle ] && return 0
     sleep 0.1
   done
