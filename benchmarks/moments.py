@@ -61,7 +61,7 @@ class Campaign:
             folder.mkdir()
             self._whole[strategy] = moments.undisturbed(self.cluster, folder, strategy)
         for kill_wait_s in sorted({drawn.kill_wait_s for drawn in draws}):
-            moments.set_kill_wait(self.cluster, kill_wait_s)
+            self.cluster.set_kill_wait(kill_wait_s)
             with ThreadPoolExecutor(jobs) as pool:
                 timed = [drawn for drawn in draws if drawn.kill_wait_s == kill_wait_s]
                 list(pool.map(self._play, [drawn for drawn in timed if drawn.fault != "nodes"]))

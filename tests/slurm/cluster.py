@@ -65,6 +65,12 @@ class Cluster:
         assert match is not None, name
         return match[1]
 
+    def set_kill_wait(self, seconds: int) -> None:
+        """Change KillWait of the running cluster."""
+        path = self.folder / "slurm.conf"
+        path.write_text(re.sub(r"^KillWait=\d+", f"KillWait={seconds}", path.read_text(), flags=re.MULTILINE))
+        self.call("scontrol", "reconfigure")
+
     def preempt(self) -> str:
         """Run a job of partition `high` on all nodes for a moment; its id."""
         options = ["-p", "high", "--nodes=2", "--exclusive", "-o", "/dev/null", "--wrap=true"]

@@ -290,11 +290,15 @@ def stop(played: Played) -> str:
 
 def processes(played: Played) -> str:
     """A step's processes on the second node die, its slurmd lives on: the job is queued again, and loses nothing."""
-    drawn, cluster = played.draw, played.cluster
-    played.queue(checkpoint__every_steps=30, task__args__save_s=0.2 * drawn.save_s, task__args__pace=0.02)
+    drawn, cluster, go_file = played.draw, played.cluster, played.folder / "go"
+    played.queue(
+        checkpoint__every_steps=30, task__args__save_s=0.2 * drawn.save_s, task__args__pace=0.02,
+        task__args__go_file=go_file,
+    )  # fmt: skip
     played.until(lambda: (played.run_dir / "checkpoints/latest").exists())
     time.sleep(drawn.at)
     cluster.call("bash", str(SCRIPT), "kill-steps", str(cluster.folder), "n2", played.job)
+    go_file.touch()
     assert played.ended(480) == "COMPLETED", played.say()
     assert cluster.field(played.job, "Restarts") == "1", played.say()
     assert reasons(played.run_dir) == ["processes on n2 died without a word (rank 1)", "done"], played.say()
@@ -436,13 +440,6 @@ FAULTS: dict[str, tuple[Callable[[Played], str], tuple[str, ...]]] = {
     "nodes": (nodes, ("interpreter", "torch", "run", "checkpoints")),
 }
 """Fault → what plays it, the moments that it is aimed at."""
-
-
-def set_kill_wait(cluster: Cluster, seconds: int) -> None:
-    """Change KillWait of the running cluster."""
-    path = cluster.folder / "slurm.conf"
-    path.write_text(re.sub(r"^KillWait=\d+", f"KillWait={seconds}", path.read_text(), flags=re.MULTILINE))
-    cluster.call("scontrol", "reconfigure")
 
 
 def record(drawn: Draw, outcome: str | None, problem: str | None, seconds: float) -> str:

@@ -47,9 +47,9 @@ DRAWS = [
 def test_a_fault_at_its_moment_ends_as_it_may(
     drawn: Draw, outcome: str, cluster: Cluster, whole: dict[str, dict[int, float]], tmp_path: Path
 ) -> None:
-    moments.set_kill_wait(cluster, drawn.kill_wait_s)
+    cluster.set_kill_wait(drawn.kill_wait_s)
     try:
         played = moments.play(drawn, cluster, tmp_path, whole.__getitem__)
     finally:
-        moments.set_kill_wait(cluster, KILL_WAIT_S)
+        cluster.set_kill_wait(KILL_WAIT_S)
     assert re.fullmatch(outcome, played), played
