@@ -127,7 +127,7 @@ class FakePlanner:
 class StuckPlanner(FakePlanner):
     """Never answers the second question; `stop` ends the wait, as killing its process does."""
 
-    asked = itertools.count()
+    asked, is_stuck = itertools.count(), threading.Event()
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -135,6 +135,7 @@ class StuckPlanner(FakePlanner):
 
     def predict(self, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
         if next(self.asked) > 0:
+            self.is_stuck.set()
             assert self.stopped.wait(60), "nobody stopped it"
             raise ShardkitError("the planning process was ended", "")
         return super().predict(config, timed=timed, rough=rough)
@@ -158,7 +159,7 @@ def cut_short(monkeypatch: pytest.MonkeyPatch, told: Callable[[str], None], budg
     """A search whose first trace is answered, and no other."""
     monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
     StuckPlanner.costs = dict.fromkeys(KEYS, (1.0, 0.1, 0.0, 0.01))
-    StuckPlanner.asked = itertools.count()
+    StuckPlanner.asked, StuckPlanner.is_stuck = itertools.count(), threading.Event()
     monkeypatch.setattr(searching, "Planner", StuckPlanner)
     with Search(load_fours, target(), {*FIXED, "train.micro_batch_size"}, None, told, budget) as search:
         return search.run()
@@ -192,9 +193,17 @@ def test_before_anything_was_found_ctrl_c_is_ctrl_c(monkeypatch: pytest.MonkeyPa
 
 def test_when_its_time_is_over_a_search_answers_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    found = cut_short(monkeypatch, said.append, 2.0)
-    assert (found.stopped, len(found.left_out), found.best.combination.engine) == ("out of time after 2 s", 19, "ddp")
-    assert " s for the rest; the search ends within " in said[0]
+    now = [0.0]
+
+    def told(line: str) -> None:
+        said.append(line)
+        assert StuckPlanner.is_stuck.wait(60)
+        now[0] = 119.9
+
+    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    found = cut_short(monkeypatch, told, 120.0)
+    assert (found.stopped, len(found.left_out), found.best.combination.engine) == ("out of time after 120 s", 19, "ddp")
+    assert " s for the rest; the search ends within 120 s" in said[0]
 
 
 def test_rough_traces_leave_time_for_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,9 +319,17 @@ def test_a_best_that_is_certain_is_not_out_of_time(monkeypatch: pytest.MonkeyPat
                 assert self.stopped.wait(60), "nobody stopped it"
             return FakePlanner.predict(self, config, timed=timed, rough=rough)
 
+    now = [0.0]
+
+    def told(line: str) -> None:
+        if " exactly, " in line:
+            now[0] = 119.9
+
     FakePlanner.costs = dict.fromkeys(KEYS, (1.0, 1.0, 0.01, 0.01))
     monkeypatch.setattr(searching, "Planner", NoSmallOnes)
-    with Search(load, target(), FIXED, 0.05, lambda said: None, 3.0) as search:
+    monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with Search(load, target(), FIXED, 0.05, told, 120.0) as search:
         found = search.run()
     assert (found.stopped, found.left_out, found.best.micro_batch) == ("", (), 8)
 
