@@ -6,7 +6,9 @@ import json
 import os
 import re
 import signal
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,5 +42,20 @@ class Counting(CausalLM):
             stream.write(json.dumps([int(re.findall(r"ask (\d+) ", text)[0]) for text in texts]) + "\n")
         self.calls += 1
         if self.rank == 0 and self.calls == self.ends_at:
-            os.kill(os.getppid() if self.by == "TERM" else os.getpid(), getattr(signal, f"SIG{self.by}"))
+            interrupt_by_torchrun() if self.by == "TERM" else os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
+
+
+def interrupt_by_torchrun() -> None:
+    """Send SIGTERM to torchrun, and wait for the one that it sends: the job could end before torchrun gets the CPU."""
+    handler, comes_back = signal.getsignal(signal.SIGTERM), threading.Event()
+    assert callable(handler), "the run listens"
+
+    def note(number: int, frame: FrameType | None) -> None:
+        handler(number, frame)
+        comes_back.set()
+
+    signal.signal(signal.SIGTERM, note)
+    os.kill(os.getppid(), signal.SIGTERM)
+    assert comes_back.wait(100)
+    signal.signal(signal.SIGTERM, handler)
