@@ -17,10 +17,11 @@ from tests.ranks import _context, _end, _Job, _main
 
 from .engines import LeaveGroups, Payload, Report
 
-PREPARED_IN_S, GRACE_S, LEFT_IN_S = 300.0, 5.0, 20.0
+PREPARED_IN_S, GRACE_S, LEFT_IN_S = 300.0, 30.0, 60.0
 """Longest wait beyond a payload's limit for processes that start and for DeepSpeed's CPU optimizer, which is compiled
 when it is first used; the wait for the other ranks once one rank has failed; and for ranks to leave a payload's
-process groups."""
+process groups. A busy machine may leave a rank waiting for many seconds before it says that it refuses, as the others
+do, or that it has left."""
 
 
 class Pool:
