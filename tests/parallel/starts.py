@@ -9,7 +9,7 @@ import shardkit
 from shardkit.config.load import load_config
 from tests.strategies import cases
 
-RUN = {"run.device": "cpu", "run.init_timeout_s": 60}
+RUN = {"run.device": "cpu", "run.init_timeout_s": 240}
 
 
 def main() -> None:
