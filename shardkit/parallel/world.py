@@ -28,7 +28,7 @@ from . import compat
 from .compat import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 _PATIENCE_S = 10.0
-"""Seconds to wait for an answer from the address that rank 0 published."""
+"""Seconds to wait for an answer from the address that rank 0 published, before a newer one is looked for."""
 
 
 @dataclass(frozen=True)
@@ -290,15 +290,10 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Sto
         rendezvous.publish(path, f"{host} {store.port} {word}")
         return store
     deadline = time.monotonic() + timeout.total_seconds()
-    elsewhere: set[str] = set()
+    silent: dict[str, list[Store]] = {}
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError):
-            address = path.read_text()
-            try:
-                reached = None if address in elsewhere else _reached(address, timeout)
-            except TimeoutError:
-                elsewhere.add(address)
-                continue
+            reached = _reached(path.read_text(), timeout, silent)
             if reached is not None:
                 return reached
         time.sleep(0.1)
@@ -308,14 +303,18 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Sto
     )
 
 
-def _reached(address: str, timeout: timedelta) -> Store | None:
-    """The store at an address `HOST PORT WORD`; None if no server listens there, or it does not know the word.
+def _reached(address: str, timeout: timedelta, silent: dict[str, list[Store]]) -> Store | None:
+    """The store at an address `HOST PORT WORD`; None if no server listens there, or none has answered that knows the
+    word.
 
     A thread asks, because a TCPStore client would wait forever for the answer of a server of another kind.
 
-    Raises:
-        TimeoutError: a server listens there but does not answer.
+    Args:
+        silent: addresses whose servers did not answer at once, each with the store that comes late: rank 0's, if its
+            machine is busy. They are not asked again.
     """
+    if address in silent:
+        return silent[address][0] if silent[address] else None
     stores: list[Store] = []
 
     def ask() -> None:
@@ -334,7 +333,7 @@ def _reached(address: str, timeout: timedelta) -> Store | None:
     asking.start()
     asking.join(_PATIENCE_S)
     if asking.is_alive():
-        raise TimeoutError
+        silent[address] = stores
     return stores[0] if stores else None
 
 
