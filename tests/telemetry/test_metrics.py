@@ -6,6 +6,8 @@ import errno
 import sys
 import time
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,7 +65,8 @@ def test_tensorboard_gets_quick_steps_together_each_with_its_own_time(
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr(metrics, "BOARD_S", 1.0)
+    now = 1e9
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(time=lambda: now, perf_counter=lambda: now))
     writer = MetricsWriter(tmp_path, tensorboard=True)
     handed: list[int] = []
     writer.write({"step": 1, "loss": 1.0})
@@ -71,20 +74,20 @@ def test_tensorboard_gets_quick_steps_together_each_with_its_own_time(
     writer.write({"step": 2, "loss": 0.5})
     add = writer._board.file_writer.add_summary
     writer._board.file_writer.add_summary = lambda *event: (handed.append(event[1]), add(*event))
-    began = time.time()
+    began = now
     for step in range(3, 13):
+        now += metrics.BOARD_S / 16
         writer.write({"step": step, "loss": 1.0 / step})
-        time.sleep(0.01)
     assert handed == []
-    time.sleep(metrics.BOARD_S)
+    now = began + metrics.BOARD_S
     writer.write({"step": 13, "loss": 0.0})
     assert handed == list(range(3, 14))
     writer.close()
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     losses = board.Scalars("train/loss")
     assert [event.step for event in losses] == list(range(1, 14))
-    times = [event.wall_time - began for event in losses[2:]]
-    assert times == sorted(times) and times[9] < metrics.BOARD_S / 2 and times[10] >= metrics.BOARD_S
+    times = [event.wall_time - began for event in losses]
+    assert times == [0.0, 0.0, *(metrics.BOARD_S * share / 16 for share in range(1, 11)), metrics.BOARD_S]
 
 
 def test_a_save_finds_every_step_before_it_on_disk(tmp_path: Path) -> None:
@@ -139,10 +142,12 @@ def test_a_large_world_has_no_series_per_rank(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, tensorboard=True)
     rows = [gpu_row(rank, 2**30) for rank in range(64)]
     writer.write_memory(1, rows)
-    began = time.thread_time()
+    spent = []
     for step in range(2, 22):
+        began = time.thread_time()
         writer.write_memory(step, rows)
-    assert (time.thread_time() - began) / 20 < 0.02  # a few ms each, at gathers only
+        spent.append(time.thread_time() - began)
+    assert median(spent) < 0.02, "a few ms each, at gathers only; garbage may be collected in one of them"
     writer.close()
     assert b"memory_of_rank" not in next((tmp_path / "tensorboard").iterdir()).read_bytes()
 

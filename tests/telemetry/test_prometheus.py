@@ -30,7 +30,7 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client")
 
 def scrape(url: str) -> dict[tuple[str, str], float]:
     """(metric, labels as they stand) → value; every metric must have its HELP and TYPE before it."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         text = answer.read().decode()
     assert text.endswith("\n")
