@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from . import ranks as rank_processes
 from .ranks import LEAKS, REPO, _context, _die_with_parent, _end, _wait
 
 
@@ -69,7 +70,7 @@ def python_m(
                 given = (module, argv, str(cwd), environment({**own, **(env or {})}), f"{folder}/{rank}")
                 processes.append(_context(None, False).Process(target=_main, args=given))
                 processes[-1].start()
-            deadline = time.monotonic() + timeout
+            deadline = time.monotonic() + timeout * rank_processes.patience
             _wait(processes, deadline)
             if any(process.exitcode for process in processes):  # torchrun would end the others; let them say why
                 for process in processes:

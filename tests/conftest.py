@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import order, touched, zero_ops
+from tests import order, ranks, touched, zero_ops
 from tests.guard import MARK, nothing_left
 
 # Workers side by side share the cores: two threads each would wait for one another at every operator.
@@ -25,7 +25,7 @@ zero_ops.set_folder()
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 SLOW_HOST = 2.5
-"""How much longer than its time limit a slow test may take: hosts of CI differ by so much in a day."""
+"""How much longer than its time limit a slow test may take, and its ranks: hosts of CI differ by so much in a day."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             limit = item.get_closest_marker("timeout")
             seconds = float(config.getini("timeout")) if limit is None else limit.args[0]
             item.add_marker(pytest.mark.timeout(SLOW_HOST * seconds), append=False)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of modules, which start ranks too
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    ranks.patience = SLOW_HOST if item.get_closest_marker("slow") is not None else 1.0
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -27,6 +27,12 @@ from typing import Any, NamedTuple
 REPO = Path(__file__).resolve().parent.parent
 LEAKS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_")
 """Prefixes of variables that would tell a rank that it runs under another launcher."""
+STACK = getattr(signal, "SIGRTMAX", signal.SIGUSR1)
+"""The signal for which a rank writes where it stands."""
+STACK_S = 30.0
+"""How long a rank that a busy machine leaves waiting has to write it."""
+patience = 1.0
+"""How much longer than they are given ranks and commands may take: slow tests have more time than they say."""
 
 
 class RankError(AssertionError):
@@ -63,7 +69,7 @@ def run_ranks(
     Raises:
         RankError: with the first failing rank's traceback, or where each unfinished rank stood at the timeout.
     """
-    context = _context(env, gpu)
+    context, timeout = _context(env, gpu), timeout * patience
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = _Job(world, target, timeout, env or {}, init_group, gpu, kwargs, folder)
         ranks: list[BaseProcess] = [context.Process(target=_main, args=(rank, job)) for rank in range(world)]
@@ -74,6 +80,8 @@ def run_ranks(
                 started.append(process)
             _wait(started, time.monotonic() + timeout)
             exits = [process.exitcode for process in started]  # None: still running, and killed below
+            if not any(exits):
+                _ask_for_stacks([process for process in started if process.exitcode is None], Path(folder))
         finally:
             for process in started:
                 _end(process)
@@ -96,17 +104,24 @@ def _wait(ranks: list[BaseProcess], deadline: float) -> None:
     """Return when all ranks ended well, when one failed, or at the deadline.
 
     The exit code of each rank that ended is known then: the server of ranks may be late to tell one of them, and a rank
-    that crashed would be taken for one that still runs.
+    that crashed would be taken for one that still runs. After a failure the others have half a second to end: a rank
+    that crashes closes its connections, by which its peers fail, before it has ended.
     """
     has_failed = False
     with contextlib.ExitStack() as opened:
         pending = {_exit_handle(process, opened): process for process in ranks}
         while pending and not has_failed and (left := deadline - time.monotonic()) > 0:
-            for handle in connection.wait(list(pending), timeout=left):
-                assert isinstance(handle, int)
-                process = pending.pop(handle)
-                process.join()
-                has_failed = has_failed or bool(process.exitcode)
+            has_failed = any(_ended(pending, left))
+        if has_failed:
+            _ended(pending, 0.5)
+
+
+def _ended(pending: dict[int, BaseProcess], timeout: float) -> list[int | None]:
+    """Exit codes of the ranks that end next, which are pending no longer."""
+    processes = [pending.pop(handle) for handle in connection.wait(list(pending), timeout=timeout)]  # type: ignore[arg-type]
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
 
 
 def _exit_handle(process: BaseProcess, opened: contextlib.ExitStack) -> int:
@@ -120,6 +135,19 @@ def _exit_handle(process: BaseProcess, opened: contextlib.ExitStack) -> int:
         return process.sentinel
     opened.callback(os.close, handle)
     return handle
+
+
+def _ask_for_stacks(ranks: list[BaseProcess], folder: Path) -> None:
+    """Let ranks that did not end in time write where they stand, and wait until they have."""
+    sizes, deadline = [-1], time.monotonic() + STACK_S
+    for process in ranks:
+        if process.is_alive():
+            os.kill(process.pid, STACK)  # type: ignore[arg-type]
+    while ranks and time.monotonic() < deadline:
+        time.sleep(0.2)
+        before, sizes = sizes, [path.stat().st_size for path in folder.glob("*.stack")]
+        if sizes == before and sum(size > 0 for size in sizes) >= len(ranks):
+            break
 
 
 def _end(process: BaseProcess) -> None:
@@ -143,7 +171,9 @@ def _collect(folder: Path, exits: list[int | None], timeout: float) -> list[Any]
         raise RankError(rank, f"rank {rank} of {world} failed:\n{text}") from _unpickled(pickled)
     running = [rank for rank, code in enumerate(exits) if code is None]
     if running:
-        stacks = "\n".join(f"rank {rank}:\n{(folder / f'{rank}.stack').read_text()}" for rank in running)
+        files = {rank: folder / f"{rank}.stack" for rank in running}
+        told = {rank: file.read_text() if file.exists() else "not started" for rank, file in files.items()}
+        stacks = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in told.items())
         raise RankError(running[0], f"ranks {running} of {world} did not end within {timeout} s\n{stacks}")
     return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world)]
 
@@ -176,7 +206,7 @@ def _main(rank: int, job: _Job) -> None:
     os.setsid()
     _die_with_parent()
     with open(f"{folder}/{rank}.stack", "w") as stack:
-        faulthandler.dump_traceback_later(job.timeout * 0.9, repeat=True, file=stack)  # what a hung rank was doing
+        faulthandler.register(STACK, file=stack)
         try:
             result = _call(rank, *job)
             _write(f"{folder}/{rank}.result", pickle.dumps(result))
@@ -189,7 +219,7 @@ def _main(rank: int, job: _Job) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # no teardown that could wait for the other ranks
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(STACK)
 
 
 def _call(
