@@ -22,6 +22,9 @@ REPO = Path(__file__).resolve().parent.parent
 GRACE_S = 30.0
 """For threads and processes that were told to end and have not got there yet: a busy machine may leave one waiting for
 many seconds. Nobody waits where nothing is left."""
+START_S = 20.0
+"""Beyond that for a process that begins a program, which Linux shows without variables until it has: on a busy machine
+it may be left waiting there."""
 OWN_VARIABLES = ("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 """How those begin that pytest sets for each test, DeepSpeed when it is imported, and torch's compiler for itself."""
 OWN_THREADS = {"tqdm_monitor"}
@@ -152,7 +155,8 @@ def _wait_for(before: set[int], new: set[int], deadline: float) -> dict[int, str
     while True:
         is_tests = {pid: _is_tests(pid, before) for pid in new}
         running = {pid: _command_line(pid) for pid, started_here in is_tests.items() if started_here}
-        if time.monotonic() >= deadline or not (running or None in is_tests.values()):
+        begins = None in is_tests.values()
+        if not (running or begins) or time.monotonic() >= deadline + (START_S if begins else 0.0):
             return running
         time.sleep(0.02)
 

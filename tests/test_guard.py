@@ -108,7 +108,7 @@ def test_an_orphan_in_the_middle_of_its_start_is_waited_for(monkeypatch: pytest.
 
     read = guard._variables
     monkeypatch.setattr(guard, "_variables", variables)
-    monkeypatch.setattr(guard, "GRACE_S", 2.0)
+    monkeypatch.setattr(guard, "GRACE_S", 0.0)
     with pytest.raises(AssertionError, match=r"this test leaves behind process \d+: sleep 60"), guard.nothing_left():
         orphan()
 
