@@ -95,7 +95,15 @@ class Team:
             store.set(str(self.rank), pickle.dumps(part))  # type: ignore[arg-type]
             for rank in self.live:
                 parts[rank] = pickle.loads(store.get(str(rank)))
+            self._outlast_readers(store)
         return [parts[self.stand_in(rank)] for rank in range(len(self.ranks))]
+
+    def _outlast_readers(self, store: Meeting) -> None:
+        """Let the rank that serves the store go on, and perhaps end, only when all members have read the parts."""
+        if dist.get_rank() == self.live_ranks[0]:
+            store.wait([f"read by {rank}" for rank in self.live if rank != self.rank])
+        else:
+            store.set(f"read by {self.rank}", "")
 
     def peer(self, arguments: Mapping[str, Any], role: str, default: int | None = None) -> int | None:
         """The rank in the group that a call names by `src` or `dst`, or by `group_src` or `group_dst`."""
