@@ -66,7 +66,7 @@ def test_the_first_rank_that_fails_ends_the_start(code: str, expected: int, tmp_
 
 
 TALK = """
-import os, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 import shardkit_pretended
 live = [int(rank) for rank in os.environ["SHARDKIT_REHEARSAL_LIVE"].split(",")]
 shardkit_pretended.attach(live)
@@ -113,28 +113,31 @@ if rank == 2:
         dist.all_to_all_single(torch.ones(2), torch.ones(2), group=pair)
     except shardkit_pretended.PretendedRankError as error:
         print(error)
+    read = shardkit_pretended.Meeting.get  # late, while rank 0, which serves the store, has nothing more to do
+    shardkit_pretended.Meeting.get = lambda *args: time.sleep(1) or read(*args)
 dist.barrier()
 """
 
 
 def live_ranks(program: str, live: str) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each live rank of four, over gloo."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {
-        **os.environ, "PYTHONPATH": str(INJECT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "WORLD_SIZE": "4", "SHARDKIT_REHEARSAL_LIVE": live, "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    env.pop("SHARDKIT_REHEARSAL", None)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program], env={**env, "RANK": rank}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in live.split(",")
-    ]  # fmt: skip
-    return [(rank.returncode, *output) for rank in ranks for output in [rank.communicate(timeout=120)]]
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the rank that asks for the port gets it, too
+        held.bind(("127.0.0.1", 0))
+        env = {
+            **os.environ, "PYTHONPATH": str(INJECT), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(held.getsockname()[1]), "WORLD_SIZE": "4", "SHARDKIT_REHEARSAL_LIVE": live,
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        env.pop("SHARDKIT_REHEARSAL", None)
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", program], env={**env, "RANK": rank}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            for rank in live.split(",")
+        ]  # fmt: skip
+        return [(rank.returncode, *output) for rank in ranks for output in [rank.communicate(timeout=120)]]
 
 
 @pytest.mark.slow
