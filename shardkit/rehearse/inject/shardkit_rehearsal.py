@@ -188,14 +188,13 @@ class Recording:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.phase == SAVING or any(isinstance(argument, io.BytesIO) for argument in args):
                 return save(*args, **kwargs)
-            before = self.phase
+            before, steps = self.phase, self.steps
             self.enter(SAVING)
             try:
                 return save(*args, **kwargs)
             finally:
                 self.enter(before)
-                with open(os.path.join(self.folder, "saved"), "w"):
-                    pass
+                self.note_save(steps)
 
         run.is_of_rehearsal = True  # type: ignore[attr-defined]
         return run
@@ -207,8 +206,18 @@ class Recording:
         if write is not None and not getattr(write, "is_of_rehearsal", False):
             module.serialize_file = self._saving(write)  # type: ignore[union-attr]
 
-    def _is_saved(self) -> bool:
-        return self.until_save and os.path.exists(os.path.join(self.folder, "saved"))
+    def note_save(self, steps: int) -> None:
+        """Tell all ranks that one has saved, and how many steps it had done; the first save counts."""
+        with contextlib.suppress(FileExistsError), open(os.path.join(self.folder, "saved"), "x") as file:
+            file.write(str(steps))
+
+    def is_past_save(self) -> bool:
+        """Whether this rank has done a step more than the one that saved first: it may still be in the step before."""
+        try:
+            with open(os.path.join(self.folder, "saved")) as file:
+                return self.steps > int(file.read())
+        except (FileNotFoundError, ValueError):  # nobody has, or the number is just being written
+            return False
 
     def _await_module(self) -> None:
         """See the next call of any module, which begins a forward. One call only: hooks on all modules are slow."""
@@ -270,7 +279,7 @@ class Recording:
 
     def _end_if_done(self) -> None:
         """After the last step keep the process alive: other ranks may still need its sockets and memory."""
-        if not (self._is_saved() or (self.steps >= self.max_steps and not self.until_save)):
+        if not (self.is_past_save() if self.until_save else self.steps >= self.max_steps):
             return
         self.finish("saved" if self.until_save else "steps")
         while True:
