@@ -111,10 +111,11 @@ def meet() -> float:
     """How long rank 0 waits for a collective, to which the stream of rank 1 comes two products later."""
     x = torch.ones(4, 4, device="cuda")
     dist.all_reduce(x)  # makes the communicator
-    dist.barrier()
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
+    dist.barrier()  # else a rank that gets no processor would begin when the other's products are under way
+    torch.cuda.synchronize()
     if dist.get_rank() == 1:
         for _ in range(2):
             torch.mm(x, x)
