@@ -31,8 +31,8 @@ def rehearsed(
     words = [sys.executable, "-m", "shardkit.cli", "rehearse", "--json", *options, "--", *command]
     env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
-    running = [process.cmdline() for process in psutil.process_iter() if str(folder) in " ".join(cmdline(process))]
-    assert not running
+    running = [words for words in map(cmdline, psutil.process_iter()) if str(folder) in " ".join(words)]
+    assert not running, running
     return done, json.loads(done.stdout) if done.stdout else {}
 
 
