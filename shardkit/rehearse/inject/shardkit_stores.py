@@ -1,7 +1,7 @@
 """Ends a wait for a key of a store that only a pretended rank would write.
 
-A rank that waits says so in the store. Once all live ranks wait, each for a key that is not there, nobody is left to
-write one.
+A rank that waits says so in the store, and counts how often it has looked. Once all live ranks wait, each for a key
+that is not there, nobody is left to write one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from shardkit_pretended import Meeting, PretendedRankError  # type: ignore[impor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 PATIENCE_S = 5.0
-"""How long all live ranks must have waited: another thread may write, or a rank may not have seen its key yet."""
+"""How long all live ranks must have waited: another thread may write."""
+LOOKS = 2
+"""How often each of them must have looked meanwhile, the first time perhaps before all waited: a rank that gets no
+processor may have its key and not know it."""
 POLL_S = 0.05
-_WAITING = "shardkit/waiting/"
+_WAITING, _LOOKED = "shardkit/waiting/", "shardkit/looked/"
 
 
 def attach(live: Sequence[int]) -> None:
@@ -59,20 +62,32 @@ def _await(store: Any, root: Any, keys: Sequence[str], timeout: datetime.timedel
     Raises:
         PretendedRankError: nobody is left to write them.
     """
-    began = time.monotonic()
+    began, own_rank = time.monotonic(), os.environ["RANK"]
     all_wait_since: float | None = None
-    own_mark = _WAITING + os.environ["RANK"]
-    root.set(own_mark, "")
+    looks_then: list[int] = []
+    root.set(_WAITING + own_rank, "")
     try:
         while not store.check(list(keys)) and time.monotonic() - began < timeout.total_seconds():
-            all_wait = root.check([f"{_WAITING}{rank}" for rank in live])
-            all_wait_since = (all_wait_since or time.monotonic()) if all_wait else None
+            root.add(_LOOKED + own_rank, 1)
+            if not root.check([f"{_WAITING}{rank}" for rank in live]):
+                all_wait_since = None
+            elif all_wait_since is None:
+                all_wait_since, looks_then = time.monotonic(), _looks(root, live)
             is_over = all_wait_since is not None and time.monotonic() - all_wait_since > PATIENCE_S
-            if is_over and not isinstance(store, Meeting):
+            if is_over and not isinstance(store, Meeting) and _have_looked(root, live, looks_then):
                 raise PretendedRankError(_words(next(key for key in keys if not store.check([key])), live))
             time.sleep(POLL_S)
     finally:
-        root.delete_key(own_mark)
+        root.delete_key(_WAITING + own_rank)
+
+
+def _looks(root: Any, live: Sequence[int]) -> list[int]:
+    """How often each live rank has looked for its keys in vain so far."""
+    return [root.add(f"{_LOOKED}{rank}", 0) for rank in live]
+
+
+def _have_looked(root: Any, live: Sequence[int], looks_then: Sequence[int]) -> bool:
+    return all(now - then >= LOOKS for now, then in zip(_looks(root, live), looks_then, strict=True))
 
 
 def _words(key: str, live: Sequence[int]) -> str:
