@@ -123,16 +123,22 @@ def rank_processes(torchrun: int) -> set[int]:
 
 
 def sweep(timeout_s: float = 2.0) -> list[int]:
-    """Kill every process below this one; returns their ids. Only for a process that owns all its children."""
+    """Kill every process below this one; returns their ids. Only for a process that owns all its children.
+
+    Args:
+        timeout_s: for those that do not end of it, and for new ones; all are killed once, however late this one is.
+    """
     killed: list[int] = []
     deadline = time.monotonic() + timeout_s
-    while (living_pids := descendants()) and time.monotonic() < deadline:
+    while living_pids := descendants():
         for pid in living_pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
             killed.append(pid)
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.02)  # the kernel takes a moment; orphans of the killed turn up in the next round
     return sorted(set(killed))
 

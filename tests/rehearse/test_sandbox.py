@@ -88,3 +88,16 @@ def test_a_program_may_write_where_that_is_allowed(tmp_path: Path) -> None:
 
 def test_the_exit_code_is_the_programs(tmp_path: Path) -> None:
     assert run(tmp_path / "rehearsal", "import sys; sys.exit(9)").returncode == 9
+
+
+SWEEPS = """
+import subprocess
+from shardkit.launch.local import processes
+child = subprocess.Popen(["sleep", "60"])
+print(processes.sweep(0.0) == [child.pid], child.wait())
+"""
+
+
+def test_what_a_program_started_is_killed_by_whoever_comes_late_too() -> None:
+    done = subprocess.run([sys.executable, "-c", SWEEPS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True", "-9"], done.stderr
