@@ -154,10 +154,12 @@ def listed(names: Sequence[object]) -> str:
 
 
 def gib(n_bytes: float, decimals: int = 2) -> str:
-    """Bytes as messages and tables write them: in GiB, or in MiB below a tenth of a GiB."""
-    if abs(n_bytes) < 0.1 * 2**30:
+    """Bytes as messages and tables write them: in the largest unit of which they are a tenth; nothing is 0.0 MiB."""
+    if abs(n_bytes) >= 0.1 * 2**30:
+        return f"{n_bytes / 2**30:.{decimals}f} GiB"
+    if abs(n_bytes) >= 0.1 * 2**20 or n_bytes == 0:
         return f"{n_bytes / 2**20:.1f} MiB"
-    return f"{n_bytes / 2**30:.{decimals}f} GiB"
+    return f"{n_bytes / 2**10:.1f} KiB" if abs(n_bytes) >= 0.1 * 2**10 else f"{n_bytes:.0f} B"
 
 
 BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from shardkit.errors import CheckpointError, ConfigError, LaunchError, ShardkitError, TrainingError, report
+from shardkit.errors import CheckpointError, ConfigError, LaunchError, ShardkitError, TrainingError, gib, report
 
 
 @pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (LaunchError, 2), (TrainingError, 1)])
@@ -43,3 +43,19 @@ def test_debug_variable_adds_the_traceback_with_its_reason(
 def test_errors_survive_the_way_between_processes() -> None:
     back = pickle.loads(pickle.dumps(LaunchError("cause", "fix")))
     assert (type(back), back.cause, back.fix, str(back)) == (LaunchError, "cause", "fix", "cause\n  fix: fix")
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0.0 MiB"),
+        (102, "102 B"),
+        (-103, "-0.1 KiB"),
+        (4096, "4.0 KiB"),
+        (0.1 * 2**20, "0.1 MiB"),
+        (102 * 2**20, "102.0 MiB"),
+        (0.1 * 2**30, "0.10 GiB"),
+    ],
+)
+def test_bytes_are_never_told_as_none_where_there_are_some(n_bytes: float, text: str) -> None:
+    assert gib(n_bytes) == text

@@ -26,5 +26,5 @@ def test_anything_is_survived(found: dict[str, Any]) -> None:
 
 def test_counts_are_no_sizes() -> None:
     assert cell("alloc_retries", 4096).text == "4096"
-    assert cell("peak_rss", 4096).text == "0.0 MiB"
+    assert cell("peak_rss", 4096).text == "4.0 KiB"
     assert cell("exact", True).text == "True"

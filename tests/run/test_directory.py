@@ -338,7 +338,7 @@ def test_what_shells_and_launchers_put_there_does_not_stand_in_the_way(tmp_path:
     assert "train.log" not in listed and "slurm-8.err" not in listed and "submit" not in listed
     assert "config.yaml" in listed and "plan.json" in listed
     write_files(path, {"checkpoints/step_00000001/manifest.json": "{}"})
-    assert "checkpoints/ (1 file, 0.0 MiB)" in directory.listed(path)
+    assert "checkpoints/ (1 file, 2 B)" in directory.listed(path)
 
 
 def test_a_start_that_failed_before_its_first_step_is_no_run(tmp_path: Path, prepared: Any) -> None:
