@@ -355,26 +355,54 @@ void assume_one(const Tensor& tensor) {
   if (validity(tensor) == Validity::stand_in) assume(Assumption::IS_ONE);
 }
 
-void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  Spend bookkeeping(BOOKKEEPING);
-  const CudaKernel& entry = kernels().at(op.operator_name());
-  Tensor to = (*stack)[stack->size() - 3].toTensor(), from = (*stack)[stack->size() - 2].toTensor();
-  if (from.is_cuda() && !to.is_cuda() && !is_bytes(from)) refuse_to_read(from, entry.name);
-  if (from.is_cuda() && to.is_cuda()) return counted(op, keys, stack);
-  if (!to.is_cuda()) {
-    if (is_tiny(from) && validity(from) == Validity::skipped) leave(from);  // a part of a larger tensor
-    assume_one(from);
-  }
-  // torch converts types on the side where that is cheaper: what moves is at most this.
-  size_t moved = std::max(to.nbytes(), from.nbytes());
-  bool decides_by_it = decides(from) && decides(to) && is_small(from) && is_small(to);
-  bool known = from.is_cuda() ? validity(from) == Validity::computed : !is_weights(from) && !is_weights(to);
-  bool small = moved <= emucuda_skip_above() || (decides_by_it && known);
-  bool floats = !decides(from) || !decides(to);
-  if (!to.is_cuda() && floats && (!small || validity(from) == Validity::skipped)) assume(Assumption::IS_ZERO);
-  MoveUpTo limit(small ? moved : emucuda_skip_above());
+// What a copy between the host and a card carries. torch converts types on the side where that is cheaper, so that what
+// moves is at most the larger of both.
+struct Carried {
+  size_t bytes;
+  bool fits;  // small enough to move whatever it is
+  bool decides, is_small;
+};
+
+Carried carried(const Tensor& to, const Tensor& from) {
+  size_t bytes = std::max(to.nbytes(), from.nbytes());
+  return {bytes, bytes <= emucuda_skip_above(), decides(from) && decides(to), is_small(from) && is_small(to)};
+}
+
+void move(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack, const CudaKernel& entry, size_t bytes) {
+  MoveUpTo limit(std::max(bytes, emucuda_skip_above()));
   call_kernel(entry.kernel, op, keys, stack);
-  if (to.is_cuda()) mark(to, small ? Validity::computed : Validity::skipped);
+}
+
+// A program may read what it gets: nothing that decides is invented, and floats that nobody computed are zeros.
+void copy_to_host(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack, const Tensor& to,
+                  const Tensor& from) {
+  const CudaKernel& entry = kernels().at(op.operator_name());
+  if (!is_bytes(from)) refuse_to_read(from, entry.name);
+  if (is_tiny(from) && validity(from) == Validity::skipped) leave(from);  // a part of a larger tensor
+  assume_one(from);
+  Carried load = carried(to, from);
+  bool moves = load.fits || (load.decides && load.is_small && validity(from) == Validity::computed);
+  if (!load.decides && (!moves || validity(from) == Validity::skipped)) assume(Assumption::IS_ZERO);
+  move(op, keys, stack, entry, moves ? load.bytes : 0);
+}
+
+// The host's bytes are true. Weights that are large stay behind, integers (token ids) go along.
+void copy_to_card(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack, const Tensor& to,
+                  const Tensor& from) {
+  Carried load = carried(to, from);
+  bool moves = load.fits || (load.decides && load.is_small && !is_weights(from) && !is_weights(to));
+  move(op, keys, stack, kernels().at(op.operator_name()), moves ? load.bytes : 0);
+  mark(to, moves ? Validity::computed : Validity::skipped);
+}
+
+void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  Tensor to = (*stack)[stack->size() - 3].toTensor(), from = (*stack)[stack->size() - 2].toTensor();
+  if (from.is_cuda() && to.is_cuda()) return counted(op, keys, stack);
+  Spend bookkeeping(BOOKKEEPING);
+  if (to.is_cuda())
+    copy_to_card(op, keys, stack, to, from);
+  else
+    copy_to_host(op, keys, stack, to, from);
 }
 
 at::Scalar read_scalar(c10::DispatchKeySet keys, const Tensor& tensor) {
