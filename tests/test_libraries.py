@@ -262,7 +262,7 @@ def run_without(tmp_path: Path, gone: str, ranks: int) -> subprocess.CompletedPr
     (tmp_path / "sitecustomize.py").write_text(SITE)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}", "GONE": GONE[gone], "OMP_NUM_THREADS": "1"}
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *start, "-m", "shardkit.train", *TINY, f"run.dir={tmp_path / 'run'}"]
+    command = [sys.executable, *start, "-m", "tests.run.patient", *TINY, f"run.dir={tmp_path / 'run'}"]
     if ranks > 1:
         command.append("parallel.strategy=ddp")
     return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)

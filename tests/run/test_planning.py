@@ -40,16 +40,6 @@ def planners() -> list[psutil.Process]:
     return found
 
 
-PATIENT = """
-import runpy
-
-from shardkit.run import planning
-
-planning.LIMIT_S = 250.0  # a planning process has the lowest priority, and others may want all cores
-runpy.run_module("shardkit.train", run_name="__main__", alter_sys=True)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(("ranks", "strategy"), [(0, "ddp"), pytest.param(2, "fsdp", marks=pytest.mark.slow)])
@@ -58,9 +48,8 @@ def test_a_run_shows_its_plan_beside_what_was_measured(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     more = {"parallel.strategy": strategy, "memory.plan": "true", "memory.trace_step": 3, "model.d_model": 33}
-    (tmp_path / "patient.py").write_text(PATIENT)
     argv = settings(tmp_path, text, **more, **{"model.n_heads": 1})
-    done = python_m(str(tmp_path / "patient.py"), *argv, ranks=ranks, timeout=280, code=0)
+    done = python_m("tests.run.patient", *argv, ranks=ranks, timeout=280, code=0)
     assert "plan: " in done.stdout and " predicted" in done.stdout
     assert "not planned" not in done.stdout + done.stderr
     names = [f"rank {rank}@" for rank in range(max(1, ranks))]
