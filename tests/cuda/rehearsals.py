@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import psutil
 from shardkit.rehearse import build
 from shardkit.rehearse.environment import ask, check
 from tests.emulated_cuda.build import WORK
+
+DIES_S = 10.0
+"""For killed processes, which need the processor to end and to give their memory back; programs go on for minutes."""
 
 
 def linked_cache(folder: Path, mode: str = "") -> Path:
@@ -31,9 +35,16 @@ def rehearsed(
     words = [sys.executable, "-m", "shardkit.cli", "rehearse", "--json", *options, "--", *command]
     env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
-    running = [words for words in map(cmdline, psutil.process_iter()) if str(folder) in " ".join(words)]
+    deadline = time.monotonic() + DIES_S
+    while (running := named(str(folder))) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not running, running
     return done, json.loads(done.stdout) if done.stdout else {}
+
+
+def named(text: str) -> list[list[str]]:
+    """Command lines of the processes that have a text in it."""
+    return [words for words in map(cmdline, psutil.process_iter()) if text in " ".join(words)]
 
 
 def cmdline(process: psutil.Process) -> list[str]:
