@@ -184,6 +184,7 @@ def _environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
         environ.setdefault("OMP_NUM_THREADS", "1")
         environ["SHARDKIT_REHEARSAL_LIVE"] = _numbers(machine.ranks.live)
         environ["TORCH_NCCL_RANKS_PER_ROOT"] = "1000000"  # above 128 ranks torch waits for the id of a second root
+        environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # a pretended rank's part names a live one's card
     environ["SHARDKIT_REHEARSAL_LINES"] = "1"
     if limits.until_save:
         environ["SHARDKIT_REHEARSAL_UNTIL"] = "save"

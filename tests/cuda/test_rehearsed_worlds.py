@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cuda.rehearsals import linked_cache, rehearsed
 from tests.emulated_cuda import REPO, needs_emulation
@@ -24,14 +25,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return linked_cache(tmp_path_factory.mktemp("cache"))
 
 
-def peaks(cache: Path, folder: Path, live: str, *modes: str) -> dict[str, list[str]]:
-    """Each mode's peaks on rank 0 of four, allocated and reserved, as the program itself reads them."""
+def peaks(cache: Path, folder: Path, live: str, *modes: str, rank: str = "0") -> dict[str, list[str]]:
+    """Each mode's peaks on a rank of four, allocated and reserved, as the program itself reads them."""
     options = ["--ranks", "4", "--live", live, "--steps", "99"]
     done, verdict = rehearsed(cache, folder, *options, command=[sys.executable, WORLDS, *modes])
     assert done.returncode == 0, done.stderr
     assert len(verdict["ranks"]) == len(live.split(","))
     lines = [line.split() for line in done.stderr.splitlines() if line.startswith("PEAK")]
-    return {mode: sizes for _, mode, rank, *sizes in lines if rank == "0"}
+    return {mode: sizes for _, mode, of_rank, *sizes in lines if of_rank == rank}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,14 @@ def test_among_pretended_ranks_the_peaks_are_the_same(modes: tuple[str, ...], ca
     among_pretended = peaks(cache, tmp_path, "0", *modes)
     assert list(among_pretended) == list(modes)
     assert among_pretended == peaks(cache, tmp_path, "0,1,2,3", *modes)
+
+
+def test_symmetric_memory_needs_no_pretended_rank(cache: Path, tmp_path: Path) -> None:
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    if not hasattr(options, "use_pg_for_symm_mem_rendezvous"):
+        pytest.skip("before 2.13 torch looks for the memory of every rank of the group")
+    among_pretended = peaks(cache, tmp_path, "2", "symmetric", rank="2")
+    assert among_pretended == peaks(cache, tmp_path, "0,1,2,3", "symmetric", rank="2")
 
 
 def test_shardkits_own_ranks_have_the_same_peaks(cache: Path, tmp_path: Path) -> None:

@@ -106,6 +106,20 @@ def talk() -> None:
     assert total.tolist() == [world] * 3
 
 
+def asynchronous_tensor_parallel() -> None:
+    """Products of gathered rows, and rows that are summed and scattered, through symmetric memory."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    group = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group().group_name
+    enable_symm_mem_for_group(group)
+    weight = torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16)
+    for rows in (64, 64, 256):  # the last needs a larger workspace
+        x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+        _, (gathered,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight], 0, group)
+        assert gathered.shape == (2 * rows, WIDTH)
+        assert torch.ops.symm_mem.fused_matmul_reduce_scatter(gathered, weight, "sum", 0, group).shape == x.shape
+
+
 def main(modes: Iterable[str]) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -123,6 +137,8 @@ def main(modes: Iterable[str]) -> None:
             train_zero3()
         elif mode == "talk":
             talk()
+        elif mode == "symmetric":
+            asynchronous_tensor_parallel()
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         print(f"PEAK {mode} {dist.get_rank()} {allocated} {reserved}\n", end="", flush=True)
 

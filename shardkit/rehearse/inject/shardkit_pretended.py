@@ -204,6 +204,8 @@ def _options(options: Any, team: Team) -> Any:
     options = copy.deepcopy(options) if options is not None else dist.ProcessGroupNCCL.Options()
     live = ",".join(map(str, team.live))
     options.config.net_name = f"shardkit-live:{len(team.ranks)}:{live};{next(_serial)}"
+    if team.pretends and hasattr(options, "use_pg_for_symm_mem_rendezvous"):
+        options.use_pg_for_symm_mem_rendezvous = True  # shardkit_symmetric says why
     return options
 
 

@@ -404,10 +404,12 @@ def attach() -> None:
         if live := os.environ.get("SHARDKIT_REHEARSAL_LIVE"):
             import shardkit_pretended  # type: ignore[import-not-found]
             import shardkit_stores  # type: ignore[import-not-found]
+            import shardkit_symmetric  # type: ignore[import-not-found]
 
             shardkit_pretended.attach([int(rank) for rank in live.split(",")])
             RECORDING.with_messages = shardkit_pretended.Team.with_messages
             shardkit_stores.attach([int(rank) for rank in live.split(",")])
+            shardkit_symmetric.attach()
         _record_exceptions()
         atexit.register(lambda: RECORDING.finish("exit") if RECORDING is not None else None)
 

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <cmath>
 #include <cstring>
 #include <unordered_map>
 
@@ -199,6 +200,14 @@ void skip(const CudaKernel& entry, const std::vector<IValue>& given, const std::
   }
 }
 
+// CUDA's kernel of zero_ calls fill_: either alone would touch the pages that the other spares.
+bool writes_zeros(const std::string& name, const std::vector<IValue>& given) {
+  if (ZEROES.count(name)) return true;
+  if (name != "aten::fill_.Scalar") return false;
+  at::Scalar value = given[1].toScalar();
+  return !value.isComplex() && value.toDouble() == 0 && !std::signbit(value.toDouble());
+}
+
 // Zeros without touching pages; False where a tensor is not dense.
 bool zeroed(const std::vector<Tensor>& tensors) {
   for (const Tensor& tensor : tensors)
@@ -215,10 +224,11 @@ void compute(const OperatorHandle& op, const CudaKernel& entry, std::vector<IVal
              const std::vector<Tensor>& fresh, const Operands& found) {
   Spend computing(COMPUTING);
   BelowAutograd below;
+  bool zeros = writes_zeros(entry.name, given);
   Stack stack = std::move(given);
   Devices devices = look_at(stack, 0);
   drain_current_stream(*devices.device);
-  if (ZEROES.count(entry.name) && zeroed(found.written)) return;
+  if (zeros && zeroed(found.written)) return;
   try {
     compute_on_host(op, &stack, devices, entry.name, /*moves_generator=*/false);
   } catch (const c10::Error& error) {
