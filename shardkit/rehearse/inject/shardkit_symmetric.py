@@ -44,7 +44,8 @@ def _open(name: str) -> None:
     Raises:
         PretendedRankError: this torch tells in the store where memory lies.
     """
-    group = c10d._resolve_process_group(name)
+    distributed: Any = c10d  # torch's names for groups have a type of their own
+    group = distributed._resolve_process_group(name)
     team = Team.of(group)
     _OPEN.add(name)
     if team is None:
