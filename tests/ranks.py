@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import glob
 import importlib
 import multiprocessing
@@ -266,6 +267,7 @@ def _call(
     module, _, function = target.partition(":")
     result = getattr(importlib.import_module(module), function)(**kwargs)
     if dist.is_initialized():
+        gc.collect()  # a model that outlives the group, in a cycle of references, can abort the process at its exit
         dist.destroy_process_group()
     return result
 
