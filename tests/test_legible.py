@@ -1,7 +1,7 @@
 """The library can be read: names that say something, one class name for one thing, paths that exist.
 
-The limits on names are the present counts or less. Lower one when you have made it true; never raise one. There is no limit
-on the length of functions and modules: it rewards splitting what a reader wants to see in one place.
+The limits on names are the present counts or less. Lower one when you have made it true; never raise one. There is no
+limit on the length of functions and modules: it rewards splitting what a reader wants to see in one place.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..config.removed import COMMANDS
 from ..errors import ShardkitError, report
 from ..files import outlive_full_disks
 from ..files.children import module_command
@@ -72,6 +73,10 @@ def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
         if ctx is root and root.invoked_subcommand:
             path += f" {root.invoked_subcommand}"
         text = _of_value(error) or error.format_message().partition("\n")[0]
+        if removed := re.match(r"No such (?:command|option):? '?([\w-]+)", text):
+            command = " ".join([*path.split()[1:], removed[1]])
+            if command in COMMANDS:
+                raise ShardkitError(f"shardkit {command} was removed", COMMANDS[command]) from error
         cause, _, near = re.sub(r" \(Possible options: | Did you mean ", "\0", text).partition("\0")
         options = re.findall(r"[\w-]+", near)
         fix = f"{path} --help lists its arguments and options"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 
 from ..errors import ConfigError, one_line
 from .names import HERE
+from .removed import KEYS, VALUES
 from .schema import RunConfig, sections
 
 Path = tuple[str, ...]
@@ -101,35 +101,12 @@ _REFUSED = {
 """Keys, and values of keys, that people know from other tools, and shardkit refuses: (reason, fix)."""
 
 
-EVAL_BATCHES = ("train", "eval_batches")
-"""A key of earlier versions."""
-
-
-def counted_micro_batches(count: Any, train: dict[str, Any], source: str) -> ConfigError:
-    """The error for `train.eval_batches`, with the value of `train.eval_samples` that evaluates as much.
-
-    Args:
-        count: the key's value.
-        train: the settings of the section so far, not validated.
-    """
-    micro = train.get("micro_batch_size", section_fields()["train"]["micro_batch_size"].default)
-    cause = f"train.eval_batches={shown(count)}{_in(source)} counted the micro-batches of each rank"
-    if not all(isinstance(number, int) and not isinstance(number, bool) for number in (count, micro)):
-        return ConfigError(cause, "set train.eval_samples, a number of samples over all ranks")
-    named = os.environ.get("WORLD_SIZE", "")
-    ranks = int(named) if named.isdecimal() and int(named) else 1
-    total, of = count * micro * ranks, f"{count} × train.micro_batch_size={micro}"
-    many = f"{of} × {ranks} ranks" if ranks > 1 else f"{of}, times the number of ranks"
-    return ConfigError(
-        f"{cause}, so that the validation loss depended on them",
-        f"set train.eval_samples={total}, a number of samples over all ranks" + (f" ({many})" if total else ""),
-    )
-
-
 def unknown_key(path: Path, source: str) -> ConfigError:
     """The error for a key that no section has."""
     fields = section_fields()
-    if (dotted := ".".join(path[:2])) in _REFUSED:
+    if (dotted := ".".join(path[:2])) in KEYS:
+        return ConfigError(f"{dotted} was removed{_in(source)}", KEYS[dotted].instead)
+    if dotted in _REFUSED:
         reason, fix = _REFUSED[dotted]
         return ConfigError(f"{dotted} {reason}{_in(source)}", fix)
     suggestion = suggest(path)
@@ -209,7 +186,9 @@ _OFF = {
 def wrong_value(path: Path, value: Any, source: str) -> ConfigError:
     """The error for a value of the wrong type or out of range."""
     dotted, accepted = ".".join(path[:2]), expected(path[0], path[1])
-    if (assignment := f"{dotted}={value}") in _REFUSED:
+    if (assignment := f"{dotted}={value}") in VALUES:
+        return ConfigError(f"{assignment} was removed{_in(source)}", VALUES[assignment])
+    if assignment in _REFUSED:
         reason, fix = _REFUSED[assignment]
         return ConfigError(f"{assignment} {reason}{_in(source)}", fix)
     default = section_fields()[path[0]][path[1]].default

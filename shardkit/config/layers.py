@@ -8,10 +8,8 @@ from pydantic import ValidationError
 
 from ..errors import ConfigError, one_line
 from .errors import (
-    EVAL_BATCHES,
     Path,
     combined,
-    counted_micro_batches,
     from_validation,
     section_fields,
     shown,
@@ -19,6 +17,7 @@ from .errors import (
     wrong_value,
 )
 from .presets import HF_PRESETS, MODEL_PRESETS
+from .removed import KEYS
 from .schema import RunConfig
 from .yaml import Document, check_plain, read_yaml
 
@@ -34,8 +33,6 @@ class Layers:
         self._lines: dict[Path, int] = {}
         self._overridden: set[Path] = set()
         self._problems: list[ConfigError] = []
-        self._replaced: dict[Path, Any] = {}
-        """Keys of earlier versions: their errors name a value that depends on other keys."""
 
     def add_file(self, name: str, document: Document) -> None:
         self._file, self._lines = one_line(name), document.lines
@@ -56,8 +53,11 @@ class Layers:
                 continue
             paths: list[Path] = [(section, key) for key in keys] if isinstance(keys, dict) else []
             unknown = [path for path in paths or [(section,)] if not _is_key(path)]
-            self._replaced |= {path: keys[path[1]] for path in unknown if path == EVAL_BATCHES}
-            self._problems += [unknown_key(path, self._source_of(path)) for path in unknown if path != EVAL_BATCHES]
+            self._problems += [
+                unknown_key(path, self._source_of(path))
+                for path in unknown
+                if len(path) == 1 or not _asks_for_nothing(path, keys[path[1]])
+            ]
             if section in section_fields():
                 self._tree[section] = {key: value for key, value in keys.items() if (section, key) not in unknown}
 
@@ -69,11 +69,9 @@ class Layers:
             near = unknown_key(path, "").fix if len(path) == 1 and path[0] and path[0] not in section_fields() else ""
             raise _malformed(name, near if near.startswith("did you mean") else "")
         dotted = one_line(check_plain(dotted, "an override's key"))
-        if path == EVAL_BATCHES:
-            self._replaced[path] = read_yaml(str(value), "value").value if raw else value
-            self._overridden.add(path)
-            return
         if not _is_key(path):
+            if len(path) == 2 and _asks_for_nothing(path, read_yaml(value, dotted).value if raw else value):
+                return
             raise unknown_key(path, COMMAND_LINE)
         value = _parse_value(path, dotted, value) if raw else check_plain(value, dotted)
         if len(path) > 2 and not _is_mapping_field(path):
@@ -106,10 +104,6 @@ class Layers:
         set_keys = {section: dict(keys) for section, keys in self._tree.items()}
         sizes = self._preset_sizes()
         self._problems += self._bools_as_numbers()
-        train = self._tree.get("train", {})
-        self._problems += [
-            counted_micro_batches(count, train, self._source_of(path)) for path, count in self._replaced.items()
-        ]
         try:
             config = RunConfig.model_validate(self._tree)
         except ValidationError as error:
@@ -230,6 +224,12 @@ def _parse_value(path: Path, dotted: str, text: str) -> Any:
 def _is_key(path: Path) -> bool:
     fields = section_fields()
     return path[0] in fields and (len(path) == 1 or path[1] in fields[path[0]])
+
+
+def _asks_for_nothing(path: Path, value: Any) -> bool:
+    """Whether a removed key has a value that never asked for anything."""
+    row = KEYS.get(".".join(path))
+    return row is not None and value in row.harmless
 
 
 def _is_mapping_field(path: Path) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import startup
 from shardkit import __version__
 from shardkit.cli import __main__
+from shardkit.config import removed
 from shardkit.errors import ConfigError
 from tests.texts import write_files
 
@@ -100,6 +101,18 @@ def test_capability_is_a_table_of_every_strategy(capsys: pytest.CaptureFixture[s
     assert shardkit("capability") == 0
     table = capsys.readouterr().out
     assert all(name in table for name in ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"))
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("former x", "former"), ("checkpoint former", "checkpoint former"), ("launch --former 3 -", "launch --former")],
+)
+def test_a_removed_command_or_option_names_what_to_use_instead(
+    command: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(removed.COMMANDS, name, "use plan")
+    assert shardkit(*command.split()) == 2
+    assert capsys.readouterr().err == f"error: shardkit {name} was removed\n  fix: use plan\n"
 
 
 def fail(*_: object) -> None:

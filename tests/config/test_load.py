@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.config import capability
+from shardkit.config import capability, removed
 from shardkit.config.load import LoadedConfig, json_schema, load_config, resolve_batch
 from shardkit.config.presets import MODEL_PRESETS
 from shardkit.config.schema import RunConfig
@@ -294,16 +294,24 @@ def test_unknown_keys_get_a_suggestion(write: Write, override: str, meant: str) 
     assert "c.yaml:2" in error.cause
 
 
-def test_micro_batches_of_an_evaluation_are_said_in_samples(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    error = refused(write("train:\n  eval_batches: 8\n"), ["train.micro_batch_size=4"])
-    assert "train.eval_batches=8 (" in error.cause and "c.yaml:2" in error.cause
-    assert error.fix.startswith("set train.eval_samples=32, ") and "times the number of ranks" in error.fix
-    assert "train.eval_samples=0," in refused(None, ["train.eval_batches=0"]).fix
-    assert refused(None, ["train.eval_batches=few"]).fix.startswith("set train.eval_samples, a number")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    fix = refused(None, ["train.eval_batches=8"]).fix
-    assert "train.eval_samples=256," in fix and "× 4 ranks" in fix
+def test_a_removed_key_names_what_to_use_instead(write: Write) -> None:
+    for error in (refused(write("train:\n  eval_batches: 8\n")), refused(None, ["train.eval_batches=8"])):
+        assert error.cause.startswith("train.eval_batches was removed (")
+        assert error.fix == removed.KEYS["train.eval_batches"].instead
+
+
+def test_a_stored_config_loads_with_a_removed_key_that_asked_for_nothing(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(removed.KEYS, "train.former", removed.Removed("use x", harmless=(None, 0)))
+    assert load_config(write("train: {former: 0, seed: 3}"), ["train.former=null"]).config.train.seed == 3
+    assert refused(write("train: {former: 1, seed: 3}")).fix == "use x"
+    assert refused(None, ["train.former=1"]).fix == "use x"
+
+
+def test_no_row_of_the_removed_is_still_there() -> None:
+    assert not set(removed.KEYS) & set(KEYS)
+    assert all("\n" not in words for words in [*removed.VALUES.values(), *removed.COMMANDS.values()])
 
 
 def test_unknown_keys_without_a_near_one_list_what_there_is() -> None:
