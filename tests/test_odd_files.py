@@ -14,14 +14,13 @@ from shardkit.config.load import load_config
 from shardkit.config.schema import ModelConfig
 from shardkit.data.rows.formats import find_records
 from shardkit.data.tokenize.tokenizer import _settings
-from shardkit.errors import ConfigError, DataError, LaunchError
+from shardkit.errors import ConfigError, DataError
 from shardkit.files import read_object
 from shardkit.foreign.files import read
 from shardkit.foreign.gather import read_model
 from shardkit.launch.failures import oom
 from shardkit.launch.failures.failure import of_launcher
 from shardkit.launch.local.restart import wrote
-from shardkit.launch.slurm import queue
 from shardkit.models.hf import _file_keys
 from shardkit.run.directory import _rewind
 from shardkit.run.owner import FOLDER, claim
@@ -88,17 +87,6 @@ def test_the_target_of_a_link_is_not_in_a_report(tmp_path: Path) -> None:
         assert "hf_secret" not in (run / "report.html").read_text()
 
 
-def test_links_to_nothing_are_no_outputs_of_a_job(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    (logs / "slurm-1.out").symlink_to(logs / "none")
-    (logs / "slurm-2.out").symlink_to(logs / "slurm-2.out")
-    with pytest.raises(LaunchError, match="neither a job id nor a run directory"):
-        queue.output_of(str(tmp_path))
-    (logs / "slurm-3.out").write_text("line\n")
-    assert queue.output_of(str(tmp_path)) == (None, logs / "slurm-3.out")
-
-
 def test_records_that_are_no_text_are_dropped_when_a_run_resumes(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step}).encode() + b"\n" for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_bytes(lines[0] + b'{"step": 1, "x": "\xff"}\n' + lines[1] + lines[2])
@@ -108,7 +96,7 @@ def test_records_that_are_no_text_are_dropped_when_a_run_resumes(tmp_path: Path)
 
 def test_the_record_of_a_directorys_owner_is_a_regular_file(odd: Path, tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
-    odd.rename(tmp_path / FOLDER / "owner.1.json")
+    odd.rename(tmp_path / FOLDER / "owner.json")
     with pytest.raises(OSError, match="not a regular file"):
         claim(tmp_path)
 

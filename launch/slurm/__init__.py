@@ -1,1 +1,1 @@
-"""Slurm: submit jobs, run a batch job, show the queue."""
+"""Slurm: submit jobs, run a batch job."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 FOLDER = "submit"
 CONFIG, SCRIPT, PATCH = "config.yaml", "script.json", "code.patch"
 _SLURM = CLUSTERS["slurm"]
+_ITS_TURN = ("None", "Priority", "Resources", "Dependency", "BeginTime", "Licenses", "JobHeldUser", "JobArrayTaskLimit")
 _WRITABLE = "set run.dir to a directory that you can write"
 
 
@@ -253,6 +254,15 @@ def submit(job: Submission, launch: str = commands.LAUNCH) -> tuple[str, Path]:
     job_id = answer.strip().splitlines()[-1].partition(";")[0]
     (folder / "job_id").write_text(job_id + "\n")
     return job_id, folder
+
+
+def held_back(job: str) -> str | None:
+    """Slurm's reason why a queued job waits; None if it only waits for its turn, or Slurm does not say."""
+    try:
+        reason = commands.call("squeue", "--noheader", "--format=%r", f"--jobs={job}").strip()
+    except LaunchError:
+        return None
+    return None if not reason or reason in _ITS_TURN else reason
 
 
 def _checked(config: str, fixed: Sequence[str], by_index: Sequence[str], request: Request) -> LoadedConfig:

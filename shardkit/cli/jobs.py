@@ -1,4 +1,4 @@
-"""The commands around jobs: `launch` and `submit` start them, `rehearse` tries them; `jobs`, `logs`, `cancel`."""
+"""The commands around jobs: `launch` and `submit` start them, `rehearse` tries them, `doctor` examines machines."""
 
 from __future__ import annotations
 
@@ -7,39 +7,12 @@ from typing import Annotated
 
 import typer
 
-from ..errors import LaunchError, printable_lines
+from ..errors import LaunchError
 from .launch import launch
 from .option_groups import with_option_groups
 from .program import JobCommand, load
 from .rehearse import pretend_weights, rehearse
 from .submit import submit
-
-
-def jobs() -> None:
-    """List the jobs that were submitted here and have not ended."""
-    from ..launch.slurm import queue
-
-    typer.echo(printable_lines(queue.table(queue.jobs())))
-
-
-def logs(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or a run directory.")],
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow it until the job ends.")] = False,
-) -> None:
-    """Print a job's output."""
-    from ..launch.slurm import queue
-
-    try:
-        queue.show_logs(job, follow)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-
-
-def cancel(job: Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]) -> None:
-    """End a job; its checkpoints stay."""
-    from ..launch.slurm import queue
-
-    typer.echo(queue.cancel(job))
 
 
 def doctor(
@@ -81,5 +54,5 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this module to the `shardkit` command."""
     for command in (launch, submit, rehearse):
         app.command(cls=JobCommand)(with_option_groups(command))
-    for command_without_script in (pretend_weights, jobs, logs, cancel, doctor):
+    for command_without_script in (pretend_weights, doctor):
         app.command()(command_without_script)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,8 +215,7 @@ def _print_manifest(
 
 def _queue(program: Program, job: Submission, array: str | None, plan: tuple[MemoryEstimate, RunConfig] | None) -> None:
     """Hand a job to Slurm, keep its plan, and tell where its output is."""
-    from ..launch.slurm import queue
-    from ..launch.slurm.submit import array_indices
+    from ..launch.slurm.submit import array_indices, held_back
     from ..launch.slurm.submit import submit as hand_to_sbatch
 
     job_id, folder = hand_to_sbatch(job, program.launch_command())
@@ -227,8 +227,9 @@ def _queue(program: Program, job: Submission, array: str | None, plan: tuple[Mem
     outputs = [f"{run_dir}/logs/slurm-{job_id}{number}.out" for number in numbers]
     output = ", ".join(outputs) if len(outputs) < 4 else f"{outputs[0]} … {outputs[-1]}"
     typer.echo(f"submitted job {job_id}\n  output:   {output}\n  snapshot: {folder}")
-    typer.echo(f"  follow:   shardkit logs -f {job_id}\n  end it:   shardkit cancel {job_id}")
-    reason = queue.held_back(job_id)
+    followed = shlex.join(outputs if len(outputs) < 4 else outputs[:1])
+    typer.echo(f"  state:    squeue --jobs {job_id}\n  follow:   tail -F {followed}\n  end it:   scancel {job_id}")
+    reason = held_back(job_id)
     if reason:
         typer.echo(f"warning: Slurm holds it back: {reason}", err=True)
 

@@ -30,7 +30,7 @@ STRATEGIES = ("ddp", "fsdp")
 STEPS = 400
 """Optimizer steps of a run that nothing disturbs."""
 CANCEL_MOMENTS = ("start-up", "training", "warned", "writing", "publishing", "published", "look")
-CYCLE = ("cancel", "cancel", "limit", "cancel", "stop", "rival", "cancel", "processes", "array", "nodes")
+CYCLE = ("cancel", "cancel", "limit", "cancel", "stop", "rival", "cancel", "processes", "nodes")
 """The faults of one draw after another."""
 BLOCK = 24
 """Draws that share Slurm's timers, which belong to the cluster."""
@@ -48,7 +48,6 @@ class Draw:
         at: how far into that phase, from 0 to 1.
         save_s: seconds that a save takes.
         kill_wait_s: seconds between Slurm's SIGTERM and its SIGKILL.
-        by_scancel: the user calls scancel, not `shardkit cancel`.
     """
 
     seed: int
@@ -60,7 +59,6 @@ class Draw:
     at: float
     save_s: float
     kill_wait_s: int
-    by_scancel: bool = False
 
     @property
     def name(self) -> str:
@@ -82,7 +80,6 @@ def draw(seed: int, number: int) -> Draw:
     return Draw(
         seed, number, template, "ddp" if template == "script" else chance.choice(STRATEGIES), fault,
         chance.choice(moments), round(chance.random(), 3), chance.choice([1.0, 3.0, 6.0]), kill_wait_s,
-        chance.random() < 0.5,
     )  # fmt: skip
 
 
@@ -200,11 +197,7 @@ def cancel(played: Played) -> str:
         played.wait_for_phase("training")
         _reach(played)
     stepped = drawn.moment != "start-up" or bool(played.phase())
-    if drawn.by_scancel:
-        played.cluster.call("scancel", played.job)
-    else:
-        told = played.cluster.shardkit("cancel", played.job)
-        assert told.returncode == 0, told.stderr
+    played.cluster.call("scancel", played.job)
     assert played.ended() == "CANCELLED", played.say()
     assert played.cluster.field(played.job, "Restarts") == "0", played.say()
     said = read(played.output)
@@ -348,47 +341,6 @@ def rival(played: Played) -> str:
     return "the later job refused, by the other's number; the other each step once"
 
 
-def array(played: Played) -> str:
-    """The logs of an array's tasks, asked for at a drawn moment: by array, by task, and by run directory."""
-    drawn, cluster, root = played.draw, played.cluster, played.run_dir
-    played.run_dirs = [root / "array_0", root / "array_1"]
-    words = [*settings(root, drawn.strategy, task__args__save_s=drawn.save_s), "--array=0-1", "--nodes=2"]
-    words += ["--gpus-per-node=0", "--ranks-per-node=1", "--cpus-per-task=2", f"--style={drawn.template}"]
-    words += ["--sbatch=--begin=now+20"] if drawn.moment == "waiting" else []
-    submitted = cluster.shardkit("submit", "-", *words)
-    assert submitted.returncode == 0 and "%a" not in submitted.stdout, submitted
-    played.job = submitted.stdout.split()[2]
-    index = int(drawn.at > 0.5)
-    output = root / f"logs/slurm-{played.job}_{index}.out"
-    if drawn.moment == "waiting":
-        for name in (played.job, f"{played.job}_{index}"):
-            told = cluster.shardkit("logs", name)
-            assert told.returncode == 2 and "waiting" in told.stderr, (told, played.say())
-    else:
-        played.until(lambda: ", start 1," in read(output))
-        if drawn.moment == "training":
-            played.until(lambda: last_step(played.run_dirs[index]) > 0)
-            time.sleep(drawn.at)
-        for name in (f"{played.job}_{index}", str(played.run_dirs[index])):
-            told = cluster.shardkit("logs", name)
-            assert told.returncode == 0 and told.stdout and read(output).startswith(told.stdout), (told, played.say())
-        told = cluster.shardkit("logs", played.job)
-        assert told.returncode == 0 and f"{index}: " in told.stdout, (told, played.say())
-        assert all(line.startswith(("0: ", "1: ")) for line in told.stdout.splitlines()), told
-    follow = [sys.executable, "-m", "shardkit.cli", "logs", "-f", played.job]
-    followed = cluster.run(*follow, timeout=500)
-    assert followed.returncode == 0, followed
-    for index, run_dir in enumerate(played.run_dirs):
-        assert cluster.field(f"{played.job}_{index}", "JobState") == "COMPLETED", (followed, played.say())
-        assert f"\n{index}: step {STEPS}/{STEPS}" in followed.stdout, followed
-        lines = [line.partition(" ")[2] for line in followed.stdout.splitlines() if line.startswith(f"{index}: ")]
-        assert lines == read(root / f"logs/slurm-{played.job}_{index}.out").splitlines(), followed
-        assert last_step(run_dir) == STEPS, followed
-    again = cluster.shardkit("submit", "-", *words)
-    assert again.returncode == 2 and f"error: {root}/array_0 already holds a run" in again.stderr, again
-    return "every line followed, with its task in front"
-
-
 def nodes(played: Played) -> str:
     """A node lacks something: the job ends before its ranks start, and names the node and what it lacks."""
     drawn, cluster, folder = played.draw, played.cluster, played.folder
@@ -436,7 +388,6 @@ FAULTS: dict[str, tuple[Callable[[Played], str], tuple[str, ...]]] = {
     "stop": (stop, ("writing",)),
     "processes": (processes, ("training",)),
     "rival": (rival, ("start-up", "training", "writing")),
-    "array": (array, ("waiting", "start-up", "training")),
     "nodes": (nodes, ("interpreter", "torch", "run", "checkpoints")),
 }
 """Fault → what plays it, the moments that it is aimed at."""
