@@ -20,7 +20,6 @@ import torch
 
 from ..checkpoint.native import layout
 from ..config.load import LoadedConfig, load_config
-from ..config.schema import RunSection
 from ..errors import ConfigError, ShardkitError, gib
 from ..files import open_regular, read_object, write_whole
 from ..files.children import read_git
@@ -119,8 +118,12 @@ def _claim(path: Path, loaded: LoadedConfig, files_in_use: Sequence[str], exclus
         elif not run_dir.has_run(path):
             _rewind(path, 0)  # a start that failed before its first step may have left empty files
         rendezvous.sweep(path)
-        for folder in ("logs", "checkpoints"):
-            _make(path / folder)
+        for folder in (path / "logs", path / "checkpoints"):  # either may be a link to another disk
+            if folder.is_symlink() and not folder.is_dir():
+                target = os.readlink(folder)
+                cause = f"{folder} is a link to {target}, which is no directory"
+                raise ConfigError(cause, "make that directory, or remove it")
+            folder.mkdir(exist_ok=True)
         if loaded.config.run.resume is False:  # a resume writes them once it has found its checkpoint
             _write_settings(path, loaded)
     except BaseException:
@@ -158,7 +161,7 @@ def _refuse(path: Path, loaded: LoadedConfig, exclusive: bool) -> None:
                 f"{link} is a link to {link.resolve()}: run.overwrite deletes nothing behind links",
                 "delete the checkpoints there by hand, or the link, or set another run.dir",
             )
-    elif not _resumes(path, run):
+    elif not (run.continues or (run.source and Path(run.source).resolve().is_relative_to(path.resolve()))):
         raise ConfigError(
             f"run.dir={path} already holds a run ({run_files[0]})",
             f"set run.resume=true to continue it, {'run.overwrite=true to delete it, ' * is_ours}or another run.dir",
@@ -205,20 +208,6 @@ def _has_config(path: Path, loaded: LoadedConfig) -> bool:
     return earlier_values == values
 
 
-def _make(folder: Path) -> None:
-    """Make a folder of the run; a link to an existing directory is fine."""
-    if folder.is_symlink() and not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is a link to {os.readlink(folder)}, which is no directory", "make that directory, or remove it"
-        )
-    folder.mkdir(exist_ok=True)
-
-
-def _resumes(path: Path, run: RunSection) -> bool:
-    """Whether `run.resume` asks for the run that `path` holds."""
-    return run.continues or (run.source is not None and Path(run.source).resolve().is_relative_to(path.resolve()))
-
-
 def _write_settings(path: Path, loaded: LoadedConfig) -> None:
     write_config(path, loaded)
     write_whole(path / "env.json", json.dumps(environment(), indent=1) + "\n")
@@ -245,15 +234,6 @@ def _last_step(path: Path, loaded: LoadedConfig) -> int:
     return step if isinstance(step, int) else loaded.config.train.max_steps
 
 
-def _keep_settings(path: Path) -> None:
-    """Move the previous start's settings to `logs/`, numbered; those of the resumed run replace them."""
-    (path / "logs").mkdir(exist_ok=True)
-    number = len(list((path / "logs").glob("config.*.yaml"))) + 1
-    for name, new_name in (("config.yaml", f"config.{number}.yaml"), ("env.json", f"env.{number}.json")):
-        if (path / name).exists():
-            (path / name).replace(path / "logs" / new_name)
-
-
 def go_on(loaded: LoadedConfig, world: Ranks, path: Path, step: int) -> None:
     """Prepare the directory for a run resumed after `step`: new settings, and later records dropped; collective.
 
@@ -262,7 +242,6 @@ def go_on(loaded: LoadedConfig, world: Ranks, path: Path, step: int) -> None:
     """
 
     def change() -> None:
-        _keep_settings(path)
         _write_settings(path, loaded)
         _rewind(path, step)
 

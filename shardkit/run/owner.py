@@ -1,16 +1,14 @@
-"""One writer per run directory: RUN_DIR/.shardkit/owner.N.json names it, and the highest N is the owner's.
+"""One writer per run directory: the lock RUN_DIR/.shardkit/owner.json names its job, host, process and start.
 
-A start becomes the owner by creating the next number's file, which is atomic even on NFS (a hard link): one of several
-candidates succeeds. The owner touches its file every 5 s and looks for a higher number; if it finds one, it has been
-superseded. An owner counts as dead if it recorded its end, if its process is gone (seen from the same machine), or if
-its file did not change in 30 s of looks at it: clocks of different machines are never compared. A later start
-of the same job takes over at once, and waits until the earlier one has noticed; where nobody counts a job's starts, it
-waits until the earlier one has ended.
+Locks of the kernel are optional on NFS and do not say who holds them. This one is a file: `O_EXCL` lets one of several
+starts create it, and its owner touches it every 5 s. An owner counts as dead if it recorded its end, if its process is
+gone (seen from the same machine), or if its file did not change in 30 s of looks at it: clocks of machines are not
+compared. A later start of the same job replaces the lock at once, and waits until the earlier start has noticed;
+where nobody counts a job's starts, it waits until the earlier one has ended.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -26,19 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, SupersededError
-from ..files import open_regular, read_regular, write_whole
+from ..files import open_regular, read_regular
 from ..launch.failures import job_starts
 from ..launch.local import restart
 from ..launch.local.run_dir import MARK
 
 FOLDER = MARK
+LOCK = "owner.json"
+_NUMBERED = re.compile(r"owner\.(\d+)\.json")
+"""The locks of versions up to 0.2, whose highest number was the owner's."""
 
 BEAT_S = 5.0
 STALE_S = 30.0
 """An owner whose file has not changed for this long (six beats) counts as dead."""
 _LOOK_S = 0.25
-_NAME = re.compile(r"owner\.(\d+)\.json")
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_SETTLE_S = 0.5
 _LOG = logging.getLogger(__name__)
 
 
@@ -77,8 +77,16 @@ class Record:
             return process
         return f"{self.job} (restart {self.restart}), {process}"
 
+    def is_gone(self) -> bool:
+        """Whether the process is known to be gone, which only shows on its machine, in its process namespace."""
+        return self.is_local and not _runs(self)
+
+    @property
+    def is_local(self) -> bool:
+        return self.space != "" and self.space == _space()
+
     def is_earlier_start(self, later: Record) -> bool:
-        """Whether this is an earlier start of the same job, which `other` replaces."""
+        """Whether this is an earlier start of the same job, which `later` replaces."""
         if self.job is None or self.job != later.job:
             return False
         if self.restart != later.restart:
@@ -94,10 +102,13 @@ def this_process(environ: Mapping[str, str] = os.environ) -> Record:
 
 
 class Owner:
-    """This run's right to write to its directory, from `claim` to `close`."""
+    """This run's right to write to its directory, from `claim` to `close`.
 
-    def __init__(self, path: Path, number: int, record: Record) -> None:
-        self._path, self._number, self._record = path, number, record
+    It beats and records its end through the open file, never by the path: the lock there may be another start's by now.
+    """
+
+    def __init__(self, path: Path, file: int, record: Record) -> None:
+        self._path, self._file, self._record = path, file, record
         self._lost: str | None = None
         self._looked = time.monotonic()
         self._busy, self._ended = threading.Lock(), threading.Event()
@@ -131,10 +142,10 @@ class Owner:
         """Record that this run has ended: the next one need not wait."""
         self._ended.set()
         self._thread.join()
-        self._look()
-        if self._lost is None:
-            with suppress(OSError):  # a full disk: the next start sees that the process is gone, or waits
-                _write(self._path, replace(self._record, ended=True))
+        with suppress(OSError):  # a full disk: the next start sees that the process is gone, or waits
+            _write(self._file, replace(self._record, ended=True))
+        with suppress(OSError):
+            os.close(self._file)
         self._lost = self._lost or "this run has ended"
 
     def __enter__(self) -> Owner:
@@ -152,23 +163,16 @@ class Owner:
         """Check whether this run still owns the directory, and touch its file if so."""
         if self._lost is None:
             try:
-                self._lost = self._why_lost()
-                if self._lost is None:
-                    now = time.time_ns()
-                    os.utime(self._path, ns=(now, now))  # works on a full disk
+                now = time.time_ns()
+                os.utime(self._file, ns=(now, now))  # works on a full disk
+                holder = _read(self._path)
+                if holder is None:
+                    self._lost = f"{self._path} was deleted"
+                elif holder.token != self._record.token:
+                    self._lost = f"{holder.name} owns it now"
             except OSError as error:  # a file system that fails for a moment proves nothing
                 _LOG.debug("%s: %s", self._path, error)
         self._looked = time.monotonic()
-
-    def _why_lost(self) -> str | None:
-        newest = _newest(self._path.parent)
-        if newest is not None and newest[0] > self._number:
-            newest_record = _read(newest[1])
-            return f"{'another start' if newest_record is None else newest_record.name} owns it now"
-        record = _read(self._path)
-        if record is not None and record.token == self._record.token:
-            return None
-        return f"{self._path} was deleted"
 
 
 def superseded(reason: str) -> SupersededError:
@@ -190,43 +194,66 @@ def claim(run_dir: Path, record: Record | None = None, stale_s: float = STALE_S)
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     record = this_process() if record is None else record
+    lock, draft = folder / LOCK, folder / f"claim.{record.token}"
+    numbered = [(int(match[1]), folder / name) for name in os.listdir(folder) if (match := _NUMBERED.fullmatch(name))]
+    if numbered and not lock.exists():  # a run of 0.2 holds the directory, or held it
+        _give_way(run_dir, max(numbered)[1], record, stale_s)
+    earlier: Record | None = None
     while True:
-        newest = _newest(folder)
-        number = 0 if newest is None else newest[0]
-        before = None if newest is None else _read(newest[1])
-        if before is not None and record.is_earlier_start(before):
-            raise superseded(f"{before.name} owns it")
-        inherits = before is not None and before.is_earlier_start(record)
-        if newest is not None and not inherits and not _ends(newest[1], before, record, stale_s):
-            raise _refusal(run_dir, before)
-        path = folder / f"owner.{number + 1}.json"
-        if not _create(path, record):
-            continue  # another start was faster: check whether it is alive
-        highest = _newest(folder)
-        if highest is not None and highest[0] > number + 1:  # the listing was stale
-            path.unlink(missing_ok=True)
+        try:
+            file = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            earlier = _give_way(run_dir, lock, record, stale_s)
+        else:
+            _write_first(file, record, lock)
+            break
+        # The lock is replaced, not deleted and made anew: two starts that find a dead owner at the same moment would
+        # delete each other's. The last one to replace it wins, and the others see that once it has settled.
+        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        _write_first(file, record, draft)
+        if _read(lock) != earlier:  # another start was faster: check whether it is alive
+            os.close(file)
+            draft.unlink()
             continue
-        owner = Owner(path, number + 1, record)
-        if newest is not None and before is not None and inherits:
-            while not _is_over(newest[1], before, stale_s, process=False):
-                _LOG.warning("waiting until an earlier start of this job has ended: %s", before.name)
-        for earlier, file in _starts(folder):
-            if earlier < number:
-                file.unlink(missing_ok=True)
-        return owner
+        draft.replace(lock)
+        time.sleep(_SETTLE_S)
+        holder = _read(lock)
+        if holder is not None and holder.token == record.token:
+            break
+        os.close(file)
+    for _, path in numbered:
+        path.unlink(missing_ok=True)
+    owner = Owner(lock, file, record)
+    if earlier is not None and earlier.is_earlier_start(record) and not earlier.ended and not earlier.is_gone():
+        _LOG.warning("waiting until an earlier start of this job has ended: %s", earlier.name)
+        for _ in range(math.ceil(stale_s / _LOOK_S)):  # it looks every 5 s, and stops writing then
+            time.sleep(_LOOK_S)
+            if earlier.is_gone():
+                break
+    return owner
 
 
-def _ends(path: Path, owner: Record | None, record: Record, stale_s: float) -> bool:
-    """Whether the owner is over; an earlier start of the same job gets the time to save that its supervisor gives it.
+def _give_way(run_dir: Path, path: Path, record: Record, stale_s: float) -> Record | None:
+    """Return the record of a lock that `record`'s start may replace.
 
-    A pod may be replaced while it saves. Its supervisor counts no starts, so the new one cannot take the directory
-    from it.
+    Raises:
+        ConfigError: another live run owns it.
+        SupersededError: a later start of this job owns it.
     """
-    is_same_job = owner is not None and owner.job is not None and owner.job == record.job and not record.step
+    holder = _read(path)
+    if holder is not None and record.is_earlier_start(holder):
+        raise superseded(f"{holder.name} owns it")
+    if holder is not None and holder.is_earlier_start(record):
+        return holder
+    # A pod may be replaced while it saves. Its supervisor counts no starts, so the new one cannot take the directory
+    # from it: an earlier start of the same job gets the time to save that its supervisor gives it.
+    is_same_job = holder is not None and holder.job is not None and holder.job == record.job and not record.step
     deadline = time.monotonic() + (restart.grace_s() + stale_s if is_same_job else 0)
-    while not (over := _is_over(path, owner, stale_s)) and time.monotonic() < deadline:
+    while not _is_over(path, holder, stale_s):
+        if time.monotonic() >= deadline:
+            raise _refusal(run_dir, holder)
         time.sleep(_LOOK_S)
-    return over
+    return _read(path)
 
 
 def _refusal(run_dir: Path, owner: Record | None) -> ConfigError:
@@ -240,24 +267,17 @@ def _refusal(run_dir: Path, owner: Record | None) -> ConfigError:
     )
 
 
-def _is_over(path: Path, owner: Record | None, stale_s: float, process: bool = True) -> bool:
-    """Whether an owner has ended or is dead; False as soon as it shows a sign of life.
-
-    Args:
-        process: count an existing process as alive; False for a superseded one: it may be stuck, but writes nothing.
-    """
-    if owner is not None and owner.ended:
+def _is_over(path: Path, owner: Record | None, stale_s: float) -> bool:
+    """Whether an owner has ended or is dead; False as soon as it shows a sign of life."""
+    if owner is not None and (owner.ended or owner.is_gone()):
         return True
-    is_local = owner is not None and owner.space != "" and owner.space == _space()
-    if owner is not None and is_local and not _runs(owner):
-        return True
-    if is_local and process:
+    if owner is not None and owner.is_local:
         return False
     beat = _beat(path)
     for _ in range(math.ceil(stale_s / _LOOK_S)):  # not by the clock: while this process is suspended, it may be, too
         time.sleep(_LOOK_S)
         now = _read(path)
-        if (now is not None and now.ended) or (owner is not None and is_local and not _runs(owner)):
+        if now is not None and now.ended:
             return True
         if _beat(path) != beat:
             return False
@@ -293,15 +313,6 @@ def _space() -> str:
         return ""
 
 
-def _starts(folder: Path) -> list[tuple[int, Path]]:
-    """The number of each start whose file is there, and the file."""
-    return [(int(m[1]), folder / name) for name in os.listdir(folder) if (m := _NAME.fullmatch(name))]
-
-
-def _newest(folder: Path) -> tuple[int, Path] | None:
-    return max(_starts(folder), default=None)
-
-
 def _beat(path: Path) -> tuple[int, int] | None:
     """A value that changes with each sign of life. Opens the file each time: only then does NFS ask its server."""
     try:
@@ -313,7 +324,7 @@ def _beat(path: Path) -> tuple[int, int] | None:
 
 
 def _read(path: Path) -> Record | None:
-    """The record in an owner's file; None if the file is missing, damaged or still being written."""
+    """The record in a lock; None if the file is missing, damaged or still being written."""
     try:
         stored: dict[str, Any] = json.loads(read_regular(path))
         names = {field.name for field in fields(Record)}  # a later version may write more
@@ -322,31 +333,17 @@ def _read(path: Path) -> Record | None:
         return None
 
 
-def _write(path: Path, record: Record) -> None:
-    write_whole(path, json.dumps(asdict(record)) + "\n", durable=True)
+def _write(file: int, record: Record) -> None:
+    text = json.dumps(asdict(record)) + "\n"
+    os.pwrite(file, text.encode(), 0)
+    os.ftruncate(file, len(text.encode()))
+    os.fsync(file)
 
 
-def _create(path: Path, record: Record) -> bool:
-    """Create an owner's file unless it exists: one of several candidates succeeds."""
-    draft = path.with_name(f"claim.{record.token}")
-    _write(draft, record)
+def _write_first(file: int, record: Record, path: Path) -> None:
     try:
-        os.link(draft, path)
-    except FileExistsError:
-        return draft.stat().st_nlink > 1  # NFS may lose the first answer and refuse the repeated request
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return _create_without_links(path, record)
-    finally:
-        draft.unlink(missing_ok=True)
-    return True
-
-
-def _create_without_links(path: Path, record: Record) -> bool:
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-    except FileExistsError:
-        return False
-    _write(path, record)
-    return True
+        _write(file, record)
+    except OSError:  # a full disk: an empty lock would keep the next start waiting
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +100,8 @@ def test_a_later_start_of_the_job_ends_the_earlier_one_on_all_ranks(tmp_path: Pa
     assert "Slurm job 7 (restart 1), process" in ended.stderr
 
 
-def test_of_many_that_start_at_once_one_becomes_the_owner(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dead", [False, True])
+def test_of_many_that_start_at_once_one_becomes_the_owner(dead: bool, tmp_path: Path) -> None:
     found: list[owner.Owner | Exception] = []
 
     def start(number: int) -> None:
@@ -108,14 +110,31 @@ def test_of_many_that_start_at_once_one_becomes_the_owner(tmp_path: Path) -> Non
         except ConfigError as error:
             found.append(error)
 
+    if dead:
+        gone = owner.claim(tmp_path, replace(HERE, born=HERE.born - 1))
+        gone._ended.set()
     threads = [threading.Thread(target=start, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    owners = [one for one in found if isinstance(one, owner.Owner)]
+    owners = [claimed for claimed in found if isinstance(claimed, owner.Owner)]
     assert len(owners) == 1 and len(found) == 8, found
+    assert owners[0].lost() is None and owner._read(tmp_path / owner.FOLDER / owner.LOCK) == owners[0]._record
     owners[0].close()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_directory_of_an_earlier_version_is_taken_over_once_its_owner_has_ended(ended: bool, tmp_path: Path) -> None:
+    folder = tmp_path / owner.FOLDER
+    records = {1: replace(HERE, ended=True), 12: replace(HERE, token="old", ended=ended)}
+    write_files(folder, {f"owner.{n}.json": json.dumps(asdict(record)) for n, record in records.items()})
+    if not ended:
+        with pytest.raises(ConfigError, match=f"is being written by process {HERE.pid}"):
+            owner.claim(tmp_path, HERE)
+        return
+    owner.claim(tmp_path, HERE).close()
+    assert os.listdir(folder) == [owner.LOCK]
 
 
 def test_an_owner_elsewhere_lives_as_long_as_its_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +159,7 @@ def test_an_owner_elsewhere_lives_as_long_as_its_file_changes(tmp_path: Path, mo
 
 def test_time_in_which_the_reader_is_suspended_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner may be suspended as well, and beats when both go on."""
-    file = tmp_path / "owner.1.json"
+    file = tmp_path / owner.LOCK
     file.touch()
     looks: list[float] = []
 
@@ -193,17 +212,6 @@ def test_a_suspended_run_looks_again_before_it_goes_on(tmp_path: Path, monkeypat
     owner.claim(tmp_path, HERE, stale_s=0.3).close()
     monkeypatch.setattr(mine, "_looked", time.monotonic() - 60)
     assert mine.lost() == f"{HERE.name} owns it now"
-
-
-def test_without_hard_links_one_becomes_the_owner_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    mine = owner.claim(tmp_path, HERE)
-    with pytest.raises(ConfigError, match=r"being written"):
-        owner.claim(tmp_path, replace(HERE, token="other"))
-    mine.close()
 
 
 def test_a_start_again_by_the_same_torchrun_is_no_second_writer() -> None:
