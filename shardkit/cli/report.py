@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import DataError, printable, printable_lines
-from ..files.bounded import in_child
+from ..errors import printable, printable_lines
 from .program import MaybePath
 
 
@@ -34,25 +32,14 @@ def report(
 
     path = out or run / ("report.html" if second is None else "compare.html")
 
-    def write() -> str:
-        """Write the page; returns how the run stands, or of a script's run, how its last start ended."""
-        if second is None and (script := read_script(run)) is not None:
-            save(script_page(script), path)
-            return script.status[1]
+    if second is None and (script := read_script(run)) is not None:
+        save(script_page(script), path)
+        verdict = script.status[1]
+    else:
         contents = read_run(run)
         save(run_page(contents, path) if second is None else compare_page(contents, read_run(second)), path)
-        return status(contents)[1] if second is None else ""
-
-    verdict = _bounded([run] if second is None else [run, second], write)
+        verdict = status(contents)[1] if second is None else ""
     typer.echo(printable(f"{verdict}; report: {path}" if verdict else f"comparison: {path}"))
-
-
-def _bounded(folders: Sequence[Path], function: Callable[[], str]) -> str:
-    """The result of a function that reads these run directories, which may be strangers', within limits."""
-    parts = ("*", "trace/*", "oom/*", "profile/*.json")
-    read = [path for folder in folders for part in parts for path in folder.glob(part)]
-    files = [path for path in read if path.suffix != ".html" and not path.is_symlink()]
-    return in_child("run directory", " and ".join(map(str, folders)), files, function, DataError)
 
 
 def profile(
@@ -70,12 +57,10 @@ def profile(
     folders = [run] if second is None else [run, second]
     names = list(map(str, folders))
 
-    def text() -> str:
-        runs = [read_summaries(folder) for folder in folders]
-        if json_output:
-            summaries = [{"run": name, "ranks": ranks} for name, ranks in zip(names, runs, strict=True)]
-            return json.dumps({"runs": summaries}, indent=1)
-        shown = show(names[0], runs[0]) if second is None else compare((names[0], names[1]), (runs[0][0], runs[1][0]))
-        return printable_lines(shown)
-
-    typer.echo(_bounded(folders, text))
+    runs = [read_summaries(folder) for folder in folders]
+    if json_output:
+        summaries = [{"run": name, "ranks": ranks} for name, ranks in zip(names, runs, strict=True)]
+        typer.echo(json.dumps({"runs": summaries}, indent=1))
+        return
+    shown = show(names[0], runs[0]) if second is None else compare((names[0], names[1]), (runs[0][0], runs[1][0]))
+    typer.echo(printable_lines(shown))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...files.bounded import in_child
 from ..native import layout
 from ..native.manifest import FILE_NAME
 from ..native.reader import CheckpointReader
@@ -37,10 +36,8 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", f"name {KINDS}")
-    # Opening reads all names and shapes, but no weights. A child does it first, with limits on memory and time.
-    files = [path, *path.rglob("*")]  # of a file, no more
-    in_child("checkpoint", str(path), files, lambda: _open(path, step, weights_only).close(), CheckpointError)
-    source = _open(path, step, weights_only)
+    chosen, open_chosen = opener(path, step)
+    source = open_chosen(chosen, weights_only)
     if not any(name.startswith("model.") for name in source.tensors):
         source.close()
         raise CheckpointError(f"{path} holds no weights", f"name {KINDS}")
@@ -48,12 +45,6 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
         return source
     weights = {name: spec for name, spec in source.tensors.items() if name.startswith(("model.", "buffer."))}
     return replace(source, tensors=weights, scalars={})
-
-
-def _open(path: Path, step: str, weights_only: bool) -> Source:
-    """Open the checkpoint at `path` with the reader of its kind; see `open_source`."""
-    chosen, open_chosen = opener(path, step)
-    return open_chosen(chosen, weights_only)
 
 
 def opener(path: Path, step: str = "latest") -> tuple[Path, Callable[[Path, bool], Source]]:

@@ -34,11 +34,11 @@ def reading(path: Path, fix: str = RESTORE) -> Iterator[None]:
     """Turn what a damaged or malformed file makes a reader raise into an error that names the file.
 
     Raises:
-        CheckpointError: anything else was raised, but for MemoryError: the file reached a limit.
+        CheckpointError: anything else was raised.
     """
     try:
         yield
-    except (CheckpointError, MemoryError):
+    except CheckpointError:
         raise
     except OSError as error:
         reason = error.strerror or error

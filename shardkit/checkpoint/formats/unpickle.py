@@ -163,7 +163,7 @@ class _Unpickler(pickle.Unpickler):
 def load(content: bytes, file: Path) -> Any:
     """Read a pickle's content as dicts, lists, numbers, text, `TensorRef` and `PickledObject`. None of its code runs.
 
-    Eighty bytes can stand for 2**40 objects, so the caller must bound memory and time: see `files.bounded`.
+    Eighty bytes can stand for 2**40 objects: a hostile pickle can cost memory and time, and nothing else.
 
     Args:
         file: the file's path, for messages.
