@@ -26,7 +26,6 @@ from .ladder import ladder, max_model
 from .option_groups import with_option_groups
 from .plan import plan
 from .program import UsageError, Words
-from .report import profile
 from .report import report as report_command
 
 PACKAGE = Path(__file__).parent.parent
@@ -211,7 +210,6 @@ jobs.register(app)
 app.command()(with_option_groups(plan))
 app.command()(with_option_groups(ladder))
 app.command()(max_model)
-app.command()(profile)
 app.command("report")(report_command)
 app.add_typer(checkpoint_app)
 app.command()(convert)

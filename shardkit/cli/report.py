@@ -1,4 +1,4 @@
-"""`shardkit report RUN_DIR [OTHER_RUN_DIR]` and `shardkit profile RUN_DIR [OTHER_RUN_DIR]`."""
+"""`shardkit report RUN_DIR [OTHER_RUN_DIR]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import printable, printable_lines
+from ..errors import printable
 from .program import MaybePath
 
 
@@ -40,27 +40,3 @@ def report(
         save(run_page(contents, path) if second is None else compare_page(contents, read_run(second)), path)
         verdict = status(contents)[1] if second is None else ""
     typer.echo(printable(f"{verdict}; report: {path}" if verdict else f"comparison: {path}"))
-
-
-def profile(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run made with profile.start.")],
-    second: Annotated[
-        MaybePath, typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to show beside it.")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print every profiled rank's summary as JSON.")] = False,
-) -> None:
-    """Show a run's profile: the peak by category, the largest allocations, where time goes."""
-    import json
-
-    from ..report.profile.show import compare, read_summaries, show
-
-    folders = [run] if second is None else [run, second]
-    names = list(map(str, folders))
-
-    runs = [read_summaries(folder) for folder in folders]
-    if json_output:
-        summaries = [{"run": name, "ranks": ranks} for name, ranks in zip(names, runs, strict=True)]
-        typer.echo(json.dumps({"runs": summaries}, indent=1))
-        return
-    shown = show(names[0], runs[0]) if second is None else compare((names[0], names[1]), (runs[0][0], runs[1][0]))
-    typer.echo(printable_lines(shown))

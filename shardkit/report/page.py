@@ -253,8 +253,9 @@ def _planned(run: Run, plan: Mapping[str, Any], page: Page) -> list[Markup]:
 
 def _profiles(run: Run, out: Path) -> list[Markup]:
     hints = {
-        ".html": "open in a browser",
+        ".txt": "operators by time and by memory",
         ".gz": "open in ui.perfetto.dev",
+        ".html": "open in a browser",
         ".pickle": "open in pytorch.org/memory_viz",
     }
     item, items = Markup('<li><a href="{}">{}</a> <span class="faint">{}</span></li>'), Markup("")

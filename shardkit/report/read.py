@@ -15,7 +15,8 @@ from ..launch.failures import failure, job_starts
 from ..memory.rows import READABLE, RankRow
 from ..telemetry.catalog import targets_called
 
-PROFILED = ("_memory.html", "_trace.json.gz", "_summary.json", "_snapshot.pickle")
+PROFILED = ("_tables.txt", "_trace.json.gz", "_snapshot.pickle", "_memory.html", "_summary.json")
+"""Ends of the names of the profiler's files; the last two are of runs up to 0.2."""
 
 ROWS = 40_000
 """About this many rows of `memory.jsonl` are read at most."""

@@ -182,7 +182,7 @@ class Trainer:
             records=StepRecords(job, self.watchdog, resumed.tokens_total),
             first_update=FirstUpdate(world, job.strategy),
             profiler=None if config.profile.start is None
-            else Profiler(config, world, job.strategy, job.ledger, self.run_dir),
+            else Profiler(config, world, job.ledger, self.run_dir),
         )  # fmt: skip
 
     def _digests(self) -> dict[str, str]:

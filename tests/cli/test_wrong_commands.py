@@ -264,8 +264,6 @@ WRONG = [
         "pass --tokenizer with a ",
     ),
     ("tokenize data/dialog.jsonl corpus --tokenizer models/base", "has the columns dialog", "{messages: NAME}'"),
-    ("profile runs/notes", "holds no profile", "profile."),
-    ("profile runs/none", "is not a directory", "run"),
     ("launch train.py", "train.py is not a config", "shardkit launch -- train.py"),
     ("launch --nnodes 1 train.py --lr 3", "train.py is not a config", "--nnodes 1 -- train.py --lr 3"),
     ("launch --nnodes 1 train.py a=b", "train.py is not a config", "launch --nnodes 1 -- train.py a=b"),

@@ -1,1 +1,0 @@
-"""A run's profile: time and memory per operator and per category. Recorded by `run.profiler`."""
