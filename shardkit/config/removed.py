@@ -35,5 +35,6 @@ COMMANDS: dict[str, str] = {
     "jobs": "squeue --me lists your jobs",
     "logs": "tail -F follows the log file that `shardkit submit` printed",
     "cancel": "scancel JOB ends a job; its checkpoints stay",
+    "profile": "open RUN_DIR/profile/rank0_tables.txt, torch's tables of the operators of a run with profile.start",
 }
 """A command (`jobs`), or one with an option (`launch --bind-cpus`) → what to use instead."""

@@ -1,18 +1,12 @@
 """Every metric of a step, declared once: metrics.jsonl's documentation, Prometheus and the report follow from here.
 
-`python -m shardkit.telemetry.catalog docs/reference.md` rewrites the table between that page's markers.
+`python -m shardkit.telemetry.catalog` prints the table of docs/reference.md.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
-
-from ..errors import ConfigError
-
-MARKERS = ("<!-- metrics:begin -->", "<!-- metrics:end -->")
 
 
 @dataclass(frozen=True)
@@ -119,19 +113,5 @@ def markdown_table() -> str:
     return "\n".join(lines)
 
 
-def write_table(path: Path) -> None:
-    """Replace the text between the markers of a markdown file.
-
-    Raises:
-        ConfigError: the file has no markers.
-    """
-    begin, end = MARKERS
-    text = path.read_text(encoding="utf-8")
-    if begin not in text or end not in text:
-        raise ConfigError(f"{path} has no {begin} … {end}", "put both markers around the table of metrics")
-    before, _, tail = text.partition(begin)
-    path.write_text(f"{before}{begin}\n{markdown_table()}\n{end}{tail.partition(end)[2]}", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write_table(Path(sys.argv[1]))
+    print(markdown_table())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import gib
 from ..memory.rows import RankRow
@@ -15,6 +15,7 @@ from .catalog import STEP_PARTS
 
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.progress import Progress
     from rich.table import Table
 
 LINE_S = 30.0
@@ -55,7 +56,15 @@ class RunProgress:
         self._rows: Sequence[RankRow] = ()
         self._condensed: Summary | None = None
         self._last_line_at = time.perf_counter()
-        self._screen = Screen(total, steps_before, _tqdm_draws if every is None else None) if draws_bars() else None
+        self._drawn = -math.inf
+        self._bar: Progress | None = None
+        self._live: Live | None = None
+        if draws_bars():
+            from rich.console import Console
+            from rich.live import Live
+
+            # No thread refreshes it: that would compete with the step for the interpreter.
+            self._live = Live(console=Console(file=sys.stderr), auto_refresh=False)
 
     def update(self, record: Mapping[str, float], ranks: int, rows: Sequence[RankRow]) -> None:
         """Show a step's record; `rows` come from the last gather."""
@@ -63,8 +72,8 @@ class RunProgress:
         self._saves_s += record.get("save_s", 0.0)
         if rows is not self._rows:
             self._rows, self._condensed = rows, summary(rows) if rows else None
-        if self._screen is not None:
-            self._screen.update(step, lambda: (self._text(record, ranks), parts_of(record)), self._rows)
+        if self._live is not None:
+            self._draw(self._live, step, record, ranks)
         elif self._every is not None and self._is_due(step, self._every):
             text = self._text(record, ranks)
             print(f"step {step}/{self._total}  {text}  ETA {self._eta(step)}", flush=True)
@@ -103,109 +112,37 @@ class RunProgress:
         seconds_left = int((time.perf_counter() - self._began) / steps_taken * ((self._total or step) - step))
         return f"{seconds_left // 3600}:{seconds_left // 60 % 60:02d}:{seconds_left % 60:02d}"
 
+    def _draw(self, live: Live, step: int, record: Mapping[str, float], ranks: int) -> None:
+        """A bar for the run, and below it the parts of a step and bars of the ranks with the largest peaks."""
+        from rich.console import Group
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.text import Text
+
+        now = time.perf_counter()
+        if now - self._drawn < REFRESH_S and step != self._total:
+            return
+        self._drawn = now
+        # A loop that is watched may have bars of its own, which two displays on one terminal would tear apart.
+        if self._every is None and _tqdm_draws():
+            live.stop()
+            return
+        if self._bar is None:
+            text = TextColumn("{task.description}", markup=False)
+            self._bar = Progress(MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), text)
+            self._bar.add_task("", total=self._total, completed=self._steps_before)
+        self._bar.update(self._bar.task_ids[0], completed=step, description=self._text(record, ranks))
+        live.start()  # not earlier: while it is started, print and logging go through it
+        live.update(Group(self._bar, Text(parts_of(record)), ranks_table(self._rows)), refresh=True)
+
     def close(self) -> None:
-        if self._screen is not None:
-            self._screen.close()
+        """Leave the last bars on the terminal."""
+        if self._live is not None:
+            self._live.stop()
 
 
 def draws_bars() -> bool:
     """Whether progress is bars on a terminal: neither stdout nor stderr goes to a file or a pipe."""
     return sys.stderr.isatty() and sys.stdout.isatty()
-
-
-class Screen:
-    """The terminal display: a bar for the run, and below it bars of the ranks with the largest peaks.
-
-    It has no thread: the end of a step draws it, at most once in `REFRESH_S`. Other code's text goes to the terminal as
-    it is: the bars vanish before it, and come back once a line has ended.
-
-    Args:
-        total: the last step; `None`: unknown.
-        steps_before: steps that were taken before.
-        is_taken: whether something else draws bars now.
-    """
-
-    def __init__(self, total: int | None, steps_before: int, is_taken: Callable[[], bool] | None = None) -> None:
-        from rich.console import Console, Group
-        from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
-        from rich.text import Text
-
-        console = Console(file=sys.stderr)
-        columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
-        self._bar = RichProgress(*columns, TextColumn("{task.description}", markup=False), console=console)
-        self._task = self._bar.add_task("", total=total, completed=steps_before)
-        self._group, self._plain = Group, Text
-        self._new: Callable[[], Live] = lambda: Live(
-            console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-        )
-        self._live: Live | None = None
-        self._drawn, self._total, self._is_taken = 0.0, total, is_taken
-        self._is_free, self._pid = True, os.getpid()
-        self._beside = {name: _Beside(getattr(sys, name), self) for name in ("stdout", "stderr")}
-        for name, stream in self._beside.items():
-            if stream.isatty():  # redirected output stays redirected
-                setattr(sys, name, stream)
-
-    def update(self, step: int, texts: Callable[[], tuple[str, str]], rows: Sequence[RankRow]) -> None:
-        """Draw, unless the last drawing was just now; only then are `texts` asked for: beside the bar, and below it."""
-        now = time.perf_counter()
-        if now - self._drawn < REFRESH_S and step != self._total:
-            return
-        self._drawn = now
-        if not self._is_free:
-            return
-        if self._is_taken is not None and self._is_taken():
-            self._vanish()
-            return
-        beside, below = texts()
-        self._bar.update(self._task, completed=step, description=beside)
-        if self._live is None:
-            self._live = self._new()
-            self._live.start()
-        parts = [self._plain(below)] if below else []
-        self._live.update(self._group(self._bar, *parts, ranks_table(rows)), refresh=True)
-
-    def beside(self, stream: Any, text: str) -> Any:
-        """Write other code's text; the bars stay away until its line has ended."""
-        if os.getpid() == self._pid:  # else a fork, such as a data worker, which knows nothing of the bars
-            self._vanish()
-            self._is_free = text.endswith("\n")
-        written = stream.write(text)
-        stream.flush()  # before the bars, which may go through another buffer
-        return written
-
-    def _vanish(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def close(self) -> None:
-        """Leave the last bars on the terminal, and the streams as they were."""
-        for name, stream in self._beside.items():
-            if getattr(sys, name) is stream:
-                setattr(sys, name, stream.inner)
-        if self._live is not None:
-            self._live.transient = False
-            self._vanish()
-
-
-class _Beside:
-    """A stream of the program, which shares its terminal with a screen."""
-
-    def __init__(self, inner: Any, screen: Screen) -> None:
-        self.inner, self._screen = inner, screen
-
-    def write(self, text: str) -> Any:
-        return self._screen.beside(self.inner, text) if text else 0
-
-    def writelines(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 def _tqdm_draws() -> bool:

@@ -111,19 +111,31 @@ def test_of_many_ranks_the_worst_get_a_bar(monkeypatch: pytest.MonkeyPatch) -> N
     assert "rank 55@node1" not in text
 
 
-def test_what_is_printed_to_a_file_stays_out_of_the_bars(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_of_other_code_stays_above_the_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = use_terminal(monkeypatch)
+    stdout = sys.stdout
     shown = RunProgress(20, 0, 10, None, None)
     shown.update(record(1), 1, [gpu_row(0)])
-    print("for the log")
-    print("for the terminal", file=sys.stderr)
+    print("of the program")
+    print("[bold]of a library", file=sys.stderr)
     shown.update(record(2), 1, [gpu_row(0)])
     shown.close()
-    assert capsys.readouterr().out == "for the log\n"
-    assert "for the terminal" in terminal.getvalue()
-    assert sys.stderr is terminal
+    text = terminal.getvalue()
+    assert "of the program\n" in text and "[bold]of a library" in text
+    assert text.rindex("2/20") > text.index("of a library")
+    assert (sys.stdout, sys.stderr) == (stdout, terminal)
+
+
+def test_a_watched_loop_with_a_bar_of_its_own_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    tqdm = pytest.importorskip("tqdm")
+    terminal = use_terminal(monkeypatch)
+    shown = RunProgress(20, 0, every=None)
+    with tqdm.tqdm(total=20, file=io.StringIO()):
+        shown.update(record(1), 1, [gpu_row(0)])
+        assert terminal.getvalue() == ""
+    shown.update(record(2), 1, [gpu_row(0)])
+    shown.close()
+    assert "2/20" in terminal.getvalue()
 
 
 def test_a_terminal_is_not_drawn_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +144,7 @@ def test_a_terminal_is_not_drawn_at_every_step(monkeypatch: pytest.MonkeyPatch) 
     shown = RunProgress(500, 0, 10, None, None)
     shown.update(record(1), 1, [gpu_row(0)])
     once = len(terminal.getvalue())
+    assert "1/500" in terminal.getvalue()
     for step in range(2, 500):
         shown.update(record(step), 1, [gpu_row(0)])
     assert len(terminal.getvalue()) == once
