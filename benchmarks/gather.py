@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardkit.memory.exchange import ROW_BYTES
 from shardkit.memory.ledger import MemoryLedger
-from shardkit.memory.rows import PHASES, encode, gather_json
+from shardkit.memory.rows import PHASES, gather_json
 from tests.ranks import run_ranks
 
 from .common import median_ci, publish
@@ -73,7 +74,7 @@ def timed(rounds: int) -> dict[str, Any]:
         times["together"].append(ranks.gather(False)[0])
     rows = ranks.ledger.last_rows
     line = len(json.dumps(gather_json(1, 0.0, rows))) if rows else 0
-    return {"times": times, "bytes_sent": 8 * (1 + len(encode(rows[0]))) if rows else 0, "line": line}
+    return {"times": times, "bytes_sent": ROW_BYTES, "line": line}
 
 
 def measure(world: int, rounds: int) -> dict[str, Any]:

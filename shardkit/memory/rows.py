@@ -1,4 +1,4 @@
-"""One row of memory figures per rank: its fields, its form as integers for the gather and as JSON in `memory.jsonl`.
+"""One row of memory figures per rank: its fields, and its form as JSON in `memory.jsonl`.
 
 The JSON is described in docs/memory.md; `SCHEMA` grows when a field changes its meaning or is removed, not when one is
 added.
@@ -6,7 +6,7 @@ added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
@@ -22,7 +22,6 @@ Category = Literal[
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 KINDS: tuple[StateKind, ...] = get_args(StateKind)
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-_NONE = -1
 
 
 @dataclass(frozen=True)
@@ -189,44 +188,6 @@ def gather_json(step: int, time: float, rows: Sequence[RankRow]) -> dict[str, An
     return {"schema": SCHEMA, "step": step, "time": round(time, 3), "ranks": [row.to_json() for row in rows]}
 
 
-def encode(row: RankRow) -> list[int]:
-    """The row's numbers as a list whose length is the same for every rank and step: times in µs, `None` as -1."""
-    numbers: list[int | None] = [_us(row.step_time_s), _us(row.data_wait_s), _us(row.busy_s), _us(row.overhead_s)]
-    numbers += [row.alloc_retries, row.ooms]
-    numbers += _values(HostMemory, row.host_mem)
-    numbers += _values(DeviceMemory, row.device_mem)
-    for kind in KINDS:
-        numbers += _values(StateBytes, None if row.state is None else row.state.get(kind))
-    for phase in PHASES:
-        numbers += _values(PhaseMemory, row.phases.get(phase))
-    return [_NONE if number is None else number for number in numbers]
-
-
-def decode(identity: Identity, numbers: Sequence[int]) -> RankRow:
-    """Inverse of `encode`; times come back rounded to a microsecond."""
-    remaining = iter([None if number == _NONE else int(number) for number in numbers])
-    step_time, data_wait, busy, overhead, retries, ooms = (next(remaining) for _ in range(6))
-    host = _build(HostMemory, remaining)
-    device = _build(DeviceMemory, remaining)
-    state = {kind: _build(StateBytes, remaining) for kind in KINDS}
-    phases = {phase: _build(PhaseMemory, remaining) for phase in PHASES}
-    assert host is not None
-    counted = {kind: n_bytes for kind, n_bytes in state.items() if n_bytes is not None}
-    return RankRow(
-        identity=identity,
-        step_time_s=_seconds(step_time),
-        data_wait_s=_seconds(data_wait),
-        busy_s=_seconds(busy),
-        host_mem=host,
-        device_mem=device,
-        state=counted or None,
-        phases={phase: memory for phase, memory in phases.items() if memory is not None},
-        alloc_retries=retries,
-        ooms=ooms,
-        overhead_s=_seconds(overhead) or 0.0,
-    )
-
-
 _T = TypeVar("_T", HostMemory, DeviceMemory, StateBytes, PhaseMemory, Identity)
 
 
@@ -245,25 +206,3 @@ def _checked(name: str, value: Any, kind: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, _ALLOWED[kind]):
         raise TypeError(f"{name} is not of type {kind}")
     return value
-
-
-_NAMES: dict[type, tuple[str, ...]] = {
-    cls: tuple(field.name for field in fields(cls)) for cls in (HostMemory, DeviceMemory, StateBytes, PhaseMemory)
-}
-
-
-def _values(cls: type[_T], obj: _T | None) -> list[int | None]:
-    return [None if obj is None else getattr(obj, name) for name in _NAMES[cls]]
-
-
-def _build(cls: type[_T], remaining: Iterator[int | None]) -> _T | None:
-    values = [next(remaining) for _ in _NAMES[cls]]
-    return None if all(value is None for value in values) else cls(*values)  # type: ignore[arg-type]
-
-
-def _us(seconds: float | None) -> int | None:
-    return None if seconds is None else round(seconds * 1e6)
-
-
-def _seconds(us: int | None) -> float | None:
-    return None if us is None else us / 1e6

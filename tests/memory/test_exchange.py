@@ -8,7 +8,7 @@ import pytest
 
 from shardkit.errors import TrainingError
 from shardkit.launch.failures.failure import Failure
-from shardkit.memory import MemoryLedger, arrival_report
+from shardkit.memory import MemoryLedger, exchange
 from tests.ranks import run_ranks
 
 
@@ -18,7 +18,7 @@ def gather_until_one_leaves() -> tuple[str, str] | None:
 
     import torch.distributed as dist
 
-    arrival_report.SETTLE_S = 0.0
+    exchange.SETTLE_S = 0.0
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
     ledger = MemoryLedger("cpu", group, rank, dist.get_world_size(), host=f"node{rank}")
@@ -30,8 +30,7 @@ def gather_until_one_leaves() -> tuple[str, str] | None:
         return None
     store = group.get_group_store()
     if rank == 0:
-        reports = arrival_report.ArrivalReport(group, rank)
-        while (reports._seen(1) or 0) < 8:
+        while int(store.get("shardkit/memory/1")) < 8:
             time.sleep(0.01)
     try:
         ledger.gather(8)
@@ -44,7 +43,7 @@ def gather_until_one_leaves() -> tuple[str, str] | None:
 
 @pytest.mark.dist
 def test_a_rank_that_stops_reporting_is_named_with_its_last_step() -> None:
-    told, *others = run_ranks(3, "tests.memory.test_arrival_report:gather_until_one_leaves")
+    told, *others = run_ranks(3, "tests.memory.test_exchange:gather_until_one_leaves")
     assert others == [None, None]
     cause, fix = told
     assert cause.startswith("memory was not gathered at step 8; did not report: rank 2@node2 (last at step 4): ")
@@ -52,8 +51,3 @@ def test_a_rank_that_stops_reporting_is_named_with_its_last_step() -> None:
     assert "logs" in fix
     # A consequence: the launcher names the rank that died first, where it knows.
     assert Failure(rank=0, exit_code=1, message=cause, is_error=True).lost_peer
-
-
-def test_a_single_process_reports_no_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrival_report.ArrivalReport, "note", lambda self, step: pytest.fail("nobody to tell"))
-    assert MemoryLedger("cpu").gather(1) is not None
