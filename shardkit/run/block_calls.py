@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,13 +15,9 @@ from ..config.strategy import SHARDING, StrategyName
 from ..errors import ConfigError, listed
 from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, plain_type
 from ..parallel.world import World
-from ..strategies.base import Facts
+from ..strategies import Strategy
 from ..strategies.clocks import GatherWaits
 from .row_choice import RowChoice
-
-if TYPE_CHECKING:
-    from ..strategies.reach import Reach
-    from ..strategies.unused import UnusedParameters
 
 FIRST_STEPS = 2
 """Steps in which ranks compare their calls before an engine pairs their gathers, which it does by order alone."""
@@ -38,28 +34,16 @@ class BlockCalls:
     are compared, since hooks on their modules would be compiled with them.
 
     Args:
+        strategy: the engine, which is set up.
         blocks: the model's repeated blocks by name.
-        allow: the engine's `allow_differing_use`.
-        gather_with_block: the engine's method of this name.
-
     Attributes:
         waits: the waits of forward for gathered parameters.
         allowed: names of the parameters that ranks were found to use differently, in blocks that every rank calls.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Mapping[str, nn.Module],
-        config: RunConfig,
-        world: World,
-        facts: Facts,
-        reach: Reach | None = None,
-        unused: UnusedParameters | None = None,
-        allow: Callable[[Collection[str]], None] | None = None,
-        gather_with_block: Callable[[nn.Module, nn.Module], None] | None = None,
-    ) -> None:
-        self._blocks, self._model, self._world, self._unused = [*blocks.values()], model, world, unused
+    def __init__(self, strategy: Strategy, blocks: Mapping[str, nn.Module], config: RunConfig, world: World) -> None:
+        model, facts = strategy.model, strategy.facts
+        self._engine, self._blocks, self._model, self._world = strategy, [*blocks.values()], model, world
         self._order = [*blocks]
         self._strategy, self._facts = config.parallel.strategy, facts
         self._step = 1
@@ -70,8 +54,6 @@ class BlockCalls:
         self._same_calls = not alone and facts.needs_same_calls and not compiles
         self._same_uses = not alone and not facts.reduces_missing_grads
         sharded = [module for module in model.modules() if is_sharded(module)]
-        self._explain = reach is not None
-        self._is_held: Callable[[nn.Module], bool] = (lambda module: False) if reach is None else reach.is_held
         gathering = [*model.modules()] if facts.gathers_by_layer else sharded
         unknown = compiles and bool(gathering) and not alone  # hooks would be compiled with the blocks
         self.waits = GatherWaits(None if unknown else [] if alone else gathering, world.device)
@@ -82,9 +64,9 @@ class BlockCalls:
         self._not_gathered_alone = {id(module) for member in members for module in member.modules()}
         self._differing_blocks: list[nn.Module] = []
         self.allowed: set[str] = set()
-        self._allow = allow if counts_as_zero else None
-        self._rows = RowChoice(blocks if self._allow is not None and not compiles and not alone else {})
-        self._gather_with_block = gather_with_block if counts_as_zero and facts.gathers_by_layer else None
+        self._allows = counts_as_zero
+        self._rows = RowChoice(blocks if self._allows and not compiles and not alone else {})
+        self._gathers_with_block = counts_as_zero and facts.gathers_by_layer
         self._modules = {plain(name): module for name, module in model.named_modules(remove_duplicate=False)}
         self._leaves = {id(param): plain(name) for name, param in model.named_parameters()}
         self._hooks: list[Any] = []
@@ -94,7 +76,7 @@ class BlockCalls:
         if self._same_calls:
             for index, block in enumerate(self._blocks):
                 block.register_forward_pre_hook(partial(self._note, index), prepend=True)
-            gathered = [module for module in sharded if reach is None or not reach.is_held(module)]
+            gathered = [module for module in sharded if not strategy.is_held(module)]
             for module in gathered or self._callable(model):
                 # Prepended after the engine's own hooks: it runs before their gather.
                 self._hooks.append(module.register_forward_pre_hook(self._compare_call, prepend=True))
@@ -123,7 +105,7 @@ class BlockCalls:
         self._forwards += 1
 
     def _compare_call(self, module: nn.Module, *_: Any) -> None:
-        if module.training and id(module) not in self._not_gathered_alone and not self._is_held(module):
+        if module.training and id(module) not in self._not_gathered_alone and not self._engine.is_held(module):
             self._compare(self._names[id(module)])
 
     def _note_leaves(self, module: nn.Module, *_: Any) -> None:
@@ -140,10 +122,10 @@ class BlockCalls:
         while not self._agreed(name):
             names = [str(called) for called in self._world.gather(name)]
             parts = self._parts_of_blocks(names)
-            if not parts or self._gather_with_block is None:
+            if not parts or not self._gathers_with_block:
                 raise self._refusal(names)
             for block, part in parts:
-                self._gather_with_block(self._modules[block], self._modules[part])
+                self._engine.gather_with_block(self._modules[block], self._modules[part])
                 self._not_gathered_alone |= {id(module) for module in self._modules[part].modules()}
                 self._differing_blocks.append(self._modules[block])
             if any(name == part or name.startswith(f"{part}.") for _, part in parts):
@@ -200,7 +182,7 @@ class BlockCalls:
             except RuntimeError as error:  # a layer cannot compute with a shard
                 if self._step <= FIRST_STEPS:
                     self._refuse_parts(error)
-                raise self._explained(error) from error
+                raise self._engine.explained(error) from error
             if self._step > FIRST_STEPS:
                 return total
             self._refuse_parts(None)
@@ -218,13 +200,6 @@ class BlockCalls:
         for block in self._differing_blocks:
             self._not_gathered_alone |= {id(module) for module in block.modules() if module is not block}
         self._differing_blocks.clear()
-
-    def _explained(self, error: Exception) -> Exception:
-        if not self._explain:
-            return error
-        from ..strategies.reach import explained  # imports FSDP2
-
-        return explained(error, self._model, self._strategy)
 
     def compare_reach(self, words: str) -> None:
         """Raise on every rank unless all ranks have just found the same part used outside of its block; collective."""
@@ -247,16 +222,16 @@ class BlockCalls:
             reports = self._world.gather((used, rows))
         sets = [names for names, _ in reports]
         different = set.union(*sets) - set.intersection(*sets)
-        if different and (self._allow is None or not self._is_part_of_blocks(different)):
+        if different and (not self._allows or not self._is_part_of_blocks(different)):
             raise self._different_uses(sets)
         for name in sorted(set().union(*(parts for _, parts in reports))):
             different |= self._trained_in(name)
-            if self._gather_with_block is not None:
+            if self._gathers_with_block:
                 block = next(block for block in self._order if name.startswith(f"{block}."))
-                self._gather_with_block(self._modules[block], self._modules[name])
+                self._engine.gather_with_block(self._modules[block], self._modules[name])
                 self._differing_blocks.append(self._modules[block])
-        if different and self._allow is not None:
-            self._allow(different)
+        if different and self._allows:
+            self._engine.allow_differing_use(different)
             self._may_differ |= different
             self.allowed |= different
             self._end_forward()
@@ -292,8 +267,7 @@ class BlockCalls:
 
     def _unused_alike(self) -> list[str]:
         """The parameters to which this rank gave no gradient in this step, without those that ranks may choose."""
-        names = self._unused.names() if self._unused is not None else ()
-        return [name for name in names if name not in self._may_differ]
+        return [name for name in self._engine.unused() if name not in self._may_differ]
 
     def agree(self, sums: Sequence[float]) -> None:
         """Compare this step's calls by the sums of `flags`, and begin the next step; collective if they differ.

@@ -144,17 +144,8 @@ class Job:
             blocks = find_blocks(wrapped, block_classes)
             names = {id(module): plain(name) for name, module in wrapped.named_modules()}
             self.blocks = {names[id(block)]: block for block in blocks}
-            engine = getattr(self.strategy, "inner", self.strategy)  # under the average of the weights
-            reach = getattr(engine, "reach", None)  # of fsdp
-            self.calls = BlockCalls(
-                wrapped, self.blocks, self.config, self.world, engine.facts, reach, getattr(engine, "unused", None),
-                getattr(engine, "allow_differing_use", None), getattr(engine, "gather_with_block", None),
-            )  # fmt: skip
-            if reach is not None:
-                reach.agree = self.calls.compare_reach
-            compare_gathers = getattr(engine, "compare_gathers", None)  # of zero
-            if compare_gathers is not None:
-                compare_gathers(self.calls.compare_reach)
+            self.calls = BlockCalls(self.strategy, self.blocks, self.config, self.world)
+            self.strategy.compare_gathers(self.calls.compare_reach)
             chosen = chosen_by_data(wrapped, blocks)
             refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, chosen, self.calls.allowed)
             check_masters(self.config.precision, self.strategy)
@@ -207,11 +198,14 @@ class Job:
             job=self, number=self.step_index, micro_batches=micro_batches, n_targets=count,
             loss_fn=self.calls.around(self._sums.around(summed)),
         )  # fmt: skip
-        step.take(self.ledger, due, step.begin_agreement)
+        step.compute(self.ledger, due)
+        if step.host_has_time:
+            step.begin_agreement()
+        step.update(self.ledger)
         if self.step_index == 1 and self.config.compile.enabled:
             say_graph_breaks()
-        if not step.reduction.has_begun:
-            step.begin_agreement(step.output.loss_sum)
+        if not step.host_has_time:
+            step.begin_agreement()
         step.reduction.finish()
         now = time.perf_counter()
         self.ledger.end_step(self.step_index, now - self._last_step, 0.0, step.busy_s())

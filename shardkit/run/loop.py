@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..data.loader import StepBatch, StepLoader
 from ..files import append_jsonl
 from ..memory.rows import gather_json
 from ..parallel.optim import lr_at
-from ..strategies.clocks import HostValue, Mark
+from ..strategies.clocks import Mark
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts
 from .dtypes import audit
@@ -115,7 +114,7 @@ class Loop:
         self._reads = [(began, Mark(self.job.world.device))]
         self._counts = self.job.world.sum(self._count(self._batch))
 
-    def _look_ahead(self, step: LoopStep, loss_sum: HostValue, since: Mark) -> None:
+    def _look_ahead(self, step: LoopStep, since: Mark) -> None:
         """Read the next step's data and begin the step's reduction, while the device works on the step."""
         self.watchdog.beat(self.step, "data and reduction")
         counts = [0.0, 0.0]
@@ -125,7 +124,7 @@ class Loop:
             counts = self._count(self._batch)
         step.reduction.add("counts", counts, self._set_counts)
         self.requests.add_to(step.reduction)
-        step.begin_agreement(loss_sum)
+        step.begin_agreement()
         self.watchdog.beat(self.step, "backward or update")
 
     def _count(self, batch: StepBatch) -> list[float]:
@@ -157,15 +156,17 @@ class Loop:
 
     def _take(self, step: LoopStep) -> None:
         """Take the step, and begin the agreement on it where that holds up the device least."""
-        look_ahead = partial(self._look_ahead, step)
         watches_gathers = self._gather_due(self.step) or self._gather_due(self.step + 1)
-        is_traced = self.step == self.config.memory.trace_step
+        is_traced = self.step == self.config.memory.trace_step  # the next step's data are no part of it
+        looks_ahead_early = step.host_has_time and not is_traced
         with inspected(step, self.profiler, self.run_dir) as phases:
-            step.take(phases, watches_gathers, None if is_traced else look_ahead)
-        if not step.reduction.has_begun:
-            look_ahead(step.output.loss_sum, step.output.ended)
-        elif self._reads:
-            step.early_read = self._reads.pop()
+            step.compute(phases, watches_gathers)
+            if looks_ahead_early:
+                self._look_ahead(step, Mark(self.job.world.device))
+                step.early_read = self._reads.pop() if self._reads else None
+            step.update(phases)
+        if not looks_ahead_early:
+            self._look_ahead(step, step.output.ended)
 
     # between two steps
 

@@ -94,7 +94,8 @@ class StepRecords:
         record = {
             "step": step.number, "loss": step.loss, "grad_norm": norm, "lr": step.lr, "tokens": int(step.n_targets),
             "tokens_total": self.tokens_total, "step_time_s": step_time_s, "data_wait_s": data_wait_s,
-            **output.times(early_s), "tokens_per_s": step.n_targets / step_time_s, **self.pauses,
+            **output.times(early_s), "tokens_per_s": step.n_targets / step_time_s,
+            **{name: figure.item() for name, figure in output.figures.items()}, **self.pauses,
         }  # fmt: skip
         self.pauses = {}
         if step.n_positions:

@@ -1,11 +1,10 @@
-"""The protocol of engines, as the training loop, the ledger and checkpoints use it."""
+"""The contract of an engine, as the training loop, the ledger and checkpoints use it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -50,6 +49,7 @@ class Facts:
         needs_same_calls: collectives are paired by their order: ranks must call the same blocks.
         reduces_missing_grads: gradients that only some ranks have are averaged as they should be.
         counts_unused_as_zero: a parameter that this rank did not use has a gradient of zero.
+        waits_in_backward: the host waits for the device in `finish_backward`, and has time for other work before it.
     """
 
     shards_state: bool = False
@@ -60,74 +60,87 @@ class Facts:
     needs_same_calls: bool = False
     reduces_missing_grads: bool = False
     counts_unused_as_zero: bool = False
+    waits_in_backward: bool = False
 
 
-class Update(NamedTuple):
-    """What an engine's `step` did.
+@dataclass(frozen=True)
+class StepRequest:
+    """The options of one step: an option for engines is a field here, which `OptimizerStep` sets.
+
+    Attributes:
+        max_norm: clip the gradient to this global norm; `None` = no clipping.
+    """
+
+    max_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """The figures of one step.
 
     Attributes:
         grad_norm: global norm of the gradient before clipping; 0-d, not synced to the host.
         updated: False if loss scaling skipped the update, on every rank. Without loss scaling the device decides by the
             norm, and a norm that is not finite ends the run: True then.
+        figures: further figures by name, 0-d and not synced to the host; rank 0 writes its own to the step's line of
+            `metrics.jsonl`.
     """
 
     grad_norm: torch.Tensor
     updated: bool
+    figures: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-class Strategy(Protocol):
-    """A way to spread a model over ranks. Its methods are called in the order of this class."""
+class Strategy:
+    """A way to spread a model over ranks. An engine is a subclass; its methods are called in the order of this class.
+
+    Methods that raise `NotImplementedError` here are every engine's own. The others are optional: what stands here does
+    nothing.
+
+    Attributes:
+        name: the value of `parallel.strategy`.
+        facts: what the engine does; final after `setup`.
+        model: the wrapped model, which the training loop calls.
+        optimizer: the schedule sets the `lr` of its parameter groups.
+    """
 
     name: str
-
-    @property
-    def facts(self) -> Facts:
-        """What the engine does; final after `setup`."""
-        ...
-
-    @property
-    def model(self) -> nn.Module:
-        """The wrapped model, which the training loop calls."""
-        ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; the schedule sets the `lr` of its parameter groups."""
-        ...
+    facts: Facts
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def construction(self) -> AbstractContextManager[object] | None:
         """The engine's own context for building a model whose weights are drawn later; `None` = parameters on meta."""
-        ...
+        return None
 
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
         """Materialise the weights, wrap the model and build the optimizer, in the order this engine needs."""
-        ...
+        raise NotImplementedError
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         """Context of one micro-batch's forward and backward; `is_last` on the step's last."""
-        ...
+        return nullcontext()
 
-    def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
-        """Backward of a loss already scaled by world_size / N (N = the step's global target count).
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of a loss already scaled by world_size / N (N = the step's global target count)."""
+        raise NotImplementedError
 
-        Args:
-            meanwhile: called when all of backward is issued, if the host then waits for the device; else not.
-        """
-        ...
+    def finish_backward(self) -> None:
+        """Complete the reduction that the step's last `backward` has begun; called once a step."""
 
-    def step(self, max_norm: float | None) -> Update:
-        """Clip to `max_norm`, update, clear gradients; returns the norm, and whether the update took place."""
-        ...
+    def step(self, request: StepRequest) -> Update:
+        """Clip, update, clear gradients."""
+        raise NotImplementedError
 
     def loss_scale(self) -> float:
         """The factor by which fp16 multiplies the loss now; 1 without scaling."""
-        ...
+        raise NotImplementedError
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Context of an evaluation, which uses the weights' moving averages if there are any."""
-        ...
+        return nullcontext()
 
     def weights_changed(self, replicas_equal: bool = False) -> None:
         """Make the model compute with weights written through `shards` or `load_targets`; collective.
@@ -135,15 +148,18 @@ class Strategy(Protocol):
         Args:
             replicas_equal: every rank has written its `load_targets` from the same bytes: replicated weights are equal.
         """
-        ...
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         """Every local tensor of state, including the engine's flat buffers; the ledger counts each storage once."""
-        ...
+        raise NotImplementedError
+
+    def communication_tensors(self) -> Iterator[torch.Tensor]:
+        """The engine's buffers through which parameters and gradients pass; their storages may be empty."""
+        return iter(())
 
     def shards(self) -> Iterator[Shard]:
         """This rank's ranges of every weight, optimizer moment and persistent buffer, for saving."""
-        ...
+        raise NotImplementedError
 
     def create_optimizer_state(self, stateless: Collection[str] = ()) -> None:
         """Create the optimizer state that exists from the first step on: a load writes into it.
@@ -151,11 +167,11 @@ class Strategy(Protocol):
         Args:
             stateless: names of parameters that had no state when it was saved (no step had used them): they get none.
         """
-        ...
+        raise NotImplementedError
 
     def load_targets(self) -> Iterator[Shard]:
         """Every range that a load fills on this rank: like `shards`, but replicated tensors are whole on every rank."""
-        ...
+        raise NotImplementedError
 
     def scalars(self) -> dict[str, float]:
         """State that is one number: `optim.<fqn>.step`, and `engine.*` (a loss scaler); the same on every rank.
@@ -163,7 +179,7 @@ class Strategy(Protocol):
         Raises:
             CheckpointError: a state is neither one number nor elementwise, so it has no place in a checkpoint.
         """
-        ...
+        raise NotImplementedError
 
     def after_load(self, scalars: Mapping[str, float]) -> None:
         """Restore saved `scalars` and update everything derived from the loaded ranges; collective.
@@ -171,8 +187,31 @@ class Strategy(Protocol):
         Raises:
             CheckpointError: a number is missing, or the engine cannot hold the saved values.
         """
-        ...
+        raise NotImplementedError
 
     def teardown(self) -> None:
         """Release objects that outlive the model (hooks, engine singletons)."""
-        ...
+
+    # What ranks tell each other where they may call different modules; `run/block_calls.py` calls these.
+
+    def is_held(self, module: nn.Module) -> bool:
+        """Whether calls of a module gather nothing, since its parameters stay gathered for the whole step."""
+        return False
+
+    def unused(self) -> list[str]:
+        """Names of the parameters to which this rank gave no gradient in the present step, where the engine counts."""
+        return []
+
+    def compare_gathers(self, compare: Callable[[str], None]) -> None:
+        """Call `compare` from now on with a name before this rank alone would gather a parameter."""
+
+    def allow_differing_use(self, names: Collection[str]) -> None:
+        """Let ranks use these parameters differently from the present micro-batch on; called on every rank alike,
+        between forward and backward."""
+
+    def gather_with_block(self, block: nn.Module, part: nn.Module) -> None:
+        """Gather a part of a block now, and later with the block; called on every rank alike, in forward."""
+
+    def explained(self, error: Exception) -> Exception:
+        """A `ConfigError` in place of a library's error about a model that the engine cannot hold; else the error."""
+        return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..parallel.compat import GradBucket, not_reduced
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
 from ..parallel.weights import Weights, exchange
 from ..parallel.world import World
-from .base import Facts, OptimizerFactory, Update
+from .base import Facts, OptimizerFactory, StepRequest, Update
 from .states import TorchStates, flat
 from .step import clip_and_step
 
@@ -109,7 +109,7 @@ class DDP(TorchStates):
             return self._wrapped.no_sync()
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
+    def backward(self, loss: torch.Tensor) -> None:
         scaled = self._scaler.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
         self.reduce_unused()
@@ -147,8 +147,8 @@ class DDP(TorchStates):
             _LOG.info("a step gave %s no gradient on rank 0: averaged as zero, or left alone if no rank has one",
                       listed(sorted(unused)))  # fmt: skip
 
-    def step(self, max_norm: float | None) -> Update:
-        update = clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
+    def step(self, request: StepRequest) -> Update:
+        update = clip_and_step(self._parameters, self.optimizer, self._scaler, request.max_norm)
         if not self._keeps_buckets:
             self._keeps_buckets = True
             if self._world.device.type == "cuda":

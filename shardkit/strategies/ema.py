@@ -12,12 +12,12 @@ from torch import nn
 from ..memory.rows import StateKind
 from ..parallel.compat import lerp_all
 from ..parallel.weights import Weights
-from .base import Facts, OptimizerFactory, Shard, Strategy, Update
+from .base import OptimizerFactory, Shard, StepRequest, Strategy, Update
 
 _MODEL, _EMA = "model.", "ema."
 
 
-class EMA:
+class EMA(Strategy):
     """Wraps any strategy; after each step: average ← decay · average + (1 - decay) · weight.
 
     A rank averages only the ranges that it writes to checkpoints (of the fp32 masters, if there are any). Evaluation
@@ -34,33 +34,23 @@ class EMA:
         self._averages: list[torch.Tensor] = []
         self._followed: list[torch.Tensor] = []
         """The weights of each average, views into the engine's memory; addresses stay after the first step."""
-        self.name = inner.name
-        # Methods that the average does not affect are the engine's own, called directly.
-        self.construction, self.create_optimizer_state = inner.construction, inner.create_optimizer_state
-        self.accumulate, self.backward, self.loss_scale = inner.accumulate, inner.backward, inner.loss_scale
-        self.weights_changed, self.scalars, self.after_load = inner.weights_changed, inner.scalars, inner.after_load
-
-    @property
-    def facts(self) -> Facts:
-        return self.inner.facts
-
-    @property
-    def model(self) -> nn.Module:
-        return self.inner.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.inner.optimizer
+        self.name, self.facts = inner.name, inner.facts
+        # Methods that the average does not affect are the engine's own, called directly: a hook that `Strategy` gets
+        # later must not do nothing here.
+        for name, member in vars(Strategy).items():
+            if callable(member) and not name.startswith("_") and name not in vars(EMA):
+                setattr(self, name, getattr(inner, name))
 
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
         self.inner.setup(model, blocks, make_optimizer, weights)
+        self.facts, self.model, self.optimizer = self.inner.facts, self.inner.model, self.inner.optimizer
         self._averages = [shard.local.clone() for shard in self._weights()]
 
     @torch.no_grad()
-    def step(self, max_norm: float | None) -> Update:
-        update = self.inner.step(max_norm)
+    def step(self, request: StepRequest) -> Update:
+        update = self.inner.step(request)
         if update.updated:
             self._followed = self._followed or [shard.local for shard in self._weights()]
             lerp_all(self._averages, self._followed, 1 - self._decay)

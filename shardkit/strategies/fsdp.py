@@ -23,7 +23,7 @@ from ..parallel.compat_fsdp import gathered_params, shard, unreduced_grads
 from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
-from .base import Facts, OptimizerFactory, Shard, Update
+from .base import Facts, OptimizerFactory, Shard, StepRequest, Update
 from .reach import Reach, explained, without_views
 from .states import TorchStates, buffer_shards, with_scalars
 from .step import clip_and_step
@@ -53,7 +53,7 @@ class FSDP(TorchStates):
         """Whether the present micro-batch's backward reduces gradients."""
         self._order_differs = False
         """Whether ranks may call units in different orders, since the data choose."""
-        self.unused: UnusedParameters | None = None
+        self._unused: UnusedParameters | None = None
         """The parameters that this rank did not use in the step; `None` on a single rank."""
         self._inner_units: list[FSDPModule] = []
         """Units that several others call, and that are not held."""
@@ -70,16 +70,16 @@ class FSDP(TorchStates):
         units = find_units(model, blocks)  # innermost first; the model, with all that no other unit owns, is the last
         parameter_hooks = take_hooks(model)
         engine_forward(model, self._world.device, self._config.precision, self.name)
-        self.reach = Reach(model, self.name, observes=not self._config.compile.enabled)
+        self._reach = Reach(model, self.name, observes=not self._config.compile.enabled)
         policy = self._policy()
         for unit in units[:-1]:  # modules inside of a unit that are sharded before stay units of their own
             self._shard_unit(unit, policy)
         self.shard_rest(model, self._policy_of_rest(policy))
         refuse_plain_parameters(model, self.name)
-        self.reach.watch(model)
+        self._reach.watch(model)
         self._hold_units(units, chosen_names)
         inner = [unit.modules[0] for unit in units if unit.kind == "shared"]
-        self._inner_units = [m for m in inner if isinstance(m, FSDPModule) and not self.reach.is_held(m)]
+        self._inner_units = [m for m in inner if isinstance(m, FSDPModule) and not self._reach.is_held(m)]
         self._blocks = blocks
         self._prefetch(model, blocks)
         self._hook_gathered(model, parameter_hooks)
@@ -87,7 +87,7 @@ class FSDP(TorchStates):
             self._materialise(model, weights)
         if self._world.size > 1:
             self._may_differ = sorted(chosen_names)
-            self.unused = UnusedParameters(model)
+            self._unused = UnusedParameters(model)
         self._wrapped = self.model = self._bare = model
         self.optimizer = make_optimizer(model)
         self._parameters = list(model.parameters())
@@ -123,7 +123,7 @@ class FSDP(TorchStates):
             is_chosen = unit.kind == "shared" and not set(chosen_names).isdisjoint(unit.names)
             self._order_differs |= is_chosen
             if unit.kind == "tied" or is_chosen:
-                self.reach.hold(unit.modules[0])
+                self._reach.hold(unit.modules[0])
 
     @property
     def reshards(self) -> bool:
@@ -170,11 +170,21 @@ class FSDP(TorchStates):
 
         units = [module for module in model.modules() if hooks and isinstance(module, FSDPModule)]
         handles = [unit.register_forward_pre_hook(register) for unit in units]
-        self.reach.gathered = register
+        self._reach.gathered = register
+
+    def is_held(self, module: nn.Module) -> bool:
+        return self._reach.is_held(module)
+
+    def unused(self) -> list[str]:
+        return [] if self._unused is None else self._unused.names()
+
+    def compare_gathers(self, compare: Callable[[str], None]) -> None:
+        self._reach.agree = compare
+
+    def explained(self, error: Exception) -> Exception:
+        return explained(error, self.model, self.name)
 
     def allow_differing_use(self, names: Collection[str]) -> None:
-        """Let ranks use these parameters differently from the present micro-batch on; called on every rank alike,
-        between forward and backward."""
         self._may_differ = sorted({*self._may_differ, *names})
         if not self._inner_units:
             return
@@ -182,9 +192,9 @@ class FSDP(TorchStates):
         self._order_differs = True
         self._prefetch(self._bare, self._blocks)
         for unit in self._inner_units:
-            self.reach.hold(unit)
+            self._reach.hold(unit)
             unit.unshard()
-        self.reach.gathered()
+        self._reach.gathered()
         self._inner_units = []
 
     def skipped(self, unused: UnusedParameters) -> list[nn.Parameter]:
@@ -243,20 +253,20 @@ class FSDP(TorchStates):
         self._reduces = is_last or not self._no_sync
         if self._no_sync:
             self._wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-            self.reach.keep_held()
+            self._reach.keep_held()
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
+    def backward(self, loss: torch.Tensor) -> None:
         try:
             self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            self.reach.finish_backward(self._reduces)
+            self._reach.finish_backward(self._reduces)
         except (RuntimeError, AssertionError) as error:
-            raise explained(error, self.model, self.name) from error
+            raise self.explained(error) from error
 
-    def step(self, max_norm: float | None) -> Update:
-        self.reach.finish_step()
-        skipped = self.skipped(self.unused) if self.unused is not None else []
-        return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm, skipped)
+    def step(self, request: StepRequest) -> Update:
+        self._reach.finish_step()
+        skipped = self.skipped(self._unused) if self._unused is not None else []
+        return clip_and_step(self._parameters, self.optimizer, self._scaler, request.max_norm, skipped)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from super().state_tensors()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from ..errors import ConfigError
 from ..parallel.precision import autocast_forward, loss_scaler
 from ..parallel.weights import Weights
 from ..parallel.world import World
-from .base import Facts, OptimizerFactory, Update
+from .base import Facts, OptimizerFactory, StepRequest, Update
 from .states import TorchStates
 from .step import clip_and_step
 
@@ -64,15 +63,12 @@ class Single(TorchStates):
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
-    def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
+    def backward(self, loss: torch.Tensor) -> None:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, max_norm: float | None) -> Update:
+    def step(self, request: StepRequest) -> Update:
         if self._config.optim.in_backward:
             norm = torch.stack(self._squared_norms).sum().sqrt()
             self._squared_norms.clear()
             return Update(norm, updated=True)
-        return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
+        return clip_and_step(self._parameters, self.optimizer, self._scaler, request.max_norm)

@@ -4,7 +4,6 @@ share."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +17,13 @@ from ..memory.state import module_state
 from ..parallel.compat import is_persistent
 from ..parallel.weights import even_range
 from ..parallel.world import World
-from .base import Shard
+from .base import Shard, Strategy
 
 _SCALE = "engine.loss_scaler.cur_scale"
 _GROWTH = "engine.loss_scaler.growth_tracker"
 
 
-class TorchStates:
+class TorchStates(Strategy):
     """Methods shared by single, ddp and fsdp, whose optimizer is torch's own over the model's own parameters.
 
     The methods of a step (`accumulate`, `backward`, `step`) are in the engine's file. Shards here suit engines whose
@@ -35,23 +34,13 @@ class TorchStates:
     """
 
     elementwise = False
-    optimizer: torch.optim.Optimizer
     _bare: nn.Module
     """The model without the engine's wrapper; its names are those in checkpoints."""
     _world: World
     _scaler: GradScaler
 
-    def construction(self) -> AbstractContextManager[object] | None:
-        return None
-
     def loss_scale(self) -> float:
         return self._scaler.get_scale()
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def weights_changed(self, replicas_equal: bool = False) -> None:
-        pass
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         return module_state(self._bare, self.optimizer)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..memory.phases import Phases
 from ..parallel.blocks import release_graph_outputs
 from . import Strategy
-from .base import Update
+from .base import StepRequest, Update
 from .batches import to_device
 from .clocks import HostValue, Mark, Stopwatch
 
@@ -35,6 +35,7 @@ class StepOutput:
         updated: False if loss scaling skipped the update.
         turns: the moments at which each micro-batch's forward and its backward begin, alternating, and then the update.
         ended: the end of the update.
+        figures: the engine's further figures, by name.
     """
 
     loss_sum: HostValue
@@ -42,11 +43,13 @@ class StepOutput:
     updated: bool
     turns: list[Mark]
     ended: Mark
+    figures: dict[str, HostValue] = field(default_factory=dict)
 
     def arrived(self) -> StepOutput:
         """Declare that the device has ended this step, as it has ended later work: reading waits for nothing then."""
         self.ended.past()
-        self.grad_norm.arrived.past()
+        for value in (self.grad_norm, *self.figures.values()):
+            value.arrived.past()
         return self
 
     @cached_property
@@ -77,34 +80,11 @@ def train_step(
     n_targets: float,
     world_size: int,
     device: torch.device,
-    max_norm: float | None,
-    on_loss: Callable[[HostValue, Mark], None] | None = None,
+    request: StepRequest,
 ) -> StepOutput:
-    """Take one optimizer step: accumulate, clip, update.
-
-    Args:
-        on_loss: work of the host that needs the step's loss. It is called before the update, with the loss and that
-            moment, where the host has time for it: inside backward if the engine waits for the device there, else on
-            the CPU, whose ranks may send messages during the update. It is not called otherwise: the host is ahead of
-            the GPU then, and has the update to issue first.
-    """
-    waiting = [] if on_loss is None else [on_loss]
-
-    def work_at_once(loss_sum: HostValue) -> None:
-        while waiting:
-            waiting.pop()(loss_sum, Mark(device))
-
-    release_graph_outputs()
-    loss_sum, turns = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device, work_at_once)
-    if device.type == "cpu":
-        work_at_once(loss_sum)
-    turns.append(Mark(device))
-    ledger.sample_state(strategy)
-    with ledger.phase("update", follows=True):  # what `sample_state` counts takes no memory to speak of
-        update = strategy.step(max_norm)
-        ended = Mark(device)
-        grad_norm = HostValue(update.grad_norm, device)
-    return StepOutput(loss_sum, grad_norm, update.updated, turns, ended)
+    """Take one optimizer step: forward and backward of its micro-batches, then the update."""
+    loss_sum, turns = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device)
+    return update(strategy, ledger, loss_sum, turns, device, request)
 
 
 def accumulate(
@@ -115,17 +95,14 @@ def accumulate(
     n_targets: float,
     world_size: int,
     device: torch.device,
-    on_wait: Callable[[HostValue], None] | None = None,
 ) -> tuple[HostValue, list[Mark]]:
     """Forward and backward of a step's micro-batches; returns this rank's summed loss, and where each of them begins.
 
     The gradients are those of (sum of the loss over all ranks and micro-batches) / `n_targets`: engines average over
     ranks, hence each rank's sum is scaled once, in fp32, by world_size / n_targets. A mean of per-micro-batch means
     would weigh ragged micro-batches wrongly.
-
-    Args:
-        on_wait: called with the loss before an engine waits for the device in the last backward.
     """
+    release_graph_outputs()
     scale = world_size / max(n_targets, 1.0)
     total: torch.Tensor | None = None
     turns: list[Mark] = []
@@ -144,10 +121,27 @@ def accumulate(
                     loss_sum = HostValue(total)
                 turns.append(loss_sum.arrived if is_last else Mark(device))
             with ledger.phase("backward", follows=True):
-                before_wait = partial(on_wait, loss_sum) if is_last and on_wait is not None else None
-                strategy.backward(loss * (weight * scale), before_wait)
+                strategy.backward(loss * (weight * scale))
                 del loss
     return loss_sum, turns
+
+
+def update(
+    strategy: Strategy, ledger: Phases, loss_sum: HostValue, turns: list[Mark], device: torch.device,
+    request: StepRequest,
+) -> StepOutput:  # fmt: skip
+    """Complete the gradients of `accumulate`, clip and update."""
+    if strategy.facts.waits_in_backward:
+        with ledger.phase("backward"):
+            strategy.finish_backward()
+    turns.append(Mark(device))
+    ledger.sample_state(strategy)
+    with ledger.phase("update", follows=True):  # what `sample_state` counts takes no memory to speak of
+        done = strategy.step(request)
+        ended = Mark(device)
+        grad_norm = HostValue(done.grad_norm, device)
+        figures = {name: HostValue(figure, device) for name, figure in done.figures.items()}
+    return StepOutput(loss_sum, grad_norm, done.updated, turns, ended, figures)
 
 
 def one_number(loss: Any) -> torch.Tensor:

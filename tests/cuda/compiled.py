@@ -26,8 +26,9 @@ from shardkit.config import capability
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError, ConfigError
 from shardkit.parallel.compat import graph_breaks
-from shardkit.run import loop, optimizer_step
+from shardkit.run import loop
 from shardkit.run.job import start
+from shardkit.run.optimizer_step import OptimizerStep
 from shardkit.run.trainer import Trainer
 from shardkit.strategies.clocks import HostValue
 from tests.cuda.parity import Case as Engine
@@ -282,10 +283,16 @@ def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
         run = Trainer(job)
         run.loop.first_update.is_checked = True  # nothing is computed: no parameter changes
 
-        def step_counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def begun(compute: Callable[..., Any]) -> Callable[..., Any]:
             def counted(*args: Any) -> Any:
                 counts.skip()
-                out = train_step(*args)
+                return compute(*args)
+
+            return counted
+
+        def step_counted(update: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any) -> Any:
+                out = update(*args)
                 rows = job.ledger.row().phases
                 phases = [rows[name] for name in ("forward", "backward", "update")]
                 kind = "resumed" if resumed else {1: "first", RAGGED: "ragged"}.get(run.loop.step, "step")
@@ -307,7 +314,8 @@ def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
             return counted
 
         with (
-            replaced(optimizer_step, "train_step", step_counted),
+            replaced(OptimizerStep, "compute", begun),
+            replaced(OptimizerStep, "update", step_counted),
             replaced(loop, "evaluate", evaluation_counted),
             replaced(HostValue, "item", finite),
         ):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardkit.run.job import Job, start
+from shardkit.strategies.base import StepRequest
 from shardkit.strategies.step import to_device, train_step
 from tests.cuda.parity import Case
 
@@ -54,7 +55,7 @@ def measure(job: Job, case: Case) -> dict[str, list[Any]]:
             with emucuda.counting() as calls:
                 out = train_step(
                     job.strategy, job.ledger, batches, cases.loss_fn, 500.0, job.world.size, job.world.device,
-                    job.config.train.max_norm,
+                    StepRequest(job.config.train.max_norm),
                 )  # fmt: skip
                 del out
             torch.cuda.synchronize()

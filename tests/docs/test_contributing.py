@@ -51,7 +51,16 @@ def test_the_reading_list_takes_an_evening() -> None:
 
 
 def test_an_example_is_short_and_each_kind_of_extension_has_one() -> None:
-    for kind in ("strategy", "config key", "check", "checkpoint format", "task", "cluster", "metric"):
+    for kind in (
+        "strategy",
+        "figure of a step, or an option of one",
+        "config key",
+        "check",
+        "checkpoint format",
+        "task",
+        "cluster",
+        "metric",
+    ):
         assert 4 <= example(f"Add a {kind}").count("\n") <= 15, kind
 
 
@@ -75,6 +84,34 @@ def test_a_strategy_trains_like_one_process() -> None:
     for curve in run_ranks(2, "tests.docs.test_contributing:all_reduced"):
         for figures, expected in zip(curve, want, strict=True):
             assert figures == pytest.approx(expected, rel=1e-4)
+
+
+def measured(run_dir: str) -> list[Any]:
+    """On one rank: the figure of the example's engine in each line of metrics.jsonl, and the steps' norms."""
+    import json
+    from dataclasses import replace
+
+    import torch
+
+    from shardkit import strategies
+    from shardkit.run.job import start
+    from shardkit.run.trainer import Trainer
+    from shardkit.strategies.single import Single
+    from shardkit.tasks import load as tasks
+
+    tasks.BUILT_IN["causal_lm"] = names_of("Add a task", torch=torch)["Line"]
+    engine = names_of("Add a figure of a step, or an option of one", Single=Single, torch=torch, replace=replace)
+    strategies._engine = lambda config, world: engine["Measured"](config, world)
+    with start(None, {"run.dir": run_dir, "run.device": "cpu", "train.max_steps": 3, "train.ema_decay": 0.5}) as job:
+        Trainer(job).fit()
+    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    return [(line["grad_max"], line["grad_norm"]) for line in lines]
+
+
+@pytest.mark.dist
+def test_a_figure_that_an_engine_returns_is_recorded(tmp_path: Path) -> None:
+    [figures] = run_ranks(1, "tests.docs.test_contributing:measured", init_group=False, run_dir=str(tmp_path / "run"))
+    assert len(figures) == 3 and all(0 < largest <= norm for largest, norm in figures)
 
 
 @pytest.fixture

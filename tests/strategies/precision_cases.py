@@ -13,6 +13,7 @@ from shardkit.config.schema import PrecisionConfig
 from shardkit.parallel.precision import loss_scaler
 from shardkit.run.dtypes import count_dtypes
 from shardkit.run.job import start
+from shardkit.strategies.base import StepRequest
 from shardkit.strategies.step import to_device
 from tests.strategies import cases
 
@@ -145,7 +146,7 @@ def skipped(names: list[str]) -> dict[str, tuple[bool, bool, float]]:
             before = {s.name: s.local.clone() for s in job.strategy.load_targets()}
             for param in job.model.parameters():
                 param.grad = torch.full_like(param, float("inf"))
-            job.strategy.step(None)
+            job.strategy.step(StepRequest())
             stayed = {s.name: torch.equal(s.local, before[s.name]) for s in job.strategy.load_targets()}
             averages = all(same for name, same in stayed.items() if name.startswith("ema."))
             weights = all(same for name, same in stayed.items() if name.startswith("model."))

@@ -17,7 +17,7 @@ from shardkit.config.schema import ParallelConfig
 from shardkit.errors import ConfigError
 from shardkit.run.unused_parameters import refuse_unused
 from shardkit.strategies import clocks, step
-from shardkit.strategies.base import Update
+from shardkit.strategies.base import Facts, StepRequest, Update
 
 CPU = torch.device("cpu")
 
@@ -27,6 +27,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.model = nn.Linear(1, 1, bias=False)
+        self.facts = Facts()
         self.seen: list[Any] = []
 
     @contextmanager
@@ -39,7 +40,7 @@ class Alone:
         self.seen.append(name)
         yield
 
-    def backward(self, loss: torch.Tensor, meanwhile: Any = None) -> None:
+    def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
 
@@ -94,7 +95,7 @@ def test_a_gradient_that_is_not_finite_makes_no_update(bad: float) -> None:
         before = model.weight.detach().clone()
         for param in model.parameters():
             param.grad = torch.full_like(param, value)
-        norm, _ = step.clip_and_step([*model.parameters()], optimizer, scaler, max_norm=1.0)
+        norm = step.clip_and_step([*model.parameters()], optimizer, scaler, max_norm=1.0).grad_norm
         assert torch.equal(model.weight, before) is not moves
         if moves:  # 4 gradients of 1: a norm of 2, clipped to 1
             assert norm.item() == pytest.approx(2.0)
@@ -234,13 +235,13 @@ class Timed(Alone):
         super().__init__()
         self.clock = clock
 
-    def backward(self, loss: torch.Tensor, meanwhile: Any = None) -> None:
+    def backward(self, loss: torch.Tensor) -> None:
         self.clock.spend(20.0)
 
     def sample_state(self, source: object) -> None:
         self.clock.spend(1.0)
 
-    def step(self, max_norm: float | None) -> Update:
+    def step(self, request: StepRequest) -> Update:
         self.clock.spend(300.0)
         return Update(torch.tensor(1.0), updated=True)
 
@@ -256,43 +257,40 @@ def test_forward_backward_and_update_follow_one_another(micro_batches: int, monk
         return model(batch).sum()  # type: ignore[no-any-return]
 
     batches: list[step.MicroBatch] = [(torch.ones(1, 1), False)] * micro_batches
-    out = step.train_step(timed, timed, batches, loss, 1.0, 1, CPU, None)  # type: ignore[arg-type]
+    out = step.train_step(timed, timed, batches, loss, 1.0, 1, CPU, StepRequest())  # type: ignore[arg-type]
     n = micro_batches
     assert out.times() == {"forward_s": 4.0 * n, "backward_s": 20.0 * n, "update_s": 301.0}
     assert sum(out.times().values()) == clock.now
 
 
 class Waiting(Timed):
-    """An engine that waits for the device at the end of backward."""
+    """An engine that waits for the device after its last backward."""
 
-    def backward(self, loss: torch.Tensor, meanwhile: Any = None) -> None:
-        self.seen.append("backward")
-        if meanwhile is not None:
-            meanwhile()
-        self.clock.spend(20.0)
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.facts = Facts(waits_in_backward=True)
+
+    def finish_backward(self) -> None:
+        self.clock.spend(5.0)
 
 
 @pytest.mark.parametrize("engine", [Timed, Waiting])
-def test_the_host_works_for_itself_once_before_it_waits_or_updates(
+def test_what_an_engine_waits_for_after_backward_is_time_of_backward(
     engine: type[Timed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     timed = engine(clock)
     monkeypatch.setattr(clocks, "time", clock)
-    found: list[tuple[float, float, float]] = []
-
-    def work(loss: clocks.HostValue, since: clocks.Mark) -> None:
-        clock.spend(7.0)
-        found.append((loss.item(), clocks.Mark(CPU) - since, clock.now))
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).sum()  # type: ignore[no-any-return]
 
     batches: list[step.MicroBatch] = [(torch.ones(1, 1), False)] * 2
-    out = step.train_step(timed, timed, batches, loss, 1.0, 1, CPU, None, work)  # type: ignore[arg-type]
-    # After all of backward, or in the last micro-batch's, where the engine begins to wait; once.
-    assert found == [(out.loss_sum.item(), 7.0, 27.0 if engine is Waiting else 47.0)]
-    assert out.times(7.0) == {"forward_s": 0.0, "backward_s": 40.0, "update_s": 301.0}
+    loss_sum, turns = step.accumulate(timed, timed, batches, loss, 1.0, 1, CPU)  # type: ignore[arg-type]
+    clock.spend(7.0)  # the host's own work
+    out = step.update(timed, timed, loss_sum, turns, CPU, StepRequest())  # type: ignore[arg-type]
+    waited = 5.0 if engine is Waiting else 0.0
+    assert out.times(7.0) == {"forward_s": 0.0, "backward_s": 40.0 + waited, "update_s": 301.0}
 
 
 def test_a_cpus_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

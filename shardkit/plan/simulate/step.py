@@ -19,6 +19,7 @@ from ...parallel.optim import SPARED, make_optimizer
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies import Strategy, make_strategy
+from ...strategies.base import StepRequest
 from ...strategies.batches import map_tensors, to_device
 from ...strategies.build import parallelize
 from ...strategies.step import train_step
@@ -54,7 +55,7 @@ def take_step(
     accum = resolve_batch(config, world.size)
     train_step(
         strategy, phases, [(batch, False)] * accum, getattr(task, "plan_loss", task.loss),
-        n_targets * accum * world.size, world.size, world.device, config.train.max_norm,
+        n_targets * accum * world.size, world.size, world.device, StepRequest(config.train.max_norm),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ...parallel.blocks import chosen_members
 from ...parallel.world import World
 from .gathers import gather_with_callers
-from .state import ENGINE, EPILOGUE, masters, stage_of
+from .state import ENGINE, masters, stage_of
 
 _OPTIMIZERS = ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
 for _optimizer in _OPTIMIZERS:
@@ -32,7 +32,7 @@ for _name in ("setup_buckets", "use_grad_accum_attribute", "fill_grad_accum_attr
 
 class ChosenParts:
     """Handles list members that the data may choose (experts) under ZeRO; without any, every method does nothing.
-    It also completes the gradients of a step that accumulate on the host (`_CompleteStep`).
+    It also completes the gradients of a step that accumulate on the host (`_LastBackward`).
 
     Call `split_groups` before `deepspeed.initialize` and `attach` after it.
 
@@ -56,7 +56,7 @@ class ChosenParts:
         self._skipped: set[int] = set()
         self._copies: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._order: _AgreedOrder | None = None
-        self._complete: _CompleteStep | None = None
+        self._last_backward: _LastBackward | None = None
         self._is_last = True
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
@@ -79,7 +79,7 @@ class ChosenParts:
             gather_with_callers(self._model, self._members, zero)
         self._zero = zero
         if self._accumulates_on_host and stage_of(zero) > 1:
-            self._complete = _CompleteStep(zero, self._model, self._world.device)
+            self._last_backward = _LastBackward(zero, self._model, self._world.device)
         if self._names:
             self._count(self._names)
             self._agree_on_order()
@@ -103,17 +103,25 @@ class ChosenParts:
                     param.register_hook(partial(self._note, id(param)))  # type: ignore[no-untyped-call]
 
     def _agree_on_order(self) -> _AgreedOrder:
-        self._order = _AgreedOrder(self._zero, self._model, self._world, self._strategy)
+        self._order = _AgreedOrder(self._zero, self._model, self._world)
         self._zero._optimizer_step = self._skipping(self._zero._optimizer_step)
         return self._order
 
     def begin_backward(self, is_last: bool) -> None:
         """Call before each backward; `is_last` on the step's last micro-batch."""
         self._is_last = is_last
-        if self._complete is not None:
-            self._complete.begin_backward()
+        if self._last_backward is not None:
+            self._last_backward.begin()
         if self._order is not None:
             self._order.begin(is_last)
+
+    def complete(self) -> None:
+        """Give the parameters that a backward left out on this rank, but not on others, gradients of zeros; called
+        before DeepSpeed ends that backward."""
+        if self._order is not None:
+            self._order.complete()
+        if self._last_backward is not None and self._is_last:
+            self._last_backward.complete()
 
     def before_step(self) -> None:
         """Find the groups that no rank used in this step: they are not updated; collective.
@@ -121,8 +129,6 @@ class ChosenParts:
         Raises:
             ConfigError: a group was used in part, so it can be neither updated nor left out.
         """
-        if self._complete is not None:
-            self._complete.before_step()
         if self._order is None:
             return
         for copy, group in self._copies:
@@ -199,7 +205,7 @@ def _set_zero(zero: Any, param: Any, device: torch.device) -> None:
     param.data = shard
 
 
-class _CompleteStep:
+class _LastBackward:
     """Gives a parameter that a step's last backward left out on every rank a gradient of zeros.
 
     On the host, DeepSpeed takes what a parameter's gradients have summed up to when the last backward brings one. Else
@@ -208,25 +214,22 @@ class _CompleteStep:
 
     def __init__(self, zero: Any, model: nn.Module, device: torch.device) -> None:
         self._zero, self._device, self._reductions = zero, device, _reductions(zero, model)
-        self._reduce, self._finish = zero.reduce_ready_partitions_and_remove_grads, getattr(zero, EPILOGUE)
+        self._reduce = zero.reduce_ready_partitions_and_remove_grads
         zero.reduce_ready_partitions_and_remove_grads = self._note_and_reduce
         self._reduced: set[int] = set()
 
-    def begin_backward(self) -> None:
+    def begin(self) -> None:
         self._reduced = set()
 
     def _note_and_reduce(self, param: nn.Parameter, *group: int) -> None:
         self._reduced.add(id(param))
         self._reduce(param, *group)
 
-    def before_step(self) -> None:
-        """Complete the last backward. It may have ended several times, once for each reentrant checkpoint()."""
-        left_out = [arguments for arguments in self._reductions if id(arguments[0]) not in self._reduced]
-        if left_out and self._reduced:  # a resume makes the optimizer's state by a step without a backward
-            for arguments in left_out:
+    def complete(self) -> None:
+        for arguments in self._reductions:
+            if id(arguments[0]) not in self._reduced:
                 _set_zero(self._zero, arguments[0], self._device)
                 self._reduce(*arguments)
-            self._finish()
 
 
 class _AgreedOrder:
@@ -237,32 +240,23 @@ class _AgreedOrder:
     gradients in the first.
     """
 
-    def __init__(self, zero: Any, model: nn.Module, world: World, strategy: str) -> None:
-        self._zero, self._world, self._strategy, self._stage = zero, world, strategy, stage_of(zero)
+    def __init__(self, zero: Any, model: nn.Module, world: World) -> None:
+        self._zero, self._world, self._stage = zero, world, stage_of(zero)
         self._arguments = _reductions(zero, model)
         self._reduce = zero.reduce_ready_partitions_and_remove_grads
-        self._finish = getattr(zero, EPILOGUE)
         self._position = {id(arguments[0]): position for position, arguments in enumerate(self._arguments)}
         self._arrivals: list[int] | None = []
         zero.reduce_ready_partitions_and_remove_grads = self._arrived
-        setattr(zero, EPILOGUE, self._end)
         self.begin(True)
 
     def begin(self, is_last: bool) -> None:
         self._reduces = is_last or self._stage > 1  # ZeRO-1 keeps the gradients of the other micro-batches
         self._waiting: set[int] = set()
         self._next = 0
-        self._ended = False
 
     def _arrived(self, param: nn.Parameter, *group: int) -> None:
         if not self._reduces:
             return
-        if self._ended:
-            raise ConfigError(
-                f"a gradient came after the end of backward, which parallel.strategy={self._strategy} cannot reduce "
-                "where ranks use different parameters: the model recomputes with torch's reentrant checkpoint",
-                "pass use_reentrant=False to checkpoint(), or set activation.policy instead of calling it",
-            )
         position = self._position[id(param)]
         self._waiting.add(position)
         if self._arrivals is not None:
@@ -272,16 +266,15 @@ class _AgreedOrder:
             self._reduce(*self._arguments[self._next])
             self._next += 1
 
-    def _end(self) -> None:
-        if self._reduces:
-            for position in range(self._next, len(self._arguments)):
-                if position not in self._waiting:
-                    _set_zero(self._zero, self._arguments[position][0], self._world.device)
-                self._reduce(*self._arguments[position])
-            self._ended = True
-            if self._arrivals is not None:
-                self._reorder(self._arrivals)
-        self._finish()
+    def complete(self) -> None:
+        if not self._reduces:
+            return
+        for position in range(self._next, len(self._arguments)):
+            if position not in self._waiting:
+                _set_zero(self._zero, self._arguments[position][0], self._world.device)
+            self._reduce(*self._arguments[position])
+        if self._arrivals is not None:
+            self._reorder(self._arrivals)
 
     def _reorder(self, arrivals: list[int]) -> None:
         """Take over rank 0's order of this first backward; collective."""

@@ -22,7 +22,7 @@ from ...parallel import compat
 from ...parallel.precision import engine_forward
 from ...parallel.weights import Weights
 from ...parallel.world import World
-from ..base import Facts, OptimizerFactory, Shard, Update
+from ..base import Facts, OptimizerFactory, Shard, StepRequest, Strategy, Update
 from ..states import buffer_shards, with_scalars
 from ..step import skipping
 from .chosen import ChosenParts
@@ -53,10 +53,7 @@ from .state import (
 )
 
 
-class ZeRO:
-    name: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+class ZeRO(Strategy):
     prepare_cpu_adam = staticmethod(build_cpu_adam)
 
     def __init__(self, config: RunConfig, world: World) -> None:
@@ -67,13 +64,15 @@ class ZeRO:
             shards_state=sharding.state, shards_parameters=sharding.parameters, gathers_by_layer=self.stage == 3,
             hooks_modules=True,
             needs_same_calls=True, counts_unused_as_zero=config.parallel.find_unused is not False,
+            waits_in_backward=True,
         )  # fmt: skip
         self._config = config
         self._world = world
         self._linear = nn.functional.linear
         self._accum = resolve_batch(config, world.size)
         self._fqns: dict[int, str] = {}
-        self._meanwhile: Callable[[], object] | None = None
+        self._is_last = self._has_ended = False
+        """Whether this is the step's last micro-batch, and whether its backward has come to DeepSpeed's own end."""
         self._ds_config()  # a conflict in raw keys is refused before anything is written
         _forget_groups(_deepspeed(world))
 
@@ -134,7 +133,8 @@ class ZeRO:
             keep_behind_other_outputs(model)
             gather_persistent_in_turn(self._zero)
         self._norms = FiniteNorms(self._zero, self._world.device)
-        setattr(self._zero, EPILOGUE, self._with_meanwhile(getattr(self._zero, EPILOGUE)))
+        self._epilogue = getattr(self._zero, EPILOGUE)
+        setattr(self._zero, EPILOGUE, self._note_end)
         _return_freed_memory()  # DeepSpeed has copied every partition into one buffer
 
     def _on_cpu(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -153,53 +153,53 @@ class ZeRO:
         return on_cpu
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
+        self._is_last = is_last
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._chosen.begin_backward(is_last)
         return nullcontext()
 
     def allow_differing_use(self, names: Collection[str]) -> None:
-        """Let ranks use these parameters differently from the present micro-batch on; called on every rank alike,
-        between forward and backward."""
         self._chosen.allow(names)
 
     def gather_with_block(self, block: nn.Module, part: nn.Module) -> None:
-        """ZeRO-3: gather a part of a block now, and later with the block; called on every rank alike, in forward."""
-        assert self._differing is not None, "facts.gathers_by_layer says so"
-        self._differing.gather(block, part)
+        if self._differing is not None:
+            self._differing.gather(block, part)
 
     def compare_gathers(self, compare: Callable[[str], None]) -> None:
-        """Call `compare` with a parameter's name before this rank gathers it alone: ranks have to do so alike."""
         if self.stage == 3:
             compare_before_gathers(
                 ((self._fqns[id(param)], param) for param in self._engine.module.parameters()), compare
             )
 
-    def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
-        self._meanwhile = meanwhile
+    def backward(self, loss: torch.Tensor) -> None:
+        self._has_ended = False
         if self._differing is not None:
             self._differing.end_forward()
-        if self._reused is None:
-            self._engine.backward(loss, scale_wrt_gas=False)
-            return
-        self._reused.in_backward = True
+        if self._reused is not None:
+            self._reused.in_backward = True
         try:
             self._engine.backward(loss, scale_wrt_gas=False)
         finally:
-            self._reused.in_backward = False
+            if self._reused is not None:
+                self._reused.in_backward = False
+        if not self._is_last:
+            self.finish_backward()
 
-    def _with_meanwhile(self, epilogue: Callable[[], None]) -> Callable[[], None]:
-        """DeepSpeed's end of backward, which waits for the device, preceded by the `meanwhile` of `backward`."""
+    def _note_end(self) -> None:
+        """Stands in the place of DeepSpeed's end of a backward, which `finish_backward` calls."""
+        self._has_ended = True
 
-        def epilogue_after() -> None:
-            if self._meanwhile is not None:
-                meanwhile, self._meanwhile = self._meanwhile, None
-                meanwhile()
-            epilogue()
+    def finish_backward(self) -> None:
+        if not self._has_ended:  # ZeRO-1 reduces in the last backward only
+            return
+        # First the gradients that this rank lacks, then DeepSpeed's own end, which reduces its last bucket and waits
+        # for the device. DeepSpeed would come to it inside its backward, before the host could do other work, and
+        # before the gradients of a reentrant checkpoint() have all come.
+        self._chosen.complete()
+        self._epilogue()
 
-        return epilogue_after
-
-    def step(self, max_norm: float | None) -> Update:
-        self._zero.clip_grad = max_norm or 0.0  # the engine clips in its own step
+    def step(self, request: StepRequest) -> Update:
+        self._zero.clip_grad = request.max_norm or 0.0  # the engine clips in its own step
         self._chosen.before_step()
         share_rates(self._zero)
         self._norms.forget()
@@ -215,9 +215,6 @@ class ZeRO:
 
     def loss_scale(self) -> float:
         return float(self._zero.loss_scale)
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def weights_changed(self, replicas_equal: bool = False) -> None:
         refresh_compute_weights(self._zero, self.stage)
