@@ -1,0 +1,101 @@
+"""Run directories of earlier versions go on at the same sample, under their own engine and under others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardkit.config.load import json_schema, load_config
+from shardkit.config.removed import KEYS, VALUES
+from shardkit.errors import ConfigError
+from tests.ranks import run_ranks
+from tests.recorded.record import CASES, OTHERS, RANKS, RECORDED, STEPS, STOP
+
+EXPECTED = json.loads((RECORDED / "expected.json").read_text())
+TOLERANCE = 2e-5
+OWN = [(name, "") for name in CASES]
+OTHER = [(name, strategy) for name, strategies in OTHERS.items() for strategy in strategies]
+
+
+def ranks(run: tuple[str, str]) -> int:
+    """How many ranks a run goes on with."""
+    name, strategy = run
+    return (1 if strategy == "single" else 2) if strategy else RANKS[name]
+
+
+def go_on(folder: Path, runs: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """What each run did."""
+    results: dict[tuple[str, str], Any] = {}
+    shutil.copytree(RECORDED, folder, dirs_exist_ok=True)
+    for world in (1, 2):
+        arguments: dict[str, Any] = {"folder": str(folder), "runs": [run for run in runs if ranks(run) == world]}
+        results |= run_ranks(world, "tests.recorded.record:go_on", timeout=400, **arguments)[0]
+    return results
+
+
+@pytest.fixture(scope="module")
+def same_engine(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    return go_on(tmp_path_factory.mktemp("same"), OWN)
+
+
+@pytest.fixture(scope="module")
+def other_engine(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    return go_on(tmp_path_factory.mktemp("other"), OTHER)
+
+
+def check(steps: Any, name: str) -> None:
+    assert not isinstance(steps, str), steps
+    assert [step["step"] for step in steps] == list(range(STOP + 1, STEPS + 1))
+    for step, expected in zip(steps, EXPECTED[name], strict=True):
+        assert step == pytest.approx(expected, rel=TOLERANCE), name
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("run", OWN, ids=[name for name, _ in OWN])
+def test_a_recorded_run_goes_on(run: tuple[str, str], same_engine: dict[tuple[str, str], Any]) -> None:
+    check(same_engine[run], run[0])
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("run", OTHER, ids=["-".join(run) for run in OTHER])
+def test_a_recorded_run_goes_on_under_another_engine(
+    run: tuple[str, str], other_engine: dict[tuple[str, str], Any]
+) -> None:
+    check(other_engine[run], run[0])
+
+
+def test_a_wrong_sample_would_show() -> None:
+    for name, steps in EXPECTED.items():
+        losses = sorted(step["loss"] for step in steps)
+        assert all(high - low > 10 * TOLERANCE * high for low, high in itertools.pairwise(losses)), (name, losses)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stored_config_loads(name: str) -> None:
+    assert load_config(RECORDED / name / "config.yaml").config.run.dir == name
+
+
+@pytest.mark.parametrize("row", [*KEYS, *VALUES])
+def test_a_removed_key_in_a_stored_config_answers_by_name(row: str, tmp_path: Path) -> None:
+    stored = yaml.safe_load((RECORDED / "bytes_single" / "config.yaml").read_text())
+    key, _, value = row.partition("=")
+    section, _, name = key.partition(".")
+    stored.setdefault(section, {})[name] = value or "on"
+    if row in VALUES and value in json.dumps(json_schema()):
+        pytest.skip(f"{row} is not removed yet")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "config.yaml")
+    assert key in caught.value.cause
+    assert (KEYS[row].instead if row in KEYS else VALUES[row]) in f"{caught.value.cause} {caught.value.fix}"
