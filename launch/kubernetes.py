@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import LaunchError
 from .failures import exit_codes
 from .local import restart
-from .ranks.placement import integer
+from .ranks.env import integer
 from .spec import JobSpec, Rendezvous
 
 NODE = "node"

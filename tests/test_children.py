@@ -11,7 +11,7 @@ import pytest
 
 from shardkit.files.children import code_command, module_command, read_git
 from shardkit.launch.batch import read_batch, step_argv
-from shardkit.launch.local.torchrun import build_argv
+from shardkit.launch.local.launcher import build_argv
 from shardkit.launch.slurm.nodes import script_argv
 from shardkit.launch.spec import JobSpec
 from tests.commands import environment

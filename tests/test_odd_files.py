@@ -18,7 +18,7 @@ from shardkit.errors import ConfigError, DataError
 from shardkit.files import read_object
 from shardkit.foreign.files import read
 from shardkit.foreign.gather import read_model
-from shardkit.launch.failures import oom
+from shardkit.launch.failures import failure as failures
 from shardkit.launch.failures.failure import of_launcher
 from shardkit.launch.local.restart import wrote
 from shardkit.models.hf import _file_keys
@@ -102,10 +102,10 @@ def test_the_record_of_a_directorys_owner_is_a_regular_file(odd: Path, tmp_path:
 
 
 def test_post_mortems_of_ranks_are_regular_files(odd: Path, tmp_path: Path) -> None:
-    (tmp_path / oom.FOLDER).mkdir()
-    odd.rename(tmp_path / oom.FOLDER / "rank1.json")
-    (tmp_path / oom.FOLDER / "rank0.json").write_text('{"schema": 1, "time": 5, "rank": 0}')
-    assert list(oom.read(tmp_path, since=1)) == [0]
+    (tmp_path / failures.OOM_FOLDER).mkdir()
+    odd.rename(tmp_path / failures.OOM_FOLDER / "rank1.json")
+    (tmp_path / failures.OOM_FOLDER / "rank0.json").write_text('{"schema": 1, "time": 5, "rank": 0}')
+    assert list(failures.read_post_mortems(tmp_path, since=1)) == [0]
 
 
 def test_weights_beside_a_models_description_are_regular_files(odd: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Why ranks failed: each writes a small file, and the launcher finds the rank that failed first.
 
 The file is torchelastic's (TORCHELASTIC_ERROR_FILE), with a `shardkit` entry beside torch's own; ranks that srun
-starts get a directory instead (SHARDKIT_ERROR_DIR).
+starts get a directory instead (SHARDKIT_ERROR_DIR). Programs that leave no file are judged by their stderr.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ...errors import ShardkitError, printable_lines
-from ...files import read_object, read_regular, write_whole
-from . import exit_codes, stderr
+from ...errors import ShardkitError, gib, printable_lines
+from ...files import open_regular, parse_json, read_object, read_regular, write_whole
+from . import exit_codes
 
 TORCHRUN_LOG = "torchrun.log"
 """torchrun's own output, in a launcher's log directory."""
@@ -284,14 +284,14 @@ def with_traceback(failure: Failure, log: Path) -> Failure:
     """The failure with the traceback in the rank's stderr, else Python's stacks, else the last lines."""
     if failure.trace:
         return failure
-    text = stderr.tail(log)
+    text = tail(log)
     signum = exit_codes.signal_of(failure.exit_code)
     if signum is None:
-        exception, trace = stderr.last_traceback(text)
-        return replace(failure, message=exception or failure.message, trace=trace or stderr.last_lines(text))
+        exception, trace = last_traceback(text)
+        return replace(failure, message=exception or failure.message, trace=trace or last_lines(text))
     last_words = _LAST_WORDS.search(text) if signum.name == "SIGABRT" else None
     message = failure.message if last_words is None else f"{failure.message}: {last_words[0].strip()}"
-    return replace(failure, message=message, trace=stderr.stacks(text))
+    return replace(failure, message=message, trace=stacks(text))
 
 
 def _local(text: str) -> float:
@@ -410,3 +410,139 @@ def _error_file(environ: Mapping[str, str]) -> Path | None:
 def _rank(environ: Mapping[str, str]) -> int:
     text = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
     return int(text) if text.isdecimal() else 0
+
+
+_TAIL_BYTES = 1 << 18
+_LINES = 20
+_MOST_LINES = 200
+_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+_BEGIN = "Traceback (most recent call last):"
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+_FATAL = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
+_WAITS = re.compile(r"torch/(distributed/|autograd/|nn/parallel/distributed\.py)")
+_LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python3[\d.]*)/|^<")
+
+
+def tail(path: Path) -> str:
+    """The end of a rank's stderr, without torch's `[rank1]:` marks; empty if there is no file, or a link to another."""
+    try:
+        with open_regular(path, os.O_NOFOLLOW) as file:  # the run may be a stranger's, and reports are shared
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return _PREFIX.sub("", file.read().decode(errors="replace"))
+    except OSError:  # it is a link, is on another machine, or was deleted
+        return ""
+
+
+def last_traceback(text: str) -> tuple[str, str]:
+    """(the exception's line, the last traceback with the ones that it was raised from); empty without a traceback."""
+    lines = text.splitlines()
+    begins = [index for index, line in enumerate(lines) if line == _BEGIN]
+    if not begins:
+        return "", ""
+    chain = begins[-1:]
+    for begin in reversed(begins[:-1]):
+        if _last_line(lines[: chain[0]]) not in _CHAINED:
+            break
+        chain.insert(0, begin)
+    first_line, last_begin = chain[0], chain[-1]
+    end = next((i for i in range(last_begin + 1, len(lines)) if lines[i] and not lines[i].startswith(" ")), None)
+    if end is None:  # cut short: the process died while it wrote
+        return "", ""
+    shown = lines[first_line : end + 1]
+    if len(shown) > _MOST_LINES:
+        shown = [*shown[: _MOST_LINES // 2], "  …", *shown[-_MOST_LINES // 2 :]]
+    return lines[end], "\n".join(shown)
+
+
+def _last_line(lines: list[str]) -> str:
+    return next((line for line in reversed(lines) if line.strip()), "")
+
+
+def stacks(text: str) -> str:
+    """The stacks that Python wrote when a signal ended it (PYTHONFAULTHANDLER=1); empty if there is none."""
+    headers = list(_FATAL.finditer(text))
+    if not headers:
+        return ""
+    block = text[headers[-1].start() :].partition("\nExtension modules:")[0].rstrip()
+    if not _FRAME.search(block):  # it died while Python was ending
+        return ""
+    return "\n".join(block.splitlines()[:_MOST_LINES])
+
+
+def locate(stack: str) -> tuple[str, bool]:
+    """Returns the line of the user's code that the current thread ran, and whether the thread waited for its peers."""
+    current = stack.partition("Current thread")[2].partition("\n\n")[0] or stack
+    frames = _FRAME.findall(current)
+    user_frame = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0] if frames else None)
+    location = "" if user_frame is None else f"{user_frame[0]}:{user_frame[1]} in {user_frame[2]}"
+    return location, any(_WAITS.search(frame[0]) for frame in frames)
+
+
+def last_lines(text: str) -> str:
+    """The last lines of a rank that ended without a traceback."""
+    return "\n".join(text.rstrip().splitlines()[-_LINES:])
+
+
+OOM_FOLDER = "oom"
+_BEST = 3
+_SCHEMA = 1
+
+
+def read_post_mortems(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
+    """Rank → post-mortem, if written after `since` (seconds since the epoch): earlier attempts left older ones."""
+    post_mortems: dict[int, dict[str, Any]] = {}
+    for path in (run_dir / OOM_FOLDER).glob("rank*.json"):
+        try:
+            record = parse_json(read_regular(path))
+            if record["schema"] == _SCHEMA and record["time"] >= since:
+                post_mortems[int(record["rank"])] = {**record, "path": str(path)}
+        except (OSError, ValueError, KeyError, TypeError):  # cut short by a full disk, or not ours
+            continue
+    return post_mortems
+
+
+def memory_words(failures: Iterable[Failure], post_mortems: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
+    """Rank → lines about its memory, for ranks that ran out of it or were killed when the host almost had."""
+    lines: dict[int, list[str]] = {}
+    for failure in failures:
+        record = post_mortems.get(failure.rank)
+        if failure.exit_code == exit_codes.OUT_OF_MEMORY and record is not None and record["kind"] != "host-risk":
+            lines[failure.rank] = [*_changes(record), f"  post-mortem: {record['path']}"]
+        signum = exit_codes.signal_of(failure.exit_code)
+        if signum is not None and signum.name == "SIGKILL":
+            # Any rank of the host may have noticed; the rank's own record counts first.
+            near = record or next((r for r in post_mortems.values() if r["kind"] == "host-risk"), None)
+            if near is not None and near["kind"] == "host-risk":
+                lines[failure.rank] = [_pressure(near), *_changes(near), f"  post-mortem: {near['path']}"]
+    return lines
+
+
+def _pressure(record: Mapping[str, Any]) -> str:
+    memory, row = record["memory"], record["row"]["host_mem"]
+    used = memory["limit"] - memory["free"]
+    workers = f", its loader processes {gib(row['children_rss'], 1)}" if row["children_rss"] else ""
+    return (
+        f"  the host's memory was almost used up at step {record['step']}: {gib(used, 1)} of "
+        f"{gib(memory['limit'], 1)} on {record['host']}; rank {record['rank']} held {gib(row['rss'], 1)}{workers}"
+    )
+
+
+def _changes(record: Mapping[str, Any]) -> list[str]:
+    """The best changes, one line each; a change that would not have been enough says so."""
+    best = record["advice"][:_BEST]
+    if not best:
+        return []
+    missing = record["memory"]["missing"] or 0
+    width = max(len(change["change"]) for change in best)
+    return ["  what would help, and what it costs:"] + [_change(change, width, missing) for change in best]
+
+
+def _change(change: Mapping[str, Any], width: int, missing: int) -> str:
+    saving = change["saving_bytes"]
+    amount = "saves memory" if saving is None else f"saves {gib(saving, 1)}"
+    short = " (not enough alone)" if saving is not None and saving < missing else ""
+    return f"    {change['change']:<{width}}  {amount}{short}: {change['cost']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,19 +15,24 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError, LaunchError, printable_lines, system_errors
+from ...files import read_regular
 from .. import kubernetes
-from ..failures import exit_codes, failure, job_starts, oom
+from ..failures import exit_codes, failure, job_starts
 from ..ranks import affinity
 from ..ranks.affinity import default_omp_threads
-from ..ranks.placement import integer
-from ..spec import JobSpec, Rendezvous
-from . import processes, rendezvous, torchrun
+from ..ranks.env import integer
+from ..spec import JobSpec, Rendezvous, check_world, split_endpoint
+from . import processes, rendezvous
 from .guard import Guard
 from .processes import RankOutput
-from .restart import GRACE, Restarts, grace_s, how_to_continue
-from .torchrun import build_argv, command_line
+from .restart import ELASTIC, GRACE, grace_s, how_to_continue
+
+if TYPE_CHECKING:
+    from ...config.schema import RunConfig
+
 
 _POLL_S = 0.05
 _STOP_S = 7.0  # Ctrl-C: time for ranks to end by themselves before they are killed
@@ -115,7 +121,7 @@ def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[
     if spec.script is None and "PYTHONSAFEPATH" not in environ:
         added["PYTHONSAFEPATH"] = "1"  # `python -m` would import a torch.py of the current directory (Python >= 3.11)
     added |= {affinity.VARIABLE: ":".join(map(affinity.render, cpus))} if cpus else {}
-    added |= {name: value for name, value in torchrun.elastic_variables(spec).items() if name not in environ}
+    added |= {name: value for name, value in elastic_variables(spec).items() if name not in environ}
     if not environ.get("PYTHONUNBUFFERED"):
         added["PYTHONUNBUFFERED"] = "1"  # output goes to files, which Python would buffer
     added |= {GRACE: f"{spec.grace_s:g}"} if spec.grace_s is not None else {}
@@ -314,7 +320,7 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
             failures[0] = replace(failures[0], trace="")
         # When the folders of its ranks were created.
         began = max((folder.stat().st_mtime for folder in last_attempt if folder.exists()), default=0.0)
-        memory = oom.words(failures, oom.read(run_dir, began))
+        memory = failure.memory_words(failures, failure.read_post_mortems(run_dir, began))
         print(failure.explain(failures, str(log_dir), oom_kills, memory), file=sys.stderr, flush=True)
         return failure.exit_code_of(failures)
     cause = f"error: torchrun ended with {exit_codes.describe(ended.code)}, no rank reported an error"
@@ -352,3 +358,173 @@ def _caught(signals: tuple[signal.Signals, ...]) -> Iterator[list[int]]:
     heard = [number for number in signals if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     with processes.handling(heard, note):
         yield came
+
+
+def build_argv(spec: JobSpec) -> list[str]:
+    """The torchrun command of one node.
+
+    Every rank's output goes to a file below `log_dir`. A single node uses a file as its store: torchrun's own store
+    listens on every interface and unpickles data from anyone. Nodes with given numbers keep them (static rendezvous)
+    unless workers may restart, which needs c10d.
+
+    Raises:
+        LaunchError: several nodes without an endpoint, or no ranks.
+    """
+    if spec.nproc_per_node < 1:
+        raise LaunchError(f"--nproc-per-node {spec.nproc_per_node}", "start at least one rank per node")
+    if spec.max_restarts < 0:
+        raise LaunchError(f"--max-restarts {spec.max_restarts} is negative", "pass 0 or more")
+    argv = [spec.python, *spec.module("torch.distributed.run")]
+    argv += ["--nnodes", _nnodes(spec), "--nproc-per-node", str(spec.nproc_per_node)]
+    argv += ["--max-restarts", str(spec.max_restarts), *_rendezvous(spec)]
+    if spec.log_dir:
+        argv += ["--log-dir", spec.log_dir, "--redirects", "3"]
+    return [*argv, *spec.program]
+
+
+def command_line(argv: list[str], environ: Mapping[str, str]) -> str:
+    """The shell command for the same process; `environ` holds the added variables."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
+    return " ".join([*settings, shlex.join(argv)])
+
+
+def _nnodes(spec: JobSpec) -> str:
+    low, high = spec.nodes
+    return str(low) if low == high else f"{low}:{high}"
+
+
+def _rendezvous(spec: JobSpec) -> list[str]:
+    meet = spec.rendezvous
+    if meet.endpoint is None:
+        if spec.nodes != (1, 1):
+            raise LaunchError(
+                f"--nnodes {_nnodes(spec)} without --rdzv-endpoint: nodes cannot find each other",
+                "pass --rdzv-endpoint HOST:PORT, the same on every node, or use slurm/train.sbatch",
+            )
+        file = ["--rdzv-endpoint", f"{meet.folder}/agent"] if meet.folder else []
+        stored = ",".join(["store_type=file", *([meet.conf] if meet.conf else [])])
+        return ["--rdzv-backend", "c10d", *file, "--rdzv-id", meet.run_id, "--rdzv-conf", stored]
+    host, port = split_endpoint(meet.endpoint)
+    if meet.node_rank is not None and spec.max_restarts == 0 and not spec.is_elastic:
+        return [
+            "--rdzv-id", meet.run_id, "--node-rank", str(meet.node_rank),
+            "--master-addr", host, "--master-port", str(port),
+        ]  # fmt: skip
+    settings = [] if meet.is_host is None else [f"is_host={str(meet.is_host).lower()}"]
+    settings += [meet.conf] if meet.conf else []
+    conf = ["--rdzv-conf", ",".join(settings)] if settings else []
+    return ["--rdzv-backend", "c10d", "--rdzv-endpoint", meet.endpoint, "--rdzv-id", meet.run_id, *conf]
+
+
+def check_elastic(spec: JobSpec, config: RunConfig | None) -> None:
+    """Refuse an elastic job that would go wrong when the number of nodes changes; a script has no config to look at.
+
+    Raises:
+        LaunchError: no restarts are allowed, or each start would delete the run.
+        ConfigError: a batch or mesh that does not fit some number of nodes.
+    """
+    if not spec.is_elastic:
+        return
+    nodes = f"--nnodes {spec.nodes[0]}:{spec.nodes[1]}"
+    if spec.max_restarts < 1:
+        raise LaunchError(
+            f"{nodes} with --max-restarts {spec.max_restarts}: a lost node would end the job", "pass --max-restarts 3"
+        )
+    if config is None:
+        return
+    if config.run.overwrite:
+        raise LaunchError(
+            f"{nodes} with run.overwrite=true would delete the run whenever a node joins",
+            "delete run.dir yourself, or set another one: an elastic job continues the run that is there",
+        )
+    if config.train.global_batch_size is None:
+        most = spec.nodes[1] * spec.nproc_per_node
+        batch = config.train.micro_batch_size * (config.train.grad_accum_steps or 1) * most
+        raise ConfigError(
+            f"{nodes}: the samples per step would change with the nodes, train.global_batch_size is not set",
+            f"set train.global_batch_size={batch} ({most} ranks' share now), and leave train.grad_accum_steps unset",
+        )
+    for count in range(spec.nodes[0], spec.nodes[1] + 1):
+        world_size = count * spec.nproc_per_node
+        try:
+            check_world(config, "cuda" if spec.on_gpus else "cpu", world_size, spec.nproc_per_node)
+        except ConfigError as error:
+            raise ConfigError(f"with {count} node(s) of {nodes}: {error.cause}", error.fix) from error
+
+
+def check_ranks(spec: JobSpec, config: RunConfig | None) -> None:
+    """Refuse a job of a fixed size that its ranks would refuse, before anything is written or started.
+
+    Raises:
+        ConfigError: the strategy, its mesh or the batch does not fit the ranks.
+    """
+    if spec.is_elastic or config is None:
+        return
+    device = "cpu" if config.run.device == "cpu" else "cuda"  # the ranks say that there is no GPU
+    check_world(config, device, spec.nodes[1] * spec.nproc_per_node, spec.nproc_per_node)
+
+
+def elastic_variables(spec: JobSpec) -> dict[str, str]:
+    """Variables for torchrun and its ranks if nodes meet through c10d and workers may restart.
+
+    By default torchrun shares its own store with the ranks. A node that joins later never learns its address, and keys
+    of earlier rounds stay in it (https://github.com/pytorch/pytorch/issues/135712, open in torch 2.13): with this
+    variable the first rank makes a new store in each round.
+    """
+    if spec.nodes[1] == 1 or spec.max_restarts == 0:
+        return {}
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **({ELASTIC: "1"} if spec.is_elastic else {})}
+
+
+class Restarts:
+    """Follows a launcher's attempts and records why ranks were restarted.
+
+    Attributes:
+        final: the attempt in which a rank reported an error that no restart can fix.
+    """
+
+    def __init__(self, log_dir: Path, run_dir: Path) -> None:
+        self._log_dir, self._run_dir = log_dir, run_dir
+        self._n_noted = 1
+        self.final: Path | None = None
+
+    def look(self) -> bool:
+        """Record new restarts; returns whether a rank reported an error that no restart can fix.
+
+        torchrun may have restarted the ranks since the last look, before their error was seen.
+        """
+        attempts = failure.attempts(self._log_dir)
+        self.final = next((attempt for attempt in attempts[self._n_noted - 1 :] if _is_final(attempt)), None)
+        while self._n_noted < len(attempts) and self.final is None:
+            self._note(attempts[self._n_noted - 1], self._n_noted)
+            self._n_noted += 1
+        return self.final is not None
+
+    def _note(self, attempt: Path, number: int) -> None:
+        try:
+            text = read_regular(self._log_dir / failure.TORCHRUN_LOG).decode(errors="replace")
+        except OSError:
+            text = ""
+        blamed = failure.ended_in_torchrun_log(text)[number - 1 : number]
+        origin = next(iter(failure.in_attempt(attempt)), None)
+        silent = failure.silent_in(attempt)
+        # A killed rank cannot record its error; one that recorded a lost peer was ended by torchrun.
+        is_killed = any("killed by" in end and not failure.has_record(attempt, rank) for rank, end in blamed)
+        if origin is None or (origin.lost_peer and is_killed):
+            reason = next((f"local rank {rank}: {end}" for rank, end in blamed), "a rank ended without a word")
+            job_starts.note_restart(self._run_dir, reason)
+        elif origin.lost_peer and silent:  # torchrun blames the peer
+            ranks = ", ".join(map(str, silent))
+            job_starts.note_restart(self._run_dir, f"local rank {ranks}: ended without a word, most likely killed")
+        else:
+            job_starts.note_restart(
+                self._run_dir, f"rank {origin.rank}: {origin.message.partition(chr(10))[0]}", origin.lost_peer
+            )
+
+
+def _is_final(attempt: Path) -> bool:
+    """Whether a rank of the attempt reported an error that no restart can fix."""
+    return any(
+        rank_failure.exit_code in exit_codes.FINAL and not rank_failure.lost_peer
+        for rank_failure in failure.in_attempt(attempt)
+    )

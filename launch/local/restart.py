@@ -9,17 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import LaunchError
-from ...files import read_object, read_regular
+from ...files import read_object
 from ..failures import exit_codes, failure, job_starts
-from ..ranks.placement import integer
-from .torchrun import is_elastic
+from ..ranks.env import integer
 
 JOB_ID, RESTARTS = "SHARDKIT_JOB_ID", "SHARDKIT_RESTART_COUNT"
 """The variables that name a job outside of Slurm, and say how often its supervisor has started it again."""
 GRACE = "SHARDKIT_GRACE_S"
 """The variable that says how many seconds ranks may take to save and end after SIGTERM or SIGHUP."""
+ELASTIC = "SHARDKIT_ELASTIC"
+"""The variable of ranks whose job may lose and gain nodes."""
 DEFAULT_GRACE_S = 25.0
 """Most schedulers kill after 30 s."""
+
+
+def is_elastic(environ: Mapping[str, str]) -> bool:
+    """Whether this rank's job may lose and gain nodes."""
+    return bool(environ.get(ELASTIC))
 
 
 @dataclass(frozen=True)
@@ -183,57 +189,3 @@ def stopped(run_dir: str, signal_name: str, environ: Mapping[str, str] = os.envi
         return exit_codes.PREEMPTED
     # The launcher reads the record: torchrun would treat 75 as a failure and end the other ranks.
     return exit_codes.OK if noted else exit_codes.PREEMPTED
-
-
-class Restarts:
-    """Follows a launcher's attempts and records why ranks were restarted.
-
-    Attributes:
-        final: the attempt in which a rank reported an error that no restart can fix.
-    """
-
-    def __init__(self, log_dir: Path, run_dir: Path) -> None:
-        self._log_dir, self._run_dir = log_dir, run_dir
-        self._n_noted = 1
-        self.final: Path | None = None
-
-    def look(self) -> bool:
-        """Record new restarts; returns whether a rank reported an error that no restart can fix.
-
-        torchrun may have restarted the ranks since the last look, before their error was seen.
-        """
-        attempts = failure.attempts(self._log_dir)
-        self.final = next((attempt for attempt in attempts[self._n_noted - 1 :] if _is_final(attempt)), None)
-        while self._n_noted < len(attempts) and self.final is None:
-            self._note(attempts[self._n_noted - 1], self._n_noted)
-            self._n_noted += 1
-        return self.final is not None
-
-    def _note(self, attempt: Path, number: int) -> None:
-        try:
-            text = read_regular(self._log_dir / failure.TORCHRUN_LOG).decode(errors="replace")
-        except OSError:
-            text = ""
-        blamed = failure.ended_in_torchrun_log(text)[number - 1 : number]
-        origin = next(iter(failure.in_attempt(attempt)), None)
-        silent = failure.silent_in(attempt)
-        # A killed rank cannot record its error; one that recorded a lost peer was ended by torchrun.
-        is_killed = any("killed by" in end and not failure.has_record(attempt, rank) for rank, end in blamed)
-        if origin is None or (origin.lost_peer and is_killed):
-            reason = next((f"local rank {rank}: {end}" for rank, end in blamed), "a rank ended without a word")
-            job_starts.note_restart(self._run_dir, reason)
-        elif origin.lost_peer and silent:  # torchrun blames the peer
-            ranks = ", ".join(map(str, silent))
-            job_starts.note_restart(self._run_dir, f"local rank {ranks}: ended without a word, most likely killed")
-        else:
-            job_starts.note_restart(
-                self._run_dir, f"rank {origin.rank}: {origin.message.partition(chr(10))[0]}", origin.lost_peer
-            )
-
-
-def _is_final(attempt: Path) -> bool:
-    """Whether a rank of the attempt reported an error that no restart can fix."""
-    return any(
-        rank_failure.exit_code in exit_codes.FINAL and not rank_failure.lost_peer
-        for rank_failure in failure.in_attempt(attempt)
-    )

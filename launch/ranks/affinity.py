@@ -10,9 +10,8 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ...files.cgroups import cgroup_folders, n_cpus, text_of
-from .env import RankEnv
+from .env import RankEnv, integer, shown, slurm_step
 from .gpus import pci_addresses
-from .placement import integer, shown, slurm_step
 
 _ROOT = Path("/")
 

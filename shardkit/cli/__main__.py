@@ -31,25 +31,12 @@ from .report import report as report_command
 PACKAGE = Path(__file__).parent.parent
 
 
-REMOVED = {
-    "jobs": "squeue --me lists jobs; the comment of shardkit's names their run directory (--format '%i %T %k')",
-    "logs": "tail -F RUN_DIR/logs/slurm-JOB.out follows a job",
-    "cancel": "scancel JOB ends a job; its checkpoints stay",
-}
-"""Removed command → what to use instead."""
-
-
 class _Commands(TyperGroup):
     """The commands; a mistake in the words of any of them takes two lines."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _refuse_empty_words(args)
         return list(_in_two_lines(ctx, lambda: super(_Commands, self).parse_args(ctx, args)))
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in REMOVED:
-            raise ShardkitError(f"there is no shardkit {cmd_name} any more", REMOVED[cmd_name])
-        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         return _in_two_lines(ctx, lambda: super(_Commands, self).invoke(ctx))

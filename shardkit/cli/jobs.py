@@ -24,8 +24,7 @@ def doctor(
     """Look for problems that make training fail or crawl; under torchrun or srun also measure the ranks together."""
     from ..files import cache_dir
     from ..hardware import calibration
-    from ..launch.doctor import finding, speeds
-    from ..launch.doctor.examine import examine
+    from ..launch import doctor as machine
     from ..launch.ranks.env import detect
 
     if device not in ("auto", "cpu", "cuda"):
@@ -44,10 +43,10 @@ def doctor(
             return
         if calibrate:
             calibration.save(measured[0])
-    checks = examine(Path(run_dir), cache_dir()) + (speeds.findings(*measured) if measured else [])
+    checks = machine.examine(Path(run_dir), cache_dir()) + (machine.findings(*measured) if measured else [])
     extra = {"measured": measured[0]} if measured else {}
-    typer.echo(finding.as_json(checks, extra) if json_output else finding.render(checks))
-    raise typer.Exit(1 if finding.worst(checks) == "fail" else 0)
+    typer.echo(machine.as_json(checks, extra) if json_output else machine.render(checks))
+    raise typer.Exit(1 if machine.worst(checks) == "fail" else 0)
 
 
 def register(app: typer.Typer) -> None:

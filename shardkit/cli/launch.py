@@ -51,8 +51,8 @@ def launch(
     """
     from ..launch import kubernetes
     from ..launch.local import run_dir as run_dirs
+    from ..launch.local.launcher import check_elastic, check_ranks
     from ..launch.local.launcher import launch as run
-    from ..launch.local.torchrun import check_elastic, check_ranks
     from ..launch.ranks.gpus import ranks_per_node, visible_gpus
     from ..launch.spec import JobSpec, Rendezvous, parse_nnodes
 

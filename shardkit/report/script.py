@@ -9,7 +9,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from ..launch.failures import exit_codes, failure, job_starts, stderr
+from ..launch.failures import exit_codes, failure, job_starts
 from .html.page import Cell, Page, folded, heading, paragraph, table, words
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "memory.jsonl")
@@ -120,6 +120,6 @@ def _failures(start: ScriptStart) -> list[Markup]:
         rows.append([Cell(str(failed.rank), failed.rank), words(code), words(_reason(failed)), words(log or "–")])
     origin = start.failures[0]
     log = start.log_of(origin)
-    text = origin.trace or ("" if log is None else stderr.last_lines(stderr.tail(log)))
+    text = origin.trace or ("" if log is None else failure.last_lines(failure.tail(log)))
     shown = [folded(f"Last lines of rank {origin.rank}", text)] if text else []
     return [table(["rank", "ended with", "reason", "log"], rows), *shown]

@@ -212,7 +212,7 @@ WRONG = [
     (f"{LAUNCH} 2 -- train.py", "both a config (recipe.yaml) and a script (train.py) were given", "remove one"),
     (f"{LAUNCH} 2 --run-dir x", "--run-dir applies to a script behind `--`", "remove it"),
     ("jobs", "shardkit jobs", "squeue --me"),
-    ("logs -f 12", "shardkit logs", "tail -F RUN_DIR/logs/slurm-JOB.out"),
+    ("logs -f 12", "shardkit logs", "tail -F"),
     ("cancel x", "shardkit cancel", "scancel JOB"),
     ("doctor --run-dir ''", "an empty value names nothing", "a variable of the shell"),
     ("report ''", "shardkit report '': an empty value names nothing", "a variable of the shell"),

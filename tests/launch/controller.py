@@ -87,8 +87,8 @@ exit 75
 BATCH = """
 import sys
 from shardkit.launch import batch
-from shardkit.launch.slurm import lost, preemption_warning
-preemption_warning._LOOK_S, lost._LOOK_S, lost._SLACK_S = 0.1, 0.1, 0.2
+from shardkit.launch.slurm import preemption_warning, requeue
+preemption_warning._LOOK_S, requeue._LOOK_S, requeue._SLACK_S = 0.1, 0.1, 0.2
 sys.exit(batch.main(sys.argv[1:]))
 """
 STOPPED = {"rank": 0, "exit_code": 75, "when": 0.0, "message": "saved and stopped for SIGUSR2"}

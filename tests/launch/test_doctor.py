@@ -12,8 +12,8 @@ from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError
 from shardkit.files.cgroups import memory_limits
 from shardkit.hardware import calibration, collectives
-from shardkit.launch.doctor import examine, finding, speeds
-from shardkit.launch.doctor.finding import Check
+from shardkit.launch import doctor
+from shardkit.launch.doctor import Check
 from shardkit.launch.ranks import affinity
 from shardkit.launch.ranks.gpus import grow_segments, ranks_per_node, visible_gpus
 from tests.commands import python_m
@@ -27,7 +27,7 @@ def test_it_says_what_is_there_and_contradicting_variables_are_a_failure(
 ) -> None:
     for name, value in {**dict.fromkeys(os.environ, ""), **environment(RANK="1")}.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
-    monkeypatch.setattr(examine, "torch_checks", lambda: [Check("torch", "pass", "2.9")])  # the test below asks it
+    monkeypatch.setattr(doctor, "torch_checks", lambda: [Check("torch", "pass", "2.9")])  # the test below asks it
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--run-dir", str(tmp_path / "runs")])
     said = capsys.readouterr().out
@@ -68,7 +68,7 @@ def test_slow_ranks_and_wrong_clocks_are_named() -> None:
         "reduce_scatter": [], "latency_s": [0, 1e-5, 1e-5, 9e-5], "clock_skew_s": 7.5,
         "matmul_flops_by_dtype": {"bf16": 1e13}, "memory_bytes_per_s": 2e12, "host_bytes_per_s": 1e11,
     }  # fmt: skip
-    found = {check.name: check for check in speeds.findings(constants, ["a", "a", "b", "b"])}
+    found = {check.name: check for check in doctor.findings(constants, ["a", "a", "b", "b"])}
     assert found["matmul per rank"].status == "warn" and "slow: rank 2@b" in found["matmul per rank"].found
     assert found["copies per rank"].status == "pass"
     assert "rank 3@b" in found["latency"].found
@@ -104,20 +104,20 @@ def test_constants_of_the_nearest_world_are_found(tmp_path: Path, monkeypatch: p
 def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
     said = "ImportError: libcudart.so.12: cannot open shared object file"
     broken = write_program(tmp_path / "python", f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
-    (check,) = examine.torch_checks(broken)
+    (check,) = doctor.torch_checks(broken)
     assert check.status == "fail" and "libcudart.so.12" in check.found and check.fix
 
 
 def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examine, "_OLDEST", {"torch": (999, 0), "no-such-package-at-all": (1, 0), "pydantic": (2, 0)})
-    status = {check.name: check.status for check in examine.packages()}
+    monkeypatch.setattr(doctor, "_OLDEST", {"torch": (999, 0), "no-such-package-at-all": (1, 0), "pydantic": (2, 0)})
+    status = {check.name: check.status for check in doctor.packages()}
     assert status == {"torch version": "fail", "no-such-package-at-all": "fail", "pydantic version": "pass"}
 
 
 def test_a_full_or_read_only_disk(tmp_path: Path) -> None:
-    (full,) = examine.disk("run directory", tmp_path, n_bytes=2**60)
+    (full,) = doctor.disk("run directory", tmp_path, n_bytes=2**60)
     assert full.status == "fail" and full.fix
-    (gone,) = examine.disk("run directory", Path("/proc/1/nothing"), n_bytes=0)
+    (gone,) = doctor.disk("run directory", Path("/proc/1/nothing"), n_bytes=0)
     assert gone.status == "fail" and "cannot be written" in gone.found
 
 
@@ -131,17 +131,17 @@ def test_gpus_far_from_the_allowed_cpus_are_a_warning(tmp_path: Path, monkeypatc
     root = fake_machine(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(affinity, "allowed_cpus", lambda: [0, 1, 2, 3])
-    (near,) = examine.numa(root)
+    (near,) = doctor.numa(root)
     assert near.status == "pass" and near.found == "node 0: CPUs 0-1; node 1: CPUs 2-3; GPUs on nodes 1, 0, ?"
     monkeypatch.setattr(affinity, "allowed_cpus", lambda: [0, 1])
-    (far,) = examine.numa(root)
+    (far,) = doctor.numa(root)
     assert far.status == "warn" and far.found.endswith("none of the CPUs beside GPU 0") and far.fix
 
 
 def test_the_worst_finding_decides() -> None:
     fine, bad = Check("a", "pass", "x"), Check("b", "fail", "y", "do z")
-    assert finding.worst([fine, bad]) == "fail" and finding.worst([fine]) == "pass"
-    assert finding.render([fine, bad]).splitlines()[1:3] == ["FAIL  b  y", "         fix: do z"]
+    assert doctor.worst([fine, bad]) == "fail" and doctor.worst([fine]) == "pass"
+    assert doctor.render([fine, bad]).splitlines()[1:3] == ["FAIL  b  y", "         fix: do z"]
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.errors import ShardkitError
 from shardkit.launch.failures import job_starts
-from shardkit.launch.local import restart, torchrun
+from shardkit.launch.local import launcher, restart
 from shardkit.launch.local.rendezvous import ReservedPort
 from shardkit.launch.spec import JobSpec
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
@@ -28,14 +28,14 @@ TWO = JobSpec(config="c.yaml", run_dir="runs/a", nproc_per_node=2, nodes=(1, 3),
 
 def refusal(spec: JobSpec, *overrides: str) -> str:
     with pytest.raises(ShardkitError) as caught:
-        torchrun.check_elastic(spec, load_config(None, ["train.micro_batch_size=2", *overrides]).config)
+        launcher.check_elastic(spec, load_config(None, ["train.micro_batch_size=2", *overrides]).config)
     assert caught.value.fix
     return str(caught.value)
 
 
 def test_what_would_go_wrong_when_a_node_leaves_or_joins_is_refused_before_the_start() -> None:
-    torchrun.check_elastic(TWO, load_config(None, ["train.micro_batch_size=2", "train.global_batch_size=24"]).config)
-    torchrun.check_elastic(replace(TWO, nodes=(2, 2)), load_config(None).config)
+    launcher.check_elastic(TWO, load_config(None, ["train.micro_batch_size=2", "train.global_batch_size=24"]).config)
+    launcher.check_elastic(replace(TWO, nodes=(2, 2)), load_config(None).config)
     assert "pass --max-restarts" in refusal(replace(TWO, max_restarts=0), "train.global_batch_size=24")
     assert "set train.global_batch_size=12" in refusal(TWO)
     assert "with 3 node(s) of --nnodes 1:3: train.global_batch_size=8" in refusal(TWO, "train.global_batch_size=8")
@@ -45,9 +45,9 @@ def test_what_would_go_wrong_when_a_node_leaves_or_joins_is_refused_before_the_s
 
 
 def test_nodes_that_join_later_meet_in_a_new_store_and_go_on_with_the_run(tmp_path: Path) -> None:
-    assert torchrun.elastic_variables(replace(TWO, nodes=(1, 1))) == {}
-    assert torchrun.elastic_variables(replace(TWO, nodes=(2, 2))) == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    told = torchrun.elastic_variables(TWO)
+    assert launcher.elastic_variables(replace(TWO, nodes=(1, 1))) == {}
+    assert launcher.elastic_variables(replace(TWO, nodes=(2, 2))) == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    told = launcher.elastic_variables(TWO)
     assert (
         restart.wrote(tmp_path, told) is True and restart.wrote(tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"}) is False
     )

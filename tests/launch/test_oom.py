@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import OutOfMemoryError
-from shardkit.launch.failures import exit_codes, oom
-from shardkit.launch.failures.failure import Failure, exit_code_of, explain, read
+from shardkit.launch.failures import exit_codes
+from shardkit.launch.failures.failure import (
+    Failure,
+    exit_code_of,
+    explain,
+    memory_words,
+    read,
+    read_post_mortems,
+)
 from tests.launch.test_failure import recorded
 
 GIB = 2**30
@@ -31,7 +38,7 @@ def test_the_best_changes_take_the_place_of_the_fix(tmp_path: Path) -> None:
     left(tmp_path, 1)
     failures = read([recorded(tmp_path, rank, OutOfMemoryError(f"rank {rank} ran out", "set a=b")) for rank in (1, 2)])
     assert exit_code_of(failures) == exit_codes.OUT_OF_MEMORY
-    shown = explain(failures, "LOGS", memory=oom.words(failures, oom.read(tmp_path, 50)))
+    shown = explain(failures, "LOGS", memory=memory_words(failures, read_post_mortems(tmp_path, 50)))
     assert shown.splitlines() == [
         "error: rank 1 ran out",
         "  what would help, and what it costs:",
@@ -46,7 +53,7 @@ def test_the_best_changes_take_the_place_of_the_fix(tmp_path: Path) -> None:
 
 def test_without_a_file_the_ranks_own_fix_is_shown(tmp_path: Path) -> None:
     failures = read([recorded(tmp_path, 1, OutOfMemoryError("rank 1 ran out", "set a=b"))])
-    shown = explain(failures, "LOGS", memory=oom.words(failures, oom.read(tmp_path, 50)))
+    shown = explain(failures, "LOGS", memory=memory_words(failures, read_post_mortems(tmp_path, 50)))
     assert shown.splitlines() == ["error: rank 1 ran out", "  fix: set a=b", "  logs: LOGS"]
 
 
@@ -57,14 +64,14 @@ def test_files_of_earlier_attempts_and_damaged_ones_are_passed_over(tmp_path: Pa
     (tmp_path / "oom/rank3.json").write_text('{"schema": 1, "time": 60')
     (tmp_path / "oom/rank4.json").write_text("[]")
     (tmp_path / "oom/rank1.json.part7").write_text("draft")
-    assert set(oom.read(tmp_path, 50)) == {1}
-    assert oom.read(tmp_path / "elsewhere", 0) == {}
+    assert set(read_post_mortems(tmp_path, 50)) == {1}
+    assert read_post_mortems(tmp_path / "elsewhere", 0) == {}
 
 
 def test_a_killed_rank_is_explained_by_what_it_saw_coming(tmp_path: Path) -> None:
     left(tmp_path, 1, kind="host-risk")
     killed = Failure(1, -9, message=exit_codes.describe(-9))
-    shown = explain([killed], "LOGS", 1, oom.words([killed], oom.read(tmp_path, 50)))
+    shown = explain([killed], "LOGS", 1, memory_words([killed], read_post_mortems(tmp_path, 50)))
     assert "out of host memory: the kernel killed 1 process" in shown
     assert (
         "almost used up at step 20: 62.0 GiB of 64.0 GiB on n1; rank 1 held 20.0 GiB, its loader processes 10.0 GiB"
@@ -76,11 +83,11 @@ def test_a_killed_rank_is_explained_by_what_it_saw_coming(tmp_path: Path) -> Non
 def test_a_neighbour_may_have_seen_it_coming(tmp_path: Path) -> None:
     left(tmp_path, 0, kind="host-risk")
     killed = Failure(1, 137)
-    assert "rank 0 held" in oom.words([killed], oom.read(tmp_path, 50))[1][0]
+    assert "rank 0 held" in memory_words([killed], read_post_mortems(tmp_path, 50))[1][0]
 
 
 def test_a_killed_rank_without_a_word_keeps_the_general_advice(tmp_path: Path) -> None:
     killed = Failure(1, -9, message=exit_codes.describe(-9))
-    assert "dmesg" in explain([killed], "LOGS", memory=oom.words([killed], oom.read(tmp_path, 50)))
+    assert "dmesg" in explain([killed], "LOGS", memory=memory_words([killed], read_post_mortems(tmp_path, 50)))
     left(tmp_path, 0, kind="device")
-    assert oom.words([Failure(1, -9)], oom.read(tmp_path, 50)) == {}
+    assert memory_words([Failure(1, -9)], read_post_mortems(tmp_path, 50)) == {}

@@ -19,7 +19,7 @@ from shardkit.errors import LaunchError
 from shardkit.launch.failures import job_starts
 from shardkit.launch.failures.failure import Failure
 from shardkit.launch.local import restart
-from shardkit.launch.slurm import lost, preemption_warning, requeue
+from shardkit.launch.slurm import preemption_warning, requeue
 from tests.launch.jobs import REPO, environment
 from tests.texts import write_program
 
@@ -167,8 +167,8 @@ def test_processes_that_died_without_a_word_are_named(
     srun_log: str, was_bounded: bool, failures: list[Failure], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = subprocess.CompletedProcess([], 0, "n1\nn2\n", "")
-    monkeypatch.setattr(lost.commands, "ask", lambda *_, **__: answer)
-    assert lost.reason(srun_log, was_bounded, failures, "n[1-2]", 2, 2, 1) == reason
+    monkeypatch.setattr(requeue.commands, "ask", lambda *_, **__: answer)
+    assert requeue.lost_processes(srun_log, was_bounded, failures, "n[1-2]", 2, 2, 1) == reason
     assert requeue.reason(None, [], failures, False, None, reason) == reason
 
 
@@ -177,9 +177,9 @@ def test_srun_waits_for_the_other_tasks_no_longer_than_slurm_may_take_to_end_the
     ended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter((1000.0, 1069.0, 1071.5))
-    monkeypatch.setattr(lost, "time", SimpleNamespace(monotonic=lambda: next(times)))  # no other thread's
+    monkeypatch.setattr(requeue, "time", SimpleNamespace(monotonic=lambda: next(times)))  # no other thread's
     monkeypatch.setattr(requeue, "kill_wait_s", lambda: 40)
-    bound = lost.Bound(lambda: ended)
+    bound = requeue.Bound(lambda: ended)
     assert [bound.is_passed() for _ in range(3)] == [False, False, bool(ended)]
 
 

@@ -8,7 +8,7 @@ import pytest
 from shardkit.errors import DataError, LaunchError
 from shardkit.launch.failures import failure, job_starts
 from shardkit.launch.local import launcher, restart
-from shardkit.launch.local.restart import Restarts
+from shardkit.launch.local.launcher import Restarts
 
 LOG = (
     "E0213 12:07 871 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: -9) local_rank: 1 (pid: 8)"

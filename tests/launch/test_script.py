@@ -16,8 +16,8 @@ import pytest
 
 from shardkit.errors import LaunchError
 from shardkit.launch.batch import read_batch, step_argv
-from shardkit.launch.failures import failure, stderr
-from shardkit.launch.local.heartbeat import FIRST_S, Heartbeats
+from shardkit.launch.failures import failure
+from shardkit.launch.local.guard import FIRST_S, Heartbeats
 from shardkit.launch.local.processes import Follower, PatientFollower
 from shardkit.launch.script import Script, check, from_json, missing_module, newest_change
 from shardkit.launch.slurm import requeue
@@ -263,11 +263,11 @@ CHAINED = """warming up
 
 def test_the_last_traceback_has_the_errors_that_it_came_from() -> None:
     earlier = 'Traceback (most recent call last):\n  File "b.py", line 1, in f\nOSError: tried again\n'
-    message, trace = stderr.last_traceback(stderr._PREFIX.sub("", earlier + CHAINED))
+    message, trace = failure.last_traceback(failure._PREFIX.sub("", earlier + CHAINED))
     assert message == "RuntimeError: no x"
     assert trace.startswith('Traceback (most recent call last):\n  File "a.py", line 1') and trace.endswith(message)
     assert "KeyError: 'x'" in trace and "tried again" not in trace
-    assert stderr.last_traceback('Traceback (most recent call last):\n  File "b.py", li') == ("", "")
+    assert failure.last_traceback('Traceback (most recent call last):\n  File "b.py", li') == ("", "")
 
 
 def test_an_error_file_of_torchs_record_counts_before_stderr(tmp_path: Path) -> None:

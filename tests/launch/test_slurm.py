@@ -178,10 +178,8 @@ def test_a_dry_run_prints_a_script_and_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", [["submit", "configs/fsdp.yaml"], ["jobs"], ["cancel", "1"], ["logs", "1"]])
-def test_without_slurm_the_error_says_so(command: list[str], tmp_path: Path) -> None:
-    extra = [f"run.dir={tmp_path}/run"] if command[0] == "submit" else []
-    process = shardkit(*command, *extra, PATH=str(tmp_path))
+def test_without_slurm_the_error_says_so(tmp_path: Path) -> None:
+    process = shardkit("submit", "configs/fsdp.yaml", f"run.dir={tmp_path}/run", PATH=str(tmp_path))
     assert process.returncode == 2
     assert process.stderr.startswith("error: Slurm is not installed on this machine")
     assert not (tmp_path / "run").exists()
@@ -349,12 +347,6 @@ def test_the_advice_without_a_cluster_keeps_the_users_script(installed: bool, tm
     assert config.returncode == 2, config.stderr
     assert f"shardkit launch - run.dir={tmp_path}/run optim.lr=0.5" in config.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_jobs_without_a_cluster(tmp_path: Path) -> None:
-    process = shardkit("jobs", PATH=silent_cluster(tmp_path / "bin", "no configuration"))
-    assert process.returncode == 2
-    assert process.stderr.startswith("error: no Slurm cluster answers")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shardkit.errors import LaunchError
-from shardkit.launch.local.torchrun import build_argv, command_line
+from shardkit.launch.local.launcher import build_argv, command_line
 from shardkit.launch.spec import JobSpec, Rendezvous, parse_nnodes, split_endpoint
 
 ONE = JobSpec(config="c.yaml", run_dir="runs/a", nproc_per_node=2, overrides=("optim.lr=1",), log_dir="runs/a/logs/1")

@@ -1,4 +1,7 @@
-"""Examine this machine for problems that make training fail or crawl. Imports no torch: a child process does."""
+"""`shardkit doctor`: find problems of this machine that make training fail or crawl.
+
+Imports no torch: a child process does, `python -m shardkit.launch.doctor`.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,25 @@ import platform
 import resource
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any, Literal
 
-from ...config import libraries
-from ...errors import LaunchError
-from ...files.cgroups import memory_limits, text_of
-from ...files.children import module_command
-from ..ranks import affinity
-from ..ranks.affinity import available_cores
-from ..ranks.env import detect
-from ..ranks.gpus import visible_gpus
-from .finding import Check, from_error, warning
+from ..config import libraries
+from ..errors import LaunchError, ShardkitError
+from ..files.cgroups import memory_limits, text_of
+from ..files.children import code_command, module_command
+from .ranks import affinity
+from .ranks.affinity import available_cores
+from .ranks.env import detect
+from .ranks.gpus import visible_gpus
 
 _GIB = 2**30
 _OLDEST = {"torch": (2, 9), "deepspeed": (0, 19), "accelerate": (1, 0), "psutil": (5, 9), "pydantic": (2, 11)}
@@ -42,7 +47,7 @@ def examine(run_dir: Path, cache_dir: Path) -> list[Check]:
 
 def torch_checks(python: str = sys.executable, timeout_s: float = 300) -> list[Check]:
     """Checks of torch and DeepSpeed; a crash on import is a finding, not the end."""
-    command = module_command("shardkit.launch.doctor.libraries", python)
+    command = module_command("shardkit.launch.doctor", python)
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -241,3 +246,173 @@ def _nvidia_smi(*args: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return process.stdout if process.returncode == 0 else None
+
+
+Status = Literal["pass", "warn", "fail"]
+_MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding.
+
+    Attributes:
+        found: the state found, in one line.
+        fix: how to correct it; empty if the check passed.
+        data: the figures, for programs.
+    """
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def warning(name: str, is_bad: bool, found: str, fix: str, data: dict[str, Any] | None = None) -> Check:
+    """A check that warns, with its fix, if the state is bad, and passes otherwise."""
+    return Check(name, "warn" if is_bad else "pass", found, fix if is_bad else "", data or {})
+
+
+def render(checks: list[Check]) -> str:
+    """One line per finding, its fix below."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{_MARKS[check.status]}  {check.name.ljust(width)}  {check.found}")
+        if check.fix:
+            lines.append(f"{' ' * (width + 8)}fix: {check.fix}")
+    counts = {status: sum(check.status == status for check in checks) for status in _MARKS}
+    lines.append(f"{counts['pass']} ok, {counts['warn']} warnings, {counts['fail']} failures")
+    return "\n".join(lines)
+
+
+def as_json(checks: list[Check], extra: dict[str, Any]) -> str:
+    """JSON for programs: `{"status": …, "checks": […], …}`."""
+    return json.dumps({"status": worst(checks), "checks": [asdict(check) for check in checks], **extra}, indent=1)
+
+
+def worst(checks: list[Check]) -> Status:
+    """The most severe status."""
+    order: tuple[Status, ...] = ("fail", "warn")
+    for status in order:
+        if any(check.status == status for check in checks):
+            return status
+    return "pass"
+
+
+def from_error(name: str, error: ShardkitError) -> Check:
+    """An error that the user can correct, as a finding."""
+    return Check(name, "fail", error.cause, error.fix)
+
+
+# In its own process: DeepSpeed prints, and an op of another build can crash.
+_OPS = """
+import json, os
+os.environ.setdefault("DS_ACCELERATOR", "{accelerator}")
+from deepspeed.ops.op_builder import CPUAdamBuilder
+print("OPS " + json.dumps(bool(CPUAdamBuilder().is_compatible(False))))
+"""
+
+
+def examine_libraries() -> list[Check]:
+    """Checks of versions and GPUs, and whether this build of torch has code for them."""
+    import torch
+
+    builds = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": _nccl(), "path": torch.__path__[0]}
+    shown = f"{builds['torch']}, CUDA {builds['cuda'] or 'none'}, NCCL {builds['nccl'] or 'none'}"
+    checks = [Check("torch", "pass", shown, data=builds)]
+    present = len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    if present and not torch.cuda.is_available():
+        cause = (
+            "a CPU build" if torch.version.cuda is None else f"its CUDA {torch.version.cuda} does not fit the driver"
+        )
+        fix = "install torch for this driver's CUDA (nvidia-smi shows the highest): https://pytorch.org"
+        checks.append(Check("torch GPUs", "fail", f"{present} GPU(s), but torch sees none: {cause}", fix))
+    else:
+        checks.append(Check("torch GPUs", "pass", str(torch.cuda.device_count() or "none")))
+    checks += [_gpu(index) for index in range(torch.cuda.device_count())]
+    return [*checks, _cpu_adam(torch.cuda.is_available())]
+
+
+def _nccl() -> str | None:
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _gpu(index: int) -> Check:
+    import torch
+
+    name = torch.cuda.get_device_name(index)
+    major, minor = torch.cuda.get_device_capability(index)
+    free, total = torch.cuda.mem_get_info(index)
+    architecture = f"sm_{major}{minor}"
+    covered = any(arch.startswith((f"sm_{major}", f"compute_{major}")) for arch in torch.cuda.get_arch_list())
+    summary = f"{name} ({architecture}), {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    if not covered:
+        return Check(f"GPU {index}", "fail", f"{summary}: torch has no code for it", "install a newer torch")
+    data = {"name": name, "free": free, "total": total, "capability": [major, minor]}
+    fix = "other processes hold memory there: nvidia-smi"
+    return warning(f"GPU {index}", free < 0.9 * total, summary, fix, data)
+
+
+def _cpu_adam(cuda: bool) -> Check:
+    code = _OPS.format(accelerator="cuda" if cuda else "cpu")
+    process = subprocess.run(code_command(code), capture_output=True, text=True, env=dict(os.environ))
+    answers = [line for line in process.stdout.splitlines() if line.startswith("OPS ")]
+    if process.returncode or not answers:
+        last_line = (process.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return Check(
+            "DeepSpeed ops", "warn", f"cannot be checked: {last_line}", "pip install --force-reinstall deepspeed"
+        )
+    if json.loads(answers[-1][4:]):
+        return Check("DeepSpeed ops", "pass", "CPUAdam can be built here")
+    fix = "install a C++ compiler, and for DeepSpeed up to 0.19.6 CUDA's toolkit (nvcc, CUDA_HOME) of torch's version"
+    return Check("DeepSpeed ops", "warn", "CPUAdam cannot be built: offload_optimizer=cpu will not work", fix)
+
+
+SLOW = 1.2
+"""A rank that takes this many times the median is named."""
+
+
+def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
+    """Findings from the constants: slow ranks by name, clock skew."""
+    checks = []
+    for key, label, unit, scale in (
+        ("matmul_flops", "matmul", "TFLOP/s", 1e12),
+        ("copy_bytes_per_s", "copies", "GB/s", 1e9),
+    ):
+        values = [float(v) for v in constants[key]]
+        middle = statistics.median(values)
+        slow = [f"rank {rank}@{hosts[rank]}" for rank, value in enumerate(values) if value * SLOW < middle]
+        summary = f"median {middle / scale:.3g} {unit}, slowest {min(values) / scale:.3g}"
+        summary += f"; slow: {', '.join(slow)}" if slow else ""
+        fix = "look for other processes, heat or power limits there (nvidia-smi -q -d PERFORMANCE)"
+        checks.append(warning(f"{label} per rank", bool(slow), summary, fix))
+    for key in ("all_reduce", "all_gather", "reduce_scatter"):
+        for size, speed in constants[key]:
+            checks.append(Check(f"{key} {_size(size)}", "pass", f"{speed / 1e9:.3g} GB/s bus bandwidth"))
+    if len(constants["latency_s"]) > 1:
+        far = max(range(1, len(hosts)), key=lambda rank: float(constants["latency_s"][rank]))
+        worst = float(constants["latency_s"][far])
+        checks.append(Check("latency", "pass", f"rank 0 to rank {far}@{hosts[far]}: {worst * 1e6:.0f} µs, the longest"))
+    products = ", ".join(f"{kind} {flops / 1e12:.3g}" for kind, flops in constants["matmul_flops_by_dtype"].items())
+    checks.append(Check("matmul by type", "pass", f"{products} TFLOP/s"))
+    memories = ("memory", "memory_bytes_per_s"), ("host memory", "host_bytes_per_s")
+    speeds = ", ".join(f"{label} {constants[key] / 1e9:.3g}" for label, key in memories)
+    checks.append(Check("bandwidth of each rank", "pass", f"{speeds} GB/s read and written"))
+    skew = float(constants["clock_skew_s"])
+    summary = f"differ by at most {skew:.3f} s"
+    checks.append(warning("clocks", skew > 1.0, summary, "run chrony or ntpd on every node"))
+    return checks
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes // 2**20} MiB" if n_bytes >= 2**20 else f"{n_bytes // 2**10} KiB"
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(check) for check in examine_libraries()]))
