@@ -20,7 +20,7 @@ CUDA_INSTALLED := $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 # Not from the environment: some systems have the host's name there.
 NAME := all
 
-.PHONY: help install train test test-slow test-touched test-release test-cuda bench bench-gpu bench-emulated wheels lint format typecheck docs ci clean distclean
+.PHONY: help install train test test-slow test-touched test-release test-cuda bench bench-gpu lint format typecheck docs ci clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,8 +28,7 @@ help:
 	@echo 'make test       run the test suite (test-slow: what CI runs beyond it; test-release: everything that is long)'
 	@echo 'make test-cuda  run the tests that need GPUs, on emulated ones (once: 5 GB into $(CUDA_VENV))'
 	@echo 'make bench      run NAME=a benchmark; without it all that need no GPU, then render docs/benchmarks.md'
-	@echo 'make bench-gpu  what only a GPU shows (docs/gpu.md); make wheels: what a machine without network needs for it'
-	@echo 'make bench-emulated  the same on emulated cards: memory, no speeds'
+	@echo 'make bench-gpu  what only a GPU shows (docs/gpu.md)'
 	@echo 'make lint       ruff, lint and format check (format: apply)'
 	@echo 'make typecheck  mypy, strict'
 	@echo 'make docs       build the site into build/docs; a broken link is an error'
@@ -125,14 +124,6 @@ bench: $(INSTALLED)
 # Nothing is installed here: the machine with the GPU may have no network. Without $(VENV) it runs PYTHON.
 bench-gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks gpu $(ARGS)
-
-# Every part on emulated cards: memory by torch's own allocator, no speeds (docs/gpu.md).
-bench-emulated: $(CUDA_INSTALLED)
-	$(CUDA_BIN)/python -m tests.emulated_cuda.build
-	$(CUDA_BIN)/python -m benchmarks gpu --emulated --budget-s 6000 $(ARGS)
-
-wheels: $(INSTALLED)
-	$(BIN)/python -m benchmarks.gpu.wheels $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -16,25 +16,14 @@ ON_CPU: dict[str, list[str]] = {
     "overhead": [],
     "peers": [],
     "sft": [],
-    "data_wait": [],
-    "watch_cost": [],
-    "startup": [],
     "checkpoint": [],
-    "checkpoint_matrix": [],
     "folder": [],
-    "launch": [],
-    "crashes": [],
-    "moments": [],
     "plan": [],
     "plan_accuracy": [],
-    "plan_peers": [],
-    "other_loops": [],
     "auto": [],
-    "activation": [],
-    "gather": [],
-    "mutants": [],
+    "speed": [],
 }
-ON_GPU = ("gpu", "cuda_parity", "host_cost", "compiled")
+ON_GPU = ("gpu",)
 PAGE = "report"
 
 

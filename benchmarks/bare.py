@@ -18,31 +18,15 @@ from typing import Any
 
 SIZES = {"vocab_size": 256, "max_seq_len": 128, "d_model": 256, "n_layers": 4, "n_heads": 4}
 SEQ, MICRO, ACCUM, LR, MAX_NORM, WEIGHT_DECAY = 128, 4, 2, 3e-4, 1.0, 0.1
-if os.environ.get("PEERS_MODEL") == "355m":  # `benchmarks.peers --cuda` at full size
-    SIZES = {"vocab_size": 50257, "max_seq_len": 1024, "d_model": 1024, "n_layers": 24, "n_heads": 16}
-    SEQ = 1024
 
 Step = Callable[[list[Any]], float]
 
 
-def device() -> Any:
-    """This rank's device: a card of its own with `PEERS_DEVICE=cuda`, else the CPU."""
-    import torch
-
-    if os.environ.get("PEERS_DEVICE") != "cuda":
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-
-
-def backend() -> str:
-    return "nccl" if device().type == "cuda" else "gloo"
-
-
 def batches(tokens_file: str, rank: int, world: int) -> Iterator[list[Any]]:
-    """Each step's micro-batches of this rank, on its device."""
+    """Each step's micro-batches of this rank."""
     micro = micro_batches(tokens_file, SEQ, MICRO, rank, world)
     while True:
-        yield [_placed(next(micro)) for _ in range(ACCUM)]
+        yield [next(micro) for _ in range(ACCUM)]
 
 
 def micro_batches(tokens_file: str, seq: int, micro: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Any, Any]]:
@@ -57,21 +41,16 @@ def micro_batches(tokens_file: str, seq: int, micro: int, rank: int = 0, world: 
         yield whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
 
 
-def _placed(pair: tuple[Any, Any]) -> tuple[Any, Any]:
-    if device().type == "cpu":
-        return pair
-    x, y = (part.pin_memory().to(device(), non_blocking=True) for part in pair)
-    return x, y
-
-
 def make_model() -> Any:
+    import torch
+
     from shardkit.models.transformer import Transformer, init_parameter
     from shardkit.parallel.weights import Weights
 
     config: Any = SimpleNamespace(**SIZES, dropout=0.0, tie_weights=False, loss_chunk_size=1024)
     weights = Weights(0, partial(init_parameter, config))
     model = weights.build(lambda: Transformer(config), None)
-    weights.materialise(model, device())
+    weights.materialise(model, torch.device("cpu"))
     return model
 
 
@@ -142,43 +121,29 @@ def engine_loop(model: Any, backward: Callable[[Any], object], update: Callable[
     return step
 
 
-def in_ddp(model: Any, on: Any) -> Any:
+def ddp() -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
-    cards = [on] if on.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=cards, gradient_as_bucket_view=True)
-
-
-def ddp() -> Step:
-    model = in_ddp(make_model(), device())
+    model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
     return loop(model, adamw(model), unreduced=model.no_sync)
 
 
-def in_fsdp(model: Any, on: Any, **how: Any) -> Any:
-    """The model sharded by FSDP2 block by block; `how`: other arguments of `fully_shard`."""
+def fsdp() -> Step:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(on.type, (dist.get_world_size(),))
+    model = make_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, **how)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=False, **how)
-
-
-def fsdp() -> Step:
-    model = in_fsdp(make_model(), device())
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
     return loop(model, adamw(model))
 
 
 def ds_config(stage: int, model: Any) -> dict[str, Any]:
-    """DeepSpeed's config for this model; each bucket holds all of it, on cards up to shardkit's 500 MiB.
-
-    Nothing overlaps on a CPU.
-    """
+    """DeepSpeed's config for this model; each bucket holds all of it, and nothing overlaps on a CPU."""
     numel = sum(p.numel() for p in model.parameters())
-    if device().type == "cuda":
-        numel = min(numel, 500 * 2**20 // 4)
     prefetch = {"stage3_prefetch_bucket_size": numel // 10} if stage == 3 else {}
     return {
         "train_micro_batch_size_per_gpu": MICRO,
@@ -190,7 +155,7 @@ def ds_config(stage: int, model: Any) -> dict[str, Any]:
             "stage": stage,
             "reduce_bucket_size": numel,
             "allgather_bucket_size": numel,
-            "overlap_comm": device().type == "cuda",
+            "overlap_comm": False,
             **prefetch,
         },
     }
@@ -198,8 +163,7 @@ def ds_config(stage: int, model: Any) -> dict[str, Any]:
 
 def import_deepspeed() -> Any:
     """deepspeed, on CPUs without its own shared-memory collectives: compiling them takes minutes."""
-    if device().type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as shardkit does
@@ -208,7 +172,7 @@ def import_deepspeed() -> Any:
 
 def zero(stage: int) -> Step:
     deepspeed = import_deepspeed()
-    deepspeed.init_distributed(backend(), verbose=False, dist_init_required=False)
+    deepspeed.init_distributed("gloo", verbose=False, dist_init_required=False)
     model = make_model()
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=adamw(model), config=ds_config(stage, model))
     return engine_loop(engine, engine.backward, engine.step)

@@ -192,19 +192,6 @@ def one_case_a_line(node: Any, depth: int = 0) -> str:
     return f"{opening}\n" + ",\n".join(lines) + f"\n{' ' * depth}{closing}"
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, without a last one that was cut off; none without the file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def add_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record to a file of JSON lines; makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
 def earlier(name: str) -> dict[str, Any]:
     """The file of results that NAME wrote before, since parts can be measured one at a time; empty without one."""
     path = RESULTS / f"{name}.json"

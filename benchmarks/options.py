@@ -24,12 +24,10 @@ class Option(NamedTuple):
     least: int | None = None
 
 
-LIMIT = Option(1e9, "begin nothing after so many seconds; started again, the benchmark goes on")
 RESUME = Option(False, "leave out what this commit has measured")
 ONLY = Option("", "the cases whose names contain this; all others keep their results")
 AGAIN = Option(False, "measure again what is recorded of these cases")
 PREDICT = Option(False, "predict again, measure nothing")
-COLLECT = Option(False, "run nothing; write the result of recorded cases")
 
 
 def samples(default: int, text: str = "") -> Option:

@@ -34,7 +34,7 @@ def overrides(engine: str, tokens: str, run_dir: str, max_steps: int) -> list[st
     sizes = [f"model.{key}={value}" for key, value in bare.SIZES.items()]
     return [
         *sizes, f"parallel.strategy={engine}", f"data.path={tokens}", "data.shuffle=false", f"run.dir={run_dir}",
-        f"run.device={bare.device().type}", f"train.seq_len={bare.SEQ}", f"train.micro_batch_size={bare.MICRO}",
+        "run.device=cpu", f"train.seq_len={bare.SEQ}", f"train.micro_batch_size={bare.MICRO}",
         f"train.grad_accum_steps={bare.ACCUM}", f"train.max_norm={bare.MAX_NORM}", f"train.max_steps={max_steps}",
         "train.eval_samples=0", "train.seed=0", f"optim.lr={bare.LR}", "optim.schedule=constant",
         f"optim.weight_decay={bare.WEIGHT_DECAY}",

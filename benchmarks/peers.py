@@ -9,18 +9,16 @@ ratio is written unless all losses equal those of the hand-written loop.
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import bare, peers_arms, peers_env
+from . import bare, peers_env
 from .common import earlier, paired_ratio, publish, stamp
-from .options import ONLY, Option, options, refuse, samples
+from .options import options, samples
 from .overhead import write_tokens
 from .peers_arms import ARMS, OURS, REFUSALS
 from .peers_ranks import Ranks
@@ -29,8 +27,6 @@ from .turns import RANKS, Arms, peaks_of, side_by_side, starts_of
 TOLERANCE = 1e-5  # largest difference of a loss from the hand-written loop's
 WARMUP = 2  # untimed steps after the first
 PEAK_STEPS = 3
-ON_CARDS = "emulated/peers"
-SMALL_STEPS, FULL_STEPS = 10, 76  # on cards; shardkit looks at its first 64 losses, DDP at its first ten steps
 PACKAGES = ("torch", "accelerate", "deepspeed", "lightning-fabric", "transformers")
 
 Samples = Mapping[str, Sequence[float]]  # of each arm
@@ -112,65 +108,6 @@ def peaks(engine: str, arms: Sequence[str], tokens: str, folder: Path) -> dict[s
     return peaks_of(arms_of(engine, arms, tokens, folder, PEAK_STEPS, "peak"))
 
 
-def on_card(engine: str, arm: str, tokens: str, model: str, compute: bool, steps: int) -> dict[str, Any]:
-    """What an arm's ranks saw of their emulated cards, or its error.
-
-    Args:
-        model: "small", that of the CPU's comparison, or "355m".
-        compute: whether the card computes; without, losses say nothing.
-    """
-    os.environ.update(
-        PEERS_DEVICE="cuda", PEERS_MODEL=model, EMUCUDA="1", EMUCUDA_DEVICES=str(RANKS), EMUCUDA_MEMORY="80G",
-        EMUCUDA_COMPUTE=str(int(compute)), PYTORCH_ALLOC_CONF="expandable_segments:True",
-    )  # fmt: skip
-    try:
-        with tempfile.TemporaryDirectory() as folder, Ranks(engine, arm, tokens, Path(folder), steps, "card") as ranks:
-            return _of_ranks(ranks.answers(), compute)
-    except RuntimeError as error:
-        lines = str(error).splitlines()
-        return {"error": next((line for line in lines if "Error: " in line), lines[-1]).removeprefix("[rank0]: ")}
-
-
-def _of_ranks(ranks: Sequence[Mapping[str, Any]], compute: bool) -> dict[str, Any]:
-    """Mean losses, the larger peak of each kind, and rank 0's calls and processor seconds."""
-    peak = {kind: max(rank["peak"][kind] for rank in ranks) for kind in ("allocated", "reserved")}
-    losses = [sum(values) / len(ranks) for values in zip(*(rank["losses"] for rank in ranks), strict=True)]
-    seen = {"peak": peak, "calls": ranks[0]["calls"], "cpu_s": ranks[0]["cpu_s"]}
-    return {"losses": losses, **seen} if compute else seen
-
-
-def cuda(engines: Sequence[str], only: str) -> None:
-    """Measure on emulated cards what is missing, and write it arm by arm.
-
-    Raises:
-        DifferentLosses: an arm that computes does not train like the hand-written loop.
-    """
-    known: dict[str, Any] = earlier(ON_CARDS).get("engines", {})
-    with tempfile.TemporaryDirectory() as folder:
-        tokens = write_tokens(Path(folder))  # imports torch, before the ranks' settings emulate a card
-        for engine in engines:
-            _cuda(engine, only, tokens, known.setdefault(engine, {}), lambda: _write_cuda(known))
-
-
-def _cuda(engine: str, only: str, tokens: str, known: dict[str, Any], write: Callable[[], None]) -> None:
-    arms = peers_arms.on_cards(engine)
-    for model, compute, steps in (("small", True, SMALL_STEPS), ("355m", False, FULL_STEPS)):
-        held = known.setdefault(model, {})
-        for arm in arms:
-            if only in arm and "peak" not in held.get(arm, {}):
-                held[arm] = on_card(engine, arm, tokens, model, compute, steps)
-                print(engine, model, arm, {k: v for k, v in held[arm].items() if k != "losses"}, flush=True)
-                write()
-        if compute:
-            print(engine, loss_differences({arm: held[arm]["losses"] for arm in arms if "losses" in held.get(arm, {})}))
-
-
-def _write_cuda(known: Mapping[str, Any]) -> None:
-    about = {"emulated": True, "ranks": RANKS, "tolerance": TOLERANCE}
-    packages = {package: version(package) for package in PACKAGES}
-    publish(ON_CARDS, {**about, "packages": packages, "engines": known}, section="peers_on_cards")
-
-
 def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:
     """The error of each library that does not train with this engine on a CPU."""
     errors = {}
@@ -195,15 +132,7 @@ def main() -> None:
         steps=samples(25, "of each arm"),
         engines=ARMS,
         parts=("memory", "time"),
-        cuda=Option(False, "on emulated cards: in the environment of `make test-cuda` with lightning-fabric beside"),
-        only=ONLY._replace(help="of --cuda: the libraries whose names contain this"),
     )
-    if args.cuda:
-        missing = [name for name in ("emucuda", "lightning_fabric", "accelerate") if find_spec(name) is None]
-        if missing:
-            refuse(f"--cuda: this interpreter has no {', '.join(missing)}: see docs/gpu.md")
-        cuda(args.engines, args.only)
-        return
     peers_env.enter()
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)

@@ -1,8 +1,7 @@
 """One engine under each library, written as in its documentation: the same model, weights, data and settings.
 
 An arm is a function that sets a rank up and returns its optimizer step. `ARMS` lists the measured arms, hand-written
-first. `REFUSALS` lists arms that do not run on a CPU; each raises its library's own error. On cards they are measured
-too, and so is transformers' Trainer, whose loop is its own.
+first. `REFUSALS` lists arms that do not run on a CPU; each raises its library's own error.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Unsharded(RuntimeError):
 def by_hand(engine: str) -> Step:
     import torch.distributed as dist
 
-    dist.init_process_group(bare.backend())
+    dist.init_process_group("gloo")
     return bare.ENGINES[engine]()
 
 
@@ -35,7 +34,7 @@ def accelerate_ddp() -> Step:
     from accelerate.utils import DistributedDataParallelKwargs
 
     kwargs = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = Accelerator(cpu=_on_cpu(), gradient_accumulation_steps=ACCUM, kwargs_handlers=[kwargs])
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUM, kwargs_handlers=[kwargs])
     model = bare.make_model()
     return _accelerated(accelerator, *accelerator.prepare(model, bare.adamw(model)))
 
@@ -48,7 +47,7 @@ def accelerate_fsdp2() -> Step:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
     )
     # Every micro-batch reduces, as in the other arms of this engine: `accumulate` would keep whole gradients.
-    accelerator = Accelerator(cpu=_on_cpu(), fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = bare.make_model()
     model, optimizer = accelerator.prepare(model, bare.adamw(model))
     if not isinstance(model, FSDPModule):
@@ -57,10 +56,6 @@ def accelerate_fsdp2() -> Step:
     return bare.loop(
         model, optimizer, accelerator.backward, lambda: accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
     )
-
-
-def _on_cpu() -> bool:
-    return bool(bare.device().type == "cpu")
 
 
 def accelerate_zero(stage: int) -> Step:
@@ -144,7 +139,7 @@ def fabric_zero(stage: int) -> Step:
 def _fabric(strategy: Any) -> Any:
     from lightning_fabric import Fabric
 
-    fabric = Fabric(accelerator=bare.device().type, strategy=strategy, devices=int(os.environ["WORLD_SIZE"]))
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=int(os.environ["WORLD_SIZE"]))
     fabric.launch()
     return fabric
 
@@ -153,81 +148,6 @@ def _fabric_step(fabric: Any, model: Any, optimizer: Any, reduce_every: bool = F
     clip = partial(fabric.clip_gradients, model, optimizer, max_norm=MAX_NORM)
     unreduced = nullcontext if reduce_every else partial(fabric.no_backward_sync, model)
     return bare.loop(model, optimizer, fabric.backward, clip, unreduced)
-
-
-class Rows:
-    """The token file as samples of the Trainer."""
-
-    def __init__(self, tokens: str) -> None:
-        import numpy as np
-
-        self._stream = np.memmap(tokens, dtype=np.uint16, mode="r")
-
-    def __len__(self) -> int:
-        return (len(self._stream) - 1) // bare.SEQ
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        import torch
-
-        whole = torch.from_numpy(self._stream[row * bare.SEQ : (row + 1) * bare.SEQ + 1].astype("int64"))
-        return {"x": whole[:-1], "y": whole[1:]}
-
-
-def _with_mean_loss(model: Any) -> Any:
-    """The model with its loss as the Trainer wants it."""
-    from torch import nn
-
-    class Mean(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Any, y: Any) -> dict[str, Any]:
-            return {"loss": self.model(x, y) / y.numel()}
-
-    return Mean()
-
-
-def trainer(engine: str, tokens: str, folder: str, count: int, after: Callable[[float], None]) -> None:
-    """Train with transformers' Trainer; `after` gets the mean of this rank's losses in each step.
-
-    Everything beside the contract of the other arms is its default: its checks of every loss too.
-    """
-    os.environ.setdefault("ACCELERATE_USE_CPU", str(_on_cpu()).lower())
-    if engine.startswith("zero"):
-        bare.import_deepspeed()
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    losses: list[Any] = []
-
-    class Recorded(Trainer):  # type: ignore[misc, unused-ignore]
-        def create_optimizer(self, model: Any = None) -> Any:
-            self.optimizer = self.optimizer or bare.adamw(model or self.model)
-            return self.optimizer
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
-            losses.append(loss.detach() / ACCUM)
-            return loss
-
-    class After(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            after(bare.read(losses))
-            losses.clear()
-
-    model = _with_mean_loss(bare.make_model())
-    more: dict[str, Any] = {
-        "ddp": {"ddp_find_unused_parameters": False},
-        "fsdp": {"fsdp": "full_shard", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Block"]}},
-        "zero2": {"deepspeed": bare.ds_config(2, model)}, "zero3": {"deepspeed": bare.ds_config(3, model)},
-    }[engine]  # fmt: skip
-    args = TrainingArguments(
-        f"{folder}/trainer", per_device_train_batch_size=bare.MICRO, gradient_accumulation_steps=ACCUM,
-        max_steps=count, max_grad_norm=MAX_NORM, learning_rate=bare.LR, lr_scheduler_type="constant",
-        train_sampling_strategy="sequential", save_strategy="no", logging_strategy="no", report_to=[],
-        disable_tqdm=True, remove_unused_columns=False, use_cpu=_on_cpu(), **more,
-    )  # fmt: skip
-    Recorded(model=model, args=args, train_dataset=Rows(tokens), callbacks=[After()]).train()
 
 
 ARMS: dict[str, dict[str, Arm]] = {
@@ -241,23 +161,7 @@ REFUSALS: dict[str, dict[str, Arm]] = {
     "zero2": {"Fabric": partial(fabric_zero, 2)},
     "zero3": {"Fabric": partial(fabric_zero, 3)},
 }
-OURS, TRAINER = "shardkit", "transformers' Trainer"
-
-
-def on_cards(engine: str) -> list[str]:
-    """All arms that train on cards, the hand-written one first."""
-    return [*ARMS[engine], *REFUSALS.get(engine, {}), TRAINER, OURS]
-
-
-def each_step(engine: str, arm: str, tokens: str, folder: str, count: int, after: Callable[[float], None]) -> None:
-    """Take `count` optimizer steps of an arm on this rank, and call `after` with the loss of each."""
-    if arm == TRAINER:
-        trainer(engine, tokens, folder, count, after)
-        return
-    steps = steps_of(engine, arm, tokens, folder, count)
-    for loss in steps:
-        after(loss)
-    steps.close()
+OURS = "shardkit"
 
 
 def steps_of(engine: str, arm: str, tokens: str, folder: str, count: int) -> Generator[float]:
@@ -265,10 +169,7 @@ def steps_of(engine: str, arm: str, tokens: str, folder: str, count: int) -> Gen
     if arm == OURS:
         from .overhead import Ours, overrides
 
-        cards = [] if _on_cpu() else ["memory.plan=false", "checkpoint.at_end=false", "memory.interval=1000"]
-        ours = Ours([*overrides(engine, tokens, f"{folder}/run", count), *cards])
-        if os.environ.get("EMUCUDA_COMPUTE") == "0":
-            ours.trainer.loop.first_update.is_checked = True  # nothing is computed, so no weight moves
+        ours = Ours(overrides(engine, tokens, f"{folder}/run", count))
         try:
             for _ in range(count):
                 yield ours.step()

@@ -6,11 +6,7 @@ from importlib import import_module
 
 from .cases import Cases
 
-PARTS = ("mfu", "ladder", "largest", "accuracy", "categories", "rehearsed", "qlora", "packed")
-EMULATED = ("accuracy", "ranks", "choices", "ladder", "largest", "categories", "packed", "mfu")
-"""The parts on emulated cards, those first whose figures are memory alone; `ranks` and `choices` exist only there."""
-ALONE = ("mfu",)
-"""Parts whose cases train in the process that runs the case, which is a fresh one."""
+PARTS = ("mfu", "accuracy", "rehearsed")
 
 
 def part_cases(part: str, dry: bool) -> Cases:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,7 +18,6 @@ from shardkit.hardware.cards import gpu_peak_flops
 from shardkit.parallel.weights import Weights
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
-from shardkit.strategies.clocks import HostValue
 from shardkit.tasks.load import load_task
 
 from .. import bare, common
@@ -38,7 +34,7 @@ Steps = Callable[[int], list[float]]
 
 def in_turns(model: Model, where: Where) -> Figures:
     """Seconds per step of both arms, turn by turn; the first arm alternates."""
-    device = torch.device("cpu" if where.on_cpu else "cuda")
+    device = torch.device("cpu" if where.dry else "cuda")
     tokens = write_tokens(where.folder)
     run_settings = settings(where, overrides(model), [
         f"data.path={tokens}", "data.shuffle=false", f"run.dir={where.folder / 'run'}", "train.eval_samples=0",
@@ -47,10 +43,8 @@ def in_turns(model: Model, where: Where) -> Figures:
         f"train.max_norm={bare.MAX_NORM}", f"optim.lr={bare.LR}", "optim.schedule=constant",
         f"optim.weight_decay={bare.WEIGHT_DECAY}",
     ])  # fmt: skip
-    computed = nothing_computed() if where.emulated else nullcontext()
-    with computed, start(load_config(None, run_settings)) as job:
+    with start(load_config(None, run_settings)) as job:
         trainer = Trainer(job)
-        trainer.loop.first_update.is_checked = where.emulated  # else it looks whether the weights move
         records = trainer.recorded_steps()
         losses_of = (record["loss"] for record in records)  # ledger, metrics and progress included
         data = batches(tokens, model, device)
@@ -68,19 +62,6 @@ def in_turns(model: Model, where: Where) -> Figures:
         "peak_flops": gpu_peak_flops(torch.cuda.get_device_name(), model.precision) if on_cuda else None,
         "peak_allocated": torch.cuda.max_memory_allocated() if on_cuda else None,
     }  # fmt: skip
-
-
-@contextmanager
-def nothing_computed() -> Iterator[None]:
-    """A number that nothing has computed may be anything; none ends the run."""
-    original = HostValue.item
-
-    def finite(value: HostValue) -> float:
-        number = original(value)
-        return number if math.isfinite(number) else 0.0
-
-    with patch.object(HostValue, "item", finite):
-        yield
 
 
 def timed(arms: Mapping[str, Steps], turns: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

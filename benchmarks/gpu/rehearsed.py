@@ -115,13 +115,13 @@ def _rehearse_drawn(seed: int, where: Where) -> Figures:
 
 
 def _train(overrides: Sequence[str], where: Where) -> Figures:
-    return went(train(where, overrides, steps=STEPS, traced=False))
+    return went(train(where, overrides, steps=STEPS))
 
 
 def _rehearse_training(overrides: Sequence[str], where: Where) -> Figures:
     from shardkit.plan.search.trial import trial_settings
 
-    estimate = planned(where, load(where, overrides)([]), target(where))
+    estimate = planned(load(where, overrides)([]), target(where))
     run = trial_settings(settings(where, overrides), where.folder / "run", STEPS, None, traced=False)
     rehearsal = _rehearsed([sys.executable, *_TORCHRUN, "-m", "shardkit.train", *run], where)
     return {**rehearsal, "planned": predicted(estimate)}

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.activation import packed_bytes
 from shardkit.activation import checkpoint_activations, offload_activations
 from shardkit.config.schema import ActivationConfig, CompileConfig
 from shardkit.errors import ConfigError
@@ -28,6 +29,22 @@ def fresh() -> Iterator[None]:
         yield
     torch._functorch.config.activation_memory_budget = 1.0
     torch.compiler.reset()
+
+
+def packed_bytes(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> int:
+    """Bytes of the storages that autograd saves, parameters aside: the tracker does not see into compiled code."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), tokens, targets)}
+    sizes: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        model(tokens, targets).backward()
+    return sum(sizes.values())
 
 
 def compiled(dropout: float = 0.1, scope: str = "block", **settings: Any) -> Any:

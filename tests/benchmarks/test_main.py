@@ -34,11 +34,11 @@ def test_every_benchmark_is_listed_with_a_line(capsys: pytest.CaptureFixture[str
 def test_a_name_becomes_that_module_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
     monkeypatch.setattr(os, "execv", lambda path, argv: begun.append((path, argv)))
-    entry.main(["gather", "--rounds", "3"])
-    assert begun == [(sys.executable, [sys.executable, "-m", "benchmarks.gather", "--rounds", "3"])]
+    entry.main(["plan", "--rounds", "3"])
+    assert begun == [(sys.executable, [sys.executable, "-m", "benchmarks.plan", "--rounds", "3"])]
 
 
-@pytest.mark.parametrize("argv", [["gathr"], ["all", "--rounds", "3"]])
+@pytest.mark.parametrize("argv", [["plann"], ["all", "--rounds", "3"]])
 def test_what_is_not_there_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(argv) == 2
     assert "fix: python -m benchmarks lists what there is" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_cases_are_chosen_by_a_part_of_their_names(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "error: --only fsdp.2: no case has such a name\n"
 
 
-SHARED = {"limit", "resume", "only", "again", "predict", "collect"}
+SHARED = {"resume", "only", "again", "predict"}
 
 
 def test_an_option_of_one_name_is_the_same_in_every_benchmark() -> None:

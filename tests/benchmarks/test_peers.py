@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peers
-from benchmarks.common import environment
 from benchmarks.overhead import write_tokens
 from benchmarks.peers_arms import ARMS, OURS
 from benchmarks.peers_ranks import Ranks
@@ -96,18 +95,6 @@ def test_the_page_has_each_ratio_and_each_refusal(
     assert "| fsdp | PyTorch | 2.000 [2.000, 2.000] | 0.500 [0.500, 0.500] | 1.0000 | 6 | 6 |" in text
     assert "| fsdp | Accelerate | ValueError: not \\| on a CPU |" in text
     assert "zero2" not in text, "its times are not measured yet"
-
-
-def test_on_cards_an_arm_has_its_figures_or_its_error() -> None:
-    seen = {"peak": {"allocated": 2 << 30, "reserved": 3 << 30}, "calls": {"stream_sync": 2, "launch": 5, "gemm": 7}}
-    full = {"PyTorch": {**seen, "cpu_s": [0.1, 0.3, 0.2]}}
-    small = {"PyTorch": {**seen, "losses": [3.0, 2.0]}, "Fabric": {"error": "ValueError: a | b"}}
-    engines = {"ddp": {"small": small, "355m": full}}
-    about = {"environment": environment(), "ranks": 2, "packages": {"torch": "2.0"}}
-    result = {**about, "engines": engines}
-    text = rendered("peers_on_cards", result)
-    assert "| ddp | PyTorch | 0e+00 | 2.000 | 3.000 | 200 | 2 | 0 | 0 | 12 |" in text
-    assert "| ddp | Fabric | ValueError: a \\| b | not yet measured |" in text
 
 
 @pytest.mark.release

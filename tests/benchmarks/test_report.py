@@ -34,11 +34,6 @@ def only_of_engines(name: str, *keys: str) -> dict[str, Any]:
 
 
 PARTS = {
-    "launch, first_step": ("launch", only_parts("launch", "first_step"), "over torchrun"),
-    "launch, recovery": ("launch", only_parts("launch", "recovery"), "SIGKILL"),
-    "launch, watching": ("launch", only_parts("launch", "watching"), "| watchdog |"),
-    "host_cost, clock": ("host_cost", only_of_engines("host_cost", "ranks", "clock"), "With kernels of"),
-    "host_cost, calls": ("host_cost", only_of_engines("host_cost", "ranks", "arms", "added_ms"), "| ddp@2 |"),
     "peers, memory": ("peers", only_of_engines("peers", "peak_bytes", "refused"), "Medians:"),
     "sft, no data": ("sft", only_parts("sft", "settings", "packages"), "lora packed"),
     "sft, data alone": ("sft", {**json.loads((RESULTS / "sft.json").read_text()), "settings": {}}, "Tokenisation"),

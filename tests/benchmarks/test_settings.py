@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks import auto, crashes_runs, overhead, sft, sft_arms
+from benchmarks import auto, overhead, sft, sft_arms
 from shardkit.config import capability
 from shardkit.config.load import load_config
 
@@ -17,7 +15,6 @@ RUNS = {
         for tuned, layout in sft.SETTINGS
     },
     **{f"auto, {cell}": [*auto.BASE, *auto.settings_of(*cell)] for cell in auto.GRID[::7]},
-    "crashes": crashes_runs.long_settings(Path("run"), 0.0),
 }
 
 

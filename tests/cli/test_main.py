@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import startup
 from shardkit import __version__
 from shardkit.cli import __main__
 from shardkit.config import removed
 from shardkit.errors import ConfigError
+from tests import startup
 from tests.texts import write_files
 
 REPO = Path(__file__).resolve().parents[2]
@@ -154,7 +154,7 @@ def test_a_bug_keeps_its_traceback() -> None:
     ("code", "bare"), [(startup.SHARDKIT_HELP, startup.PLAIN_APP), (startup.SUBMIT_HELP, startup.PLAIN_COMMAND)]
 )
 def test_help_imports_little_beside_a_bare_typer_app(code: str, bare: str) -> None:
-    """What makes it start as fast; `python -m benchmarks.startup` has the times."""
+    """A command that imports more starts later."""
     modules = modules_at_exit(code) - modules_at_exit(bare)
     local = {name for name in modules if name.partition(".")[0] == "shardkit"}
     foreign = {name.partition(".")[0] for name in modules - local} - sys.stdlib_module_names

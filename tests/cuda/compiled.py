@@ -6,25 +6,20 @@ torch.compile is the real one: Triton makes device code, modules load, CUDA grap
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import math
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardkit.config import capability
-from shardkit.config.load import load_config
-from shardkit.errors import CheckpointError, ConfigError
+from shardkit.errors import CheckpointError
 from shardkit.parallel.compat import graph_breaks
 from shardkit.run import loop
 from shardkit.run.job import start
@@ -42,30 +37,6 @@ WORKSPACE = 32 * 2**20
 """Bytes of cuBLAS's workspace for each thread and stream on sm 9.0."""
 STEPS, RAGGED, EVAL_EVERY, RESUMED = 7, 5, 3, 2
 """Steps of a case, the one at the end of the epoch whose batch is smaller, and the steps after it was resumed."""
-POLICIES = ("none", "full", "every_k", "sqrt", "selective", "selective_op", "budget")
-MODES = ("default", "reduce-overhead", "max-autotune")
-ENGINES = (
-    "single@1", "ddp@2", "fsdp@2", "hsdp@4", "zero1@2", "zero2@2", "zero3@2", "fsdp+param@2", "zero1+optimizer@2",
-    "zero2+optimizer@2", "zero3+optimizer+param@2", "zero2+optimizer@1",
-)  # fmt: skip
-OFFLOAD = {"activation.offload": "cpu", "activation.offload_min_bytes": 0, "model.n_layers": 6}
-OTHERS: dict[str, dict[str, Any]] = {
-    "gpt2": {"task.name": "hf_causal_lm", "model.preset": "gpt2-debug", "train.seq_len": 64},
-    "llama": {"task.name": "hf_causal_lm", "model.preset": "llama-debug", "train.seq_len": 64},
-    "bert": {"task.name": "hf_masked_lm", "model.preset": "bert-debug", "train.seq_len": 64},
-    "kept": {"model.n_layers": 6},  # offload's measure: the last two blocks' activations never leave
-    "offload": OFFLOAD,
-    "offload-selective": {**OFFLOAD, "activation.policy": "selective"},
-    "adamw8bit": {"optim.name": "adamw8bit"},
-    "muon": {"optim.name": "muon"},
-    "fp32": {"precision.mode": "fp32"},
-    "fp16": {"precision.mode": "fp16"},
-    "fp8": {"precision.mode": "fp8"},
-    "dropout": {"model.dropout": 0.1},
-    "dropout-full": {"model.dropout": 0.1, "activation.policy": "full"},
-}
-"""Settings beside engine, scope, policy and mode, by name."""
-HF = ("gpt2", "llama", "bert")
 
 
 @dataclass(frozen=True)
@@ -76,10 +47,9 @@ class Case:
     scope: str = "block"
     policy: str = "none"
     mode: str = "default"
-    other: str = ""
 
     def __str__(self) -> str:
-        return " ".join([self.engine, self.scope, self.policy, self.mode, self.other]).strip()
+        return " ".join([self.engine, self.scope, self.policy, self.mode])
 
     @staticmethod
     def named(name: str) -> Case:
@@ -88,75 +58,23 @@ class Case:
     def settings(self) -> dict[str, Any]:
         """Overrides, without data and run directory."""
         out = Engine(self.engine, accum=ACCUM).settings()
-        out |= {} if self.other in HF else SIZES
-        out |= {
+        out |= SIZES | {
             "precision.mode": "bf16", "activation.policy": self.policy, "train.micro_batch_size": MICRO,
             "train.seq_len": SEQ, "train.max_steps": STEPS, "train.eval_every": EVAL_EVERY, "memory.interval": 1,
             "logging.tensorboard": False, "memory.plan": False, "data.shuffle": False,
         }  # fmt: skip
         if self.scope != "eager":
             out |= {"compile.enabled": True, "compile.scope": self.scope, "compile.mode": self.mode}
-        return out | OTHERS.get(self.other, {})
+        return out
 
     @property
     def world(self) -> int:
         return int(self.engine.partition("@")[2])
 
 
-def cases() -> list[Case]:
-    """All cases, in the order in which they are run: all engines in the modes that matter most, then the rest."""
-    few, scopes = ("none", "full", "selective", "budget"), ("block", "model")
-    three = ("single@1", "fsdp@2", "zero2@2")
-    tiers = [
-        *pairs(),
-        [Case(engine, scope) for engine in ENGINES for scope in ("eager", *scopes)],
-        [Case("single@1", scope, policy) for scope in ("eager", *scopes) for policy in POLICIES],
-        [Case(engine, scope, mode=mode) for mode in MODES[1:] for engine in ENGINES for scope in scopes],
-        [Case(engine, scope, other=other) for other in OTHERS for engine in three for scope in ("eager", *scopes)],
-        [Case("ddp@2", scope, other="adamw8bit") for scope in ("eager", *scopes)],
-        [Case(engine, scope, policy) for policy in few for engine in ENGINES for scope in ("eager", *scopes)],
-        [Case("single@1", scope, policy, mode) for mode in MODES[1:] for policy in POLICIES for scope in scopes],
-        [Case(e, s, p, "reduce-overhead") for e in three[1:] for p in few for s in scopes],
-        [Case(engine, scope, policy) for policy in POLICIES for engine in ENGINES for scope in ("eager", *scopes)],
-    ]
-    ordered = (case for tier in tiers for case in sorted(tier, key=pool))
-    return [case for case in dict.fromkeys(ordered) if (case.scope, case.policy) != ("eager", "budget")]
-
-
-def pairs() -> list[list[Case]]:
-    """Rounds in which each two of engine, scope, policy and mode meet, with the eager case beside each compiled one.
-
-    Every engine is in every round, with another policy or mode.
-    """
-    scopes = ("block", "model")
-    modes = [
-        Case(e, scopes[(row + at) % 2], mode=mode) for row, e in enumerate(ENGINES) for at, mode in enumerate(MODES)
-    ]
-    rounds = [[case for case in modes if case.mode == mode] for mode in MODES[1:]]
-    for shift in range(len(POLICIES)):
-        turn = []
-        for row, engine in enumerate(ENGINES):
-            policy = POLICIES[(row + shift) % len(POLICIES)]
-            turn += [Case(engine, scopes[shift % 2], policy), Case(engine, "eager", policy.replace("budget", "none"))]
-        rounds.append(turn)
-    each = enumerate(POLICIES)
-    return [*rounds, [Case("single@1", scopes[(n + at) % 2], p, m) for n, p in each for at, m in enumerate(MODES)]]
-
-
 def pool(case: Case) -> tuple[int, str]:
     """Ranks, and the backend of their group."""
     return engine_pool(Engine(case.engine))
-
-
-@lru_cache(None)
-def refusal(case: Case) -> str | None:
-    """The reason why the settings are refused before any rank starts."""
-    try:
-        config = load_config(None, case.settings()).config
-        capability.check(config, device="cuda", world_size=case.world, local_world_size=case.world)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def write_data(folder: Path, case: Case) -> dict[str, Any]:
@@ -322,14 +240,15 @@ def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
             run.fit()
 
 
-def measure(case: Case, every_rank: bool) -> dict[str, Any]:
+def measure(case: Case) -> dict[str, Any]:
     """All spans of a training and of its continuation, which compiles anew as a new process does."""
     from torch._dynamo.utils import get_compilation_metrics
 
     folder = Path(of_rank_0(lambda: tempfile.mkdtemp(prefix="compiled-")))  # the pool's end deletes it
     data = write_data(folder, case)
     settings = case.settings() | data | {"run.dir": str(folder / "run")}
-    stance = "default" if every_rank or dist.get_rank() == 0 else "force_eager"
+    # Compiled code has no collectives, so the other ranks need not compile.
+    stance = "default" if dist.get_rank() == 0 else "force_eager"
     with without_timing(), torch.compiler.set_stance(stance), counted() as counts:
         train(settings, counts, resumed=False)
         gc.collect()
@@ -359,29 +278,9 @@ def of_rank_0(make: Callable[[], Any]) -> Any:
     return made[0]
 
 
-def run(todo: list[str], backend: str, record: str, deadline: float, every_rank: bool) -> None:
-    """Each case in turn until the deadline; rank 0 writes RECORD/CASE.json as soon as one has ended.
-
-    Args:
-        every_rank: the other ranks compile too. Compiled code has no collectives, so they need not.
-    """
+def run(todo: list[str], backend: str) -> dict[str, dict[str, Any]]:
+    """The results of each case in turn."""
     from tests.cuda.parity_ranks import join
 
     join(backend)
-    for name in todo:
-        if of_rank_0(lambda: time.monotonic() > deadline):
-            return
-        try:
-            found = measure(Case.named(name), every_rank)
-        except ConfigError as error:  # refused on every rank, before anything runs
-            found = {"refused": str(error)}
-        if dist.get_rank() == 0:
-            write(Path(record), name, found)
-
-
-def write(folder: Path, name: str, found: dict[str, Any]) -> None:
-    """The case's file, whole at any moment."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f"{name}.tmp"
-    draft.write_text(json.dumps({"case": name, "emulated": True, **found}, indent=1) + "\n")
-    draft.replace(folder / f"{name}.json")
+    return {name: measure(Case.named(name)) for name in todo}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu.child import emulated_card
 from shardkit.config.load import load_config
 from shardkit.hardware.cards import GPUS
 from shardkit.memory import read_jsonl
@@ -21,7 +20,7 @@ from shardkit.plan.search import trial
 from shardkit.plan.target import choose_target
 from tests.cuda.attention import chosen, chosen_by_a_plan
 from tests.cuda.mixed import refused, refused_by_a_plan
-from tests.emulated_cuda import call, needs_emulation
+from tests.emulated_cuda import call, emulated_card, needs_emulation
 
 pytestmark = [pytest.mark.gpu, needs_emulation]
 

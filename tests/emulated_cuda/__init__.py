@@ -13,9 +13,28 @@ from typing import Any
 
 import pytest
 
+from shardkit.hardware.cards import Gpu
+
 REPO = Path(__file__).resolve().parent.parent.parent
 ACTIVE = os.environ.get("EMUCUDA", "0") not in ("", "0") and importlib.util.find_spec("emucuda") is not None
 needs_emulation = pytest.mark.skipif(not ACTIVE, reason="needs the CUDA build of torch, emulated: make test-cuda")
+
+
+def emulated_card(card: Gpu, expandable: bool = True) -> dict[str, str]:
+    """The variables by which torch finds such cards; kernels are launched and compute nothing.
+
+    Args:
+        expandable: as the launcher sets it where the driver has GPUs.
+    """
+    return {
+        "EMUCUDA_SKIP_ABOVE": "256K",  # less than a chunk of initial values, also in bf16: shards are not touched
+        "PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}",
+        "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": "8", "EMUCUDA_NAME": card.device_name,
+        "EMUCUDA_MEMORY": str(card.memory), "EMUCUDA_CONTEXT": str(card.context),
+        "EMUCUDA_WORKSPACE": str(card.blas_workspace), "EMUCUDA_SM": ".".join(map(str, card.capability)),
+        "EMUCUDA_MULTIPROCESSORS": str(card.multiprocessors),
+        "EMUCUDA_THREADS": str(card.threads_per_multiprocessor),
+    }  # fmt: skip
 
 
 def call(function: Callable[..., Any], *args: Any, **env: str) -> Any:

@@ -1,12 +1,11 @@
 """Faults at moments that a seed draws, on the test cluster, and the outcomes that are allowed.
 
-A draw names a template, a strategy, a fault, a moment, the seconds that a save takes and Slurm's KillWait. Tests play
-single draws; `python -m benchmarks.moments` plays many.
+A draw names a template, a strategy, a fault, a moment, the seconds that a save takes and Slurm's KillWait.
+tests/slurm/test_moments.py plays them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -14,7 +13,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,6 @@ class Draw:
     @property
     def name(self) -> str:
         return f"{self.fault} at {self.moment}, {self.template}"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def draw(seed: int, number: int) -> Draw:
@@ -391,8 +387,3 @@ FAULTS: dict[str, tuple[Callable[[Played], str], tuple[str, ...]]] = {
     "nodes": (nodes, ("interpreter", "torch", "run", "checkpoints")),
 }
 """Fault → what plays it, the moments that it is aimed at."""
-
-
-def record(drawn: Draw, outcome: str | None, problem: str | None, seconds: float) -> str:
-    """A line of the campaign's progress."""
-    return json.dumps({**drawn.as_json(), "outcome": outcome, "problem": problem, "seconds": round(seconds, 1)}) + "\n"

@@ -1,7 +1,8 @@
-"""Faults at drawn moments: a few of the draws that `python -m benchmarks.moments` plays by the hundred."""
+"""Faults at drawn moments: a few draws, and a range of seeds in the release tier."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -53,3 +54,20 @@ def test_a_fault_at_its_moment_ends_as_it_may(
     finally:
         cluster.set_kill_wait(KILL_WAIT_S)
     assert re.fullmatch(outcome, played), played
+
+
+FIRST, _, LAST = os.environ.get("SHARDKIT_MOMENTS", "0:10").partition(":")
+"""Numbers of the draws; ten draws have each fault once."""
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("number", range(int(FIRST), int(LAST)))
+def test_a_drawn_fault_ends_as_it_may(
+    number: int, cluster: Cluster, whole: dict[str, dict[int, float]], tmp_path: Path
+) -> None:
+    drawn = moments.draw(1, number)
+    cluster.set_kill_wait(drawn.kill_wait_s)
+    try:
+        moments.play(drawn, cluster, tmp_path, whole.__getitem__)  # an outcome that is not allowed raises
+    finally:
+        cluster.set_kill_wait(KILL_WAIT_S)

@@ -7,7 +7,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,7 +119,6 @@ def judge(ranks: list[Report | None], one: Report | None, config: dict[str, Any]
 class Campaign:
     verbose: bool = False
     limit_s: float = 60.0
-    record: Callable[[Verdict], None] | None = None
     verdicts: list[Verdict] = field(default_factory=list)
 
     def run(self, seeds: Iterable[int], until: float | None = None) -> None:
@@ -137,8 +136,6 @@ class Campaign:
         (alone_report,) = one.run(Draw(alone(config))) if trained else [None]
         outcome, words = judge(ranks, alone_report, config)
         self.verdicts.append(Verdict(seed, outcome, words))
-        if self.record is not None:
-            self.record(self.verdicts[-1])
         if self.verbose or outcome not in ("equal", "refused"):
             drawn = {k: v for k, v in config.items() if k not in ("run.dir", "data.cache_dir", "data.path")}
             print(f"{outcome:12} {seed}: {words}\n      {drawn}", flush=True)

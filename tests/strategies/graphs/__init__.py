@@ -1,4 +1,4 @@
 """Random module graphs under every engine, compared with one process that trains the same graph in plain torch.
 
-`python -m tests.strategies.graphs --seeds 0:40 --engines ddp,fsdp` runs a campaign; docs/benchmarks.md has the counts.
+`python -m tests.strategies.graphs --seeds 0:40 --engines ddp,fsdp` runs a campaign.
 """

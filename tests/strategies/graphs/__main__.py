@@ -2,7 +2,6 @@
 
 `--features tied_head,experts` gives every seed these features, `--features each` one after the other; `--smaller`
 drops those that a failure does not need;
-`--record after` adds the counts to benchmarks/results/graphs.json.
 """
 
 from __future__ import annotations
@@ -11,18 +10,12 @@ import argparse
 import json
 import re
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from benchmarks.common import RESULTS, environment, write_json
 
 from .campaign import OUTCOMES, Campaign, Verdict, smaller
 from .case import FEATURES, Case, draw
 from .engines import ENGINES
-
-RECORD = RESULTS / "graphs.json"
 
 
 def main() -> None:
@@ -49,8 +42,6 @@ def main() -> None:
                 _shrink(verdict, args.limit)
     if args.json:
         Path(args.json).write_text(json.dumps(campaign.record(), indent=1) + "\n")
-    if args.record:
-        _record(campaign, args.record, took)
 
 
 def _arguments() -> argparse.Namespace:
@@ -64,7 +55,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--smaller", action="store_true", help="look for the features that each failure needs")
     parser.add_argument("--verbose", action="store_true", help="say every outcome, not only failures")
     parser.add_argument("--json", help="a file for the counts and failures")
-    parser.add_argument("--record", metavar="NAME", help=f"add the counts to {RECORD.name} under this name")
     return parser.parse_args()
 
 
@@ -92,20 +82,6 @@ def _shrink(verdict: Verdict, limit: float) -> None:
 
     case = smaller(verdict.arm.case, fails)
     print(f"{verdict.outcome} {verdict.arm.engine} needs {'+'.join(case.features) or 'no feature'} (seed {case.seed})")
-
-
-def _record(campaign: Campaign, name: str, took: float) -> None:
-    """Add a campaign's counts to the ones that stand under this name already: campaigns run in several parts."""
-    recorded: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    part = campaign.record()
-    total = recorded.setdefault(name, {"counts": {}, "refusals": {}, "failures": [], "seconds": 0.0})
-    for engine, counts in part["counts"].items():
-        total["counts"][engine] = dict(Counter(total["counts"].get(engine, {})) + Counter(counts))
-    total["refusals"] = dict(Counter(total["refusals"]) + Counter(part["refusals"]))
-    total["failures"] += part["failures"]
-    total["seconds"] = round(total["seconds"] + took, 1)
-    total["environment"] = environment()
-    write_json(RECORD, recorded)
 
 
 if __name__ == "__main__":

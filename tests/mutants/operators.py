@@ -1,4 +1,4 @@
-"""Runs in cosmic-ray's own environment (benchmarks/mutants.py): sampled mutations of the source on stdin, as JSON."""
+"""Sampled mutations of the source on stdin, as JSON; runs in an environment that has cosmic-ray."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import re
 import sys
 from collections.abc import Iterator
 
+LEFT_OUT = r"core/ReplaceBinaryOperator_BitOr_.*"
+"""Operators that are not used: nearly every `|` of these modules stands in an annotation, which is not evaluated."""
 
-def positions(source: str, left_out: str) -> list[tuple[str, int]]:
+
+def positions(source: str) -> list[tuple[str, int]]:
     """(operator, occurrence) of every mutation that cosmic-ray's operators make."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
@@ -19,7 +22,7 @@ def positions(source: str, left_out: str) -> list[tuple[str, int]]:
     places = []
     for name in sorted(operator_names()):
         kind = get_operator(name)
-        if kind.arguments() or re.fullmatch(left_out, name):
+        if kind.arguments() or re.fullmatch(LEFT_OUT, name):
             continue
         operator = kind()
         count = sum(1 for node in nodes for _ in operator.mutation_positions(node))
@@ -42,9 +45,8 @@ def mutants(source: str, places: list[tuple[str, int]]) -> Iterator[dict[str, ob
 
 
 if __name__ == "__main__":
-    seed, count, without = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    seed, count = int(sys.argv[1]), int(sys.argv[2])
     original = sys.stdin.read()
-    every = positions(original, without)
+    every = positions(original)
     shuffled = random.Random(seed).sample(every, len(every))
-    taken = [mutant for mutant, _ in zip(mutants(original, shuffled), range(count))]  # noqa: B905
-    json.dump({"possible": len(every), "mutants": taken}, sys.stdout)
+    json.dump([mutant for mutant, _ in zip(mutants(original, shuffled), range(count))], sys.stdout)  # noqa: B905

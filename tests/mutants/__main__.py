@@ -1,0 +1,234 @@
+"""Mutation testing: whether the tests notice small errors put into the modules that matter most.
+
+`python -m tests.mutants [MODULE …]` takes 12 mutations of each module, drawn by a fixed seed from all that cosmic-ray's
+operators make. It puts each into a copy of the checkout and runs there the tests chosen for the module, which start
+real ranks from the same copy. A mutant is killed if they fail, or take more than four times as long as without it.
+Outcomes are kept in build/mutants as they come: started again, the command goes on. It prints the share killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common import REPO, output_of
+from benchmarks.peers_env import installed
+
+SEED, COUNT = 1, 12
+COSMIC_RAY = "8.7.0"
+SLOWER = 4
+"""A mutant whose tests take so many times as long as the original's counts as killed."""
+AT_LEAST_S = 60.0
+"""No time limit is shorter than this: a busy machine must not kill a mutant."""
+MOST_BYTES = 8 * 2**30
+"""Memory of each process of the tests."""
+FOLDER = REPO / "build" / "mutants"
+PARITY, FOREIGN = "tests/strategies/test_parity.py", "tests/strategies/test_foreign.py"
+CHOSEN: dict[str, list[str]] = {
+    "shardkit/memory/rows.py": ["tests/memory/test_rows.py", "tests/memory/test_table.py"],
+    "shardkit/plan/model/allocator.py": ["tests/plan/test_allocator.py"],
+    "launch/slurm/requeue.py": ["tests/launch/test_requeue.py"],
+    "shardkit/checkpoint/native/reader.py": [
+        "tests/checkpoint/test_reader.py",
+        "tests/checkpoint/test_manage.py",
+        "tests/checkpoint/test_checkpointer.py",
+    ],
+    "shardkit/checkpoint/native/planner.py": [
+        "tests/checkpoint/test_planner.py",
+        "tests/checkpoint/test_reader.py",
+        "tests/checkpoint/test_checkpointer.py",
+        "tests/checkpoint/test_matrix.py",
+    ],
+    "shardkit/strategies/step.py": [
+        "tests/strategies/test_step.py",
+        "tests/run/test_own_loop.py",
+        f"{PARITY}::test_every_strategy_gives_the_losses_of_one_process[2-sgd_unclipped]",
+        "tests/run/test_gradients.py::test_a_gradient_that_is_not_finite_never_reaches_a_checkpoint",
+    ],
+    "shardkit/strategies/fsdp.py": [
+        "tests/strategies/test_fsdp.py",
+        f"{PARITY}::test_every_strategy_gives_the_losses_of_one_process",
+        f"{PARITY}::test_offload_gives_the_losses_of_one_process",
+        f"{FOREIGN}::test_experts_chosen_by_the_data_train_as_in_one_process_or_are_refused_by_name",
+        f"{FOREIGN}::test_parameters_that_are_one_number_train_everywhere_and_checkpoints_with_them_travel",
+    ],
+}
+"""Module → the default tests that ought to notice its errors, the cheapest first; none that compares times."""
+EQUIVALENT = {
+    # CPython has one object for each integer from -5 to 256, so that an equal -1 is the same -1.
+    "remaining = iter([None if number is _NONE else int(number) for number in numbers])",
+    # A longer tuple with the same beginning sorts after a shorter one, and no two blocks share an address.
+    "del self.free[bisect_left(self.free, (block.size, block.address), key=lambda item: item[: 3])]",
+    # `count` is a number of ranks and never larger than their total.
+    "if not REDUCES_UNUSED and 0 < count != self._world.size:",
+}
+"""Lines of mutants that behave as the original does: no test can kill them."""
+
+
+class NoResult(RuntimeError):
+    """The tests say nothing about mutants: they fail without one, or do not run the copy."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run of the tests ended; `by` is the first test that failed."""
+
+    result: str  # survived, killed, timeout
+    seconds: float
+    by: str = ""
+
+
+def sample(python: str, source: str) -> list[dict[str, Any]]:
+    """`COUNT` mutants of the source: operator, occurrence, source."""
+    command = [python, str(Path(__file__).with_name("operators.py")), str(SEED), str(COUNT)]
+    drawn = subprocess.run(command, input=source, text=True, stdout=subprocess.PIPE, check=True).stdout
+    mutants: list[dict[str, Any]] = json.loads(drawn)
+    return mutants
+
+
+def changed_line(original: str, mutated: str) -> str:
+    """The mutant's lines that the original has not."""
+    lines = difflib.ndiff(original.splitlines(), mutated.splitlines())
+    return " ".join(line[2:].strip() for line in lines if line.startswith("+ "))
+
+
+@contextmanager
+def a_copy() -> Iterator[Path]:
+    """A temporary copy of the files that git tracks."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, check=True, stdout=subprocess.PIPE, text=True).stdout
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder)
+        for name in filter(None, listed.split("\0")):
+            if os.path.lexists(REPO / name):
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(REPO / name, copy / name, follow_symlinks=False)
+        yield copy
+
+
+def put(copy: Path, module: str, source: str) -> None:
+    """Replace a module of the copy. Python compares times and sizes with its cache, which two mutants may share."""
+    path = copy / module
+    path.write_text(source)
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def run_tests(copy: Path, tests: Sequence[str], limit_s: float) -> Outcome:
+    """Run tests of the copy until one fails; every process that they start imports the copy."""
+    argv = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *tests]
+    env = {**os.environ, "PYTHONPATH": str(copy)}
+    env.pop("PYTHONPYCACHEPREFIX", None)
+    began = time.monotonic()
+    ended, text = output_of(argv, limit_s, cwd=copy, env=env, preexec_fn=limit_memory)
+    seconds = round(time.monotonic() - began, 1)
+    if ended is None:
+        return Outcome("timeout", seconds)
+    if ended in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):  # as if it cannot be imported
+        return Outcome("killed", seconds, "pytest found no tests to run")
+    if ended == pytest.ExitCode.OK:
+        return Outcome("survived", seconds)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - |$)", text, re.MULTILINE)
+    return Outcome("killed", seconds, failed[1] if failed else f"exit code {ended}")
+
+
+def limit_memory() -> None:
+    """A mutant may ask for more memory than there is: the process that does gets a MemoryError."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+
+
+def original_seconds(copy: Path, module: str, tests: Sequence[str]) -> float:
+    """Seconds that the tests take without a mutant.
+
+    Raises:
+        NoResult: they fail, or they pass although the copy's module cannot be imported.
+    """
+    source = (copy / module).read_text()
+    plain = run_tests(copy, tests, 3600)
+    if plain.result != "survived":
+        raise NoResult(f"{module}: its tests fail without a mutant: {plain.by or plain.result}")
+    put(copy, module, 'raise ImportError("the copy")\n')
+    broken = run_tests(copy, tests, 3600)
+    put(copy, module, source)
+    if broken.result == "survived":
+        raise NoResult(f"{module}: its tests pass although the copy cannot be imported, so they run something else")
+    return plain.seconds
+
+
+def run_module(
+    copy: Path, module: str, tests: Sequence[str], mutants: Sequence[dict[str, Any]], record: Path
+) -> list[dict[str, Any]]:
+    """The outcome of each mutant; those that `record` has of the same module and tests are not run again."""
+    original = (copy / module).read_text()
+    texts = [original, *((copy / test.partition("::")[0]).read_text() for test in tests)]
+    version = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    lines = record.read_text().splitlines() if record.exists() else []
+    known = {(row["version"], row["mutant"]): row for row in map(json.loads, lines)}
+    rows, limit_s = [], 0.0
+    for mutant in mutants:
+        name = f"{mutant['operator']} {mutant['occurrence']}"
+        row = known.get((version, name))
+        if row is None:
+            limit_s = limit_s or max(AT_LEAST_S, SLOWER * original_seconds(copy, module, tests))
+            put(copy, module, mutant["source"])
+            outcome = run_tests(copy, tests, limit_s)
+            put(copy, module, original)
+            row = {"version": version, "mutant": name, "becomes": changed_line(original, mutant["source"])}
+            row |= vars(outcome)
+            with record.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{module}: {outcome.result} {outcome.seconds:.0f} s: {row['becomes']}  {outcome.by}", flush=True)
+        rows.append(row)
+    return rows
+
+
+def tally(rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """How many mutants were killed, of those that are not equivalent.
+
+    Raises:
+        NoResult: a test kills a mutant that is said to be equivalent.
+    """
+    for row in rows:
+        if row["becomes"] in EQUIVALENT and row["result"] != "survived":
+            raise NoResult(f"said to be equivalent, but {row['by']} tells it apart: {row['becomes']}")
+    counted = [row for row in rows if row["becomes"] not in EQUIVALENT]
+    return sum(row["result"] != "survived" for row in counted), len(counted)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("modules", nargs="*", default=list(CHOSEN), metavar="MODULE", help="default: all of them")
+    modules = parser.parse_args().modules
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    python = str(installed(FOLDER / ".venv", COSMIC_RAY, [[f"cosmic-ray=={COSMIC_RAY}"]]))
+    killed = counted = 0
+    try:
+        with a_copy() as copy:
+            for module in modules:
+                mutants = sample(python, (copy / module).read_text())
+                of_module = tally(run_module(copy, module, CHOSEN[module], mutants, FOLDER / "outcomes.jsonl"))
+                print(f"{module}: {of_module[0]} of {of_module[1]} killed", flush=True)
+                killed, counted = killed + of_module[0], counted + of_module[1]
+    except NoResult as error:
+        sys.exit(f"error: {error}\n  fix: mend CHOSEN or EQUIVALENT in tests/mutants/__main__.py")
+    print(f"{killed} of {counted} mutants killed")
+
+
+if __name__ == "__main__":
+    main()
