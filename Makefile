@@ -2,6 +2,7 @@
 # Variables: PYTHON (python3), VENV (.venv), ARGS (added to the command that runs), NPROC (ranks of `make train`),
 # NAME (the benchmark of `make bench`; `python -m benchmarks` lists them),
 # PIP_ARGS (added to pip install, e.g. an --extra-index-url that has CPU-only wheels of torch),
+# PYTEST (pytest; CI's is tests.again, which runs what fails once more),
 # CUDA_TORCH, CUDA_VENV (the torch of `make test-cuda`, and its environment).
 
 PYTHON ?= python3
@@ -13,6 +14,7 @@ DOCS_INSTALLED := $(VENV)/.installed-docs
 ARGS ?=
 NPROC ?=
 PIP_ARGS ?=
+PYTEST ?= pytest
 CUDA_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 CUDA_VENV ?= .venv-cuda
 CUDA_BIN := $(CUDA_VENV)/bin
@@ -75,19 +77,19 @@ train: $(INSTALLED)
 
 # Files of tests side by side, three for two cores, as some wait (tests/conftest.py).
 test: $(INSTALLED) $(VENV)/$(CPU_ADAM)
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 $(ARGS)
+	$(BIN)/python -m $(PYTEST) -n logical --maxprocesses 4 $(ARGS)
 
 test-slow: $(INSTALLED) $(VENV)/$(CPU_ADAM)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m $(PYTEST) -m slow $(ARGS)
 
 # ARGS='--touched-since main' leaves those that cover a changed file (tests/touched.py).
 test-touched: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'release and covers' $(ARGS) || [ $$? = 5 ]  # 5: no test is touched
+	$(BIN)/python -m $(PYTEST) -m 'release and covers' $(ARGS) || [ $$? = 5 ]  # 5: no test is touched
 
 # Without an index that has CUDA builds of torch, the tests that need one are skipped.
 test-release: $(INSTALLED)
 	-$(MAKE) $(CUDA_INSTALLED)
-	$(BIN)/python -m pytest -m 'slow or release' $(ARGS)
+	$(BIN)/python -m $(PYTEST) -m 'slow or release' $(ARGS)
 
 # The real CUDA build of torch over an emulated GPU: tests/emulated_cuda/README.md.
 # ARGS='-m "(gpu or multigpu) and slow"' runs the long ones.
@@ -97,7 +99,7 @@ test-cuda: $(CUDA_INSTALLED)
 	@# Once, minutes: a test's time limit has no room for it.
 	EMUCUDA=1 $(CUDA_BIN)/python -m tests.zero_ops
 	EMUCUDA=1 EMUCUDA_DEVICES=$${EMUCUDA_DEVICES:-4} \
-	  $(CUDA_BIN)/python -m pytest -m '(gpu or multigpu) and not slow and not release' $(ARGS) || [ $$? = 5 ]  # 5: no test is touched
+	  $(CUDA_BIN)/python -m $(PYTEST) -m '(gpu or multigpu) and not slow and not release' $(ARGS) || [ $$? = 5 ]  # 5: no test is touched
 
 # The package index's own wheel of torch is the CUDA one; settings of pip may prefer another.
 $(CUDA_INSTALLED): export PIP_CONFIG_FILE := /dev/null
