@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
@@ -19,7 +18,6 @@ from ..parallel.blocks import attention_modules, chosen_blocks
 from ..parallel.compat import caller_recomputes
 from .buffers import BufferRecord, has_buffers
 from .products import contexts, keep_products
-from .segments import recompute_together
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -49,10 +47,6 @@ def checkpoint_activations(
         return
     blocks = chosen_blocks(model, blocks, config)
     _no_cache(model)
-    if config.policy == "sqrt" and compat.SEGMENTS.works(instead="every block computes its activations again"):
-        for segment in segments(blocks):
-            recompute_together(segment)
-        return
     options: dict[str, Any] = {"use_reentrant": False}
     if config.policy == "selective_op" and compat.PRODUCTS.works(instead="everything is recomputed"):
         torchs = partial(create_selective_checkpoint_contexts, keep_products)
@@ -111,18 +105,6 @@ def _regions(
         # Start at the first block: a checkpointed last block would be recomputed at once, at the peak it should lower.
         return blocks[:: config.every_k]
     return blocks
-
-
-def segments(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Split the blocks into ⌈√n⌉ runs whose lengths differ by at most one, the longer runs first."""
-    count = math.isqrt(len(blocks) - 1) + 1
-    short, longer = divmod(len(blocks), count)
-    out, start = [], 0
-    for index in range(count):
-        end = start + short + (index < longer)
-        out.append(list(blocks[start:end]))
-        start = end
-    return out
 
 
 def _refuse_dropout(model: nn.Module) -> None:

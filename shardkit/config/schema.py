@@ -619,11 +619,11 @@ class PrecisionConfig(Section):
 
 class ActivationConfig(Section):
     policy: Annotated[
-        Literal["none", "full", "every_k", "sqrt", "selective", "selective_op", "budget"],
+        Literal["none", "full", "every_k", "selective", "selective_op", "budget"],
         Capability("activation checkpointing, every policy", name="activation_checkpointing"),
     ] = "none"
     """Parts that backward recomputes instead of keeping their activations: none, every block, every `every_k`-th block,
-    ⌈√n⌉ segments of blocks, attention only, all but matrix products and fused attention, or enough for `budget`."""
+    attention only, all but matrix products and fused attention, or enough for `budget`."""
     every_k: int = Field(2, ge=1)
     """every_k: one block in this many is recomputed; 1 = all, at most the number of blocks."""
     budget: float = Field(0.5, ge=0, le=1)
@@ -948,18 +948,6 @@ class RunConfig(Section):
                 "activation.policy=selective_op with compile.enabled=true and parallel.strategy=zero3: DeepSpeed's "
                 "linear writes to the products that compiled code keeps",
                 "set activation.policy=selective, or compile.enabled=false",
-            )
-        if self.activation.policy == "sqrt" and self.compile.enabled and self.compile.scope == "model":
-            raise conflict(
-                "activation.policy=sqrt with compile.scope=model: its segments are recomputed block by block, "
-                "outside of the compiled model",
-                "set compile.scope=block, or activation.policy=full",
-            )
-        if self.activation.policy == "sqrt" and self.compile.enabled and self.compile.keeps_graphs:
-            raise conflict(
-                f"activation.policy=sqrt with compile.mode={self.compile.mode}: its segments are recomputed around the "
-                "compiled blocks, which CUDA graphs cannot follow",
-                "set compile.mode=default or max-autotune-no-cudagraphs, or activation.policy=full",
             )
         if self.activation.offload == "cpu" and self.compile.enabled and self.compile.keeps_graphs:
             raise conflict(

@@ -27,7 +27,7 @@ PRODUCTS = Feature("activation.policy=selective_op")
 KEEP_RESULTS = Feature("keeping this operator's results under activation.policy=selective_op")
 BUDGET = Feature("activation.policy=budget")
 BREAKS = Feature("the warning of graph breaks under compile.enabled")
-SEGMENTS = Feature("activation.policy=sqrt")
+CHANGED = Feature("recomputing blocks that change their buffers (activation.policy)")
 OFFLOAD = Feature("activation.offload")
 TIMEOUT = Feature("run.init_timeout_s and run.step_timeout_s in every group")
 ABORT = Feature("leaving a failed job without waiting for its ranks")
@@ -54,12 +54,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
     from torch._C._distributed_c10d import Store as Store
     from torch._C._distributed_c10d import TCPStore as TCPStore
-    from torch.utils._pytree import TreeSpec as TreeSpec
-    from torch.utils._pytree import tree_flatten as tree_flatten
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
     from torch.utils._pytree import tree_map_only as tree_map_only
-    from torch.utils._pytree import tree_unflatten as tree_unflatten
 else:
     # These names are public, but torch hides them from type checkers.
     from torch.distributed import FileStore as FileStore
@@ -75,15 +72,11 @@ else:
     )
     tree_map_only = PRODUCTS.take("torch.utils._pytree.tree_map_only", _PYTREE)
     tree_map = TREES.take("torch.utils._pytree.tree_map", _PYTREE)
-    TreeSpec = SEGMENTS.take("torch.utils._pytree.TreeSpec", _PYTREE)
-    tree_flatten = SEGMENTS.take("torch.utils._pytree.tree_flatten", _PYTREE)
-    tree_leaves = SEGMENTS.take("torch.utils._pytree.tree_leaves", _PYTREE)
-    tree_unflatten = SEGMENTS.take("torch.utils._pytree.tree_unflatten", _PYTREE)
-PRODUCTS.take("torch.utils._pytree.tree_leaves", _PYTREE)
+    tree_leaves = PRODUCTS.take("torch.utils._pytree.tree_leaves", _PYTREE)
 PRODUCTS.take("torch.ops.aten.add.Tensor._schema")
-SEGMENTS.take("torch.Tensor._version")
+CHANGED.take("torch.Tensor._version")
 OFFLOAD.take("torch.Tensor._version")
-SEGMENTS.take("torch._C._autograd._top_saved_tensors_default_hooks")
+CHANGED.take("torch._C._autograd._top_saved_tensors_default_hooks")
 OFFLOAD.take("torch.Tensor._base")
 
 _budget = BUDGET.use("torch._functorch.config.activation_memory_budget")

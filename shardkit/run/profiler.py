@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..config.schema import RunConfig
@@ -16,7 +15,7 @@ from ..memory.ledger import MemoryLedger
 from ..memory.phases import Phases
 from ..memory.rows import PhaseName
 from ..memory.state import HasState
-from ..memory.tracing.compat import keep_history, write_history
+from ..memory.tracing.compat import keep_history, stacks_in_tables, write_history
 from ..parallel.world import World
 
 _RANGES: dict[PhaseName, str] = {"forward": "## forward ##", "backward": "## backward ##", "update": "## optimizer ##"}
@@ -58,8 +57,7 @@ class Profiler:
                 profile_memory=True,
                 record_shapes=self._settings.record_shapes,
                 with_stack=self._settings.stack,
-                # Without `verbose`, torch (2.13) records stacks but leaves them out of its tables (pytorch #100253).
-                experimental_config=_ExperimentalConfig(verbose=self._settings.stack),
+                experimental_config=stacks_in_tables() if self._settings.stack else None,
             )
             self._torch.start()
             self._tracing = True

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from shardkit.activation import checkpoint_activations, offload_activations
-from shardkit.activation.checkpoint import segments
 from shardkit.activation.products import keep_products
 from shardkit.config.schema import ActivationConfig, ModelConfig
 from shardkit.errors import ConfigError, TrainingError
@@ -29,7 +25,6 @@ MODEL = ModelConfig(vocab_size=61, max_seq_len=32, d_model=32, n_layers=5, n_hea
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
     "every_k": {"policy": "every_k", "every_k": 2},
-    "sqrt": {"policy": "sqrt"},
     "selective": {"policy": "selective"},
     "selective_op": {"policy": "selective_op"},
 }
@@ -108,7 +103,7 @@ def test_a_copied_model_is_recomputed_with_its_own_weights(policy: str) -> None:
     assert_same(gradients(twin), gradients(reference()))
 
 
-@pytest.mark.parametrize("policy", ["full", "every_k", "sqrt"])  # torch refuses it for selective_op
+@pytest.mark.parametrize("policy", ["full", "every_k"])  # torch refuses it for selective_op
 def test_backward_twice_and_no_grad(policy: str) -> None:
     def twice(model: nn.Module) -> torch.Tensor:
         torch.manual_seed(3)
@@ -116,7 +111,7 @@ def test_backward_twice_and_no_grad(policy: str) -> None:
         torch.autograd.backward(out, retain_graph=True)
         return out
 
-    want, model = Chain(BETWEEN["nothing"]), technique(Chain(BETWEEN["nothing"]), **POLICIES[policy])
+    want, model = Chain(), technique(Chain(), **POLICIES[policy])
     assert_same(gradients(model, twice), gradients(want, twice))
     with torch.no_grad():
         torch.manual_seed(3)
@@ -156,7 +151,7 @@ class Counters(nn.Module):
         return x.square().sum()
 
 
-@pytest.mark.parametrize("policy", ["full", "every_k", "sqrt", "selective_op"])
+@pytest.mark.parametrize("policy", ["full", "every_k", "selective_op"])
 def test_buffers_that_forward_changes_are_changed_once(policy: str) -> None:
     model, plain = technique(Counters(), **POLICIES[policy]), Counters()
     assert_same(gradients(model, of_a_line), gradients(plain, of_a_line))
@@ -165,8 +160,7 @@ def test_buffers_that_forward_changes_are_changed_once(policy: str) -> None:
         assert torch.equal(buffer, want), name
 
 
-@pytest.mark.parametrize("policy", ["full", "sqrt"])
-def test_a_buffer_that_changes_only_later_is_an_error(policy: str) -> None:
+def test_a_buffer_that_changes_only_later_is_an_error() -> None:
     class Late(Layer):
         def __init__(self) -> None:
             super().__init__()
@@ -177,9 +171,9 @@ def test_a_buffer_that_changes_only_later_is_an_error(policy: str) -> None:
                 self.seen += 1
             return super().forward(x, scale=scale)
 
-    model = Chain(BETWEEN["nothing"])
+    model = Chain()
     model.layers = nn.ModuleList(Late() for _ in range(2))
-    technique(model, policy=policy)
+    technique(model, policy="full")
     model(torch.ones(5, 8)).backward()
     with pytest.raises(TrainingError, match="changes its buffer seen, which it left alone in the first step"):
         model(2 * torch.ones(5, 8))
@@ -204,27 +198,14 @@ def test_each_policy_keeps_what_it_says() -> None:
     saved = {name: saved_bytes(technique(reference(), **settings)) for name, settings in POLICIES.items()}
     saved["none"] = saved_bytes(reference())
     saved["every_1"] = saved_bytes(technique(reference(), policy="every_k", every_k=1))
-    block_input = 3 * 16 * 32 * 4
     assert saved["every_1"] == saved["full"]
-    # 5 blocks in 3 segments: two block inputs fewer; a few KiB of random states either way.
-    assert saved["full"] - saved["sqrt"] == pytest.approx(2 * block_input, abs=6000)
-    assert saved["sqrt"] < saved["full"] < saved["every_k"] < saved["none"]
+    assert saved["full"] < saved["every_k"] < saved["none"]
     assert saved["full"] < saved["selective"] < saved["none"]
     assert saved["full"] < saved["selective_op"] < saved["none"]
 
 
-@given(n=st.integers(1, 300))
-def test_segments_are_even_and_as_many_as_the_root(n: int) -> None:
-    blocks = [nn.Identity() for _ in range(n)]
-    found = segments(blocks)
-    assert len(found) == math.ceil(math.sqrt(n))
-    assert [block for segment in found for block in segment] == blocks
-    lengths = [len(segment) for segment in found]
-    assert max(lengths) - min(lengths) <= 1
-
-
 def test_nothing_outlives_backward() -> None:
-    for settings in ({"policy": "sqrt"}, {"policy": "none"}, {"policy": "full"}):
+    for settings in ({"policy": "none"}, {"policy": "full"}):
         model = technique(reference(), **settings, offload="cpu", offload_min_bytes=0)
         tokens, targets = batch()
         with TensorTracker() as tracker:
@@ -236,26 +217,23 @@ def test_nothing_outlives_backward() -> None:
             assert tracker.current("cpu") == after, settings
 
 
-# sqrt: whatever happens between two blocks
+# Models that call their blocks in their own way
 
 
 class Chain(nn.Module):
-    """Blocks called one by one, with `between` applied to what goes from one to the next."""
+    """Blocks that are called one by one, with a keyword."""
 
-    def __init__(self, between: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(6))
-        self.between = between
         for index, parameter in enumerate(self.parameters()):
             nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, total = x, x.sum() * 0
-        for index, layer in enumerate(self.layers):
-            out = layer(x, scale=first.abs())["out"]
-            total = total + (out * (index + 1)).sum()  # intermediate values are used too
-            x = self.between(index, out, first)
-        return total + x.sum()
+        first = x
+        for layer in self.layers:
+            x = layer(x, scale=first.abs())["out"]
+        return x.sum()
 
 
 class Layer(nn.Module):
@@ -267,43 +245,6 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"out": x + self.dropout(torch.tanh(self.linear(x) * scale))}
-
-
-BETWEEN: dict[str, Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "nothing": lambda i, x, first: x,
-    "new tensor": lambda i, x, first: x * 1.5,
-    "in place": lambda i, x, first: x.mul_(1.5) if i % 2 else x,
-    "view": lambda i, x, first: x.view(x.shape),
-    "flipped view": lambda i, x, first: x.t().contiguous().t(),
-    "skip connection": lambda i, x, first: x + first,
-    "cut": lambda i, x, first: x.detach() if i == 1 else x,
-    "dropout": lambda i, x, first: torch.dropout(x, 0.3, train=True),
-    "freed and made again": lambda i, x, first: x.clone().mul(2).clone(),
-}
-
-
-@pytest.mark.parametrize("between", BETWEEN)
-def test_sqrt_whatever_happens_between_blocks(between: str) -> None:
-    assert_same(
-        gradients(technique(Chain(BETWEEN[between]), policy="sqrt"), of_a_line),
-        gradients(Chain(BETWEEN[between]), of_a_line),
-    )
-
-
-def test_sqrt_with_skipped_and_repeated_blocks() -> None:
-    class Jumping(Chain):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for index in (0, 1, 1, 2, 4, 5, 0, 3, 4):
-                x = self.layers[index](x, scale=x.abs())["out"]
-            return x.sum()
-
-    def loss(model: nn.Module) -> torch.Tensor:
-        a = model(torch.linspace(-1, 1, 40).view(5, 8))
-        out: torch.Tensor = a * model(torch.linspace(-2, 1, 40).view(5, 8))  # two passes, one backward
-        return out
-
-    plain = BETWEEN["nothing"]
-    assert_same(gradients(technique(Jumping(plain), policy="sqrt"), loss), gradients(Jumping(plain), loss))
 
 
 class Recomputing(Chain):
@@ -318,37 +259,10 @@ class Recomputing(Chain):
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("policy", ["full", "every_k", "sqrt", "selective_op"])
+@pytest.mark.parametrize("policy", ["full", "every_k", "selective_op"])
 def test_a_model_that_recomputes_its_blocks_itself(policy: str, offload: str) -> None:
-    model = technique(Recomputing(BETWEEN["nothing"]), **POLICIES[policy], offload=offload, offload_min_bytes=0)
-    assert_same(gradients(model, of_a_line), gradients(Recomputing(BETWEEN["nothing"]), of_a_line))
-
-
-def test_sqrt_with_hooks_that_change_values() -> None:
-    def hooked() -> nn.Module:
-        model = Chain(BETWEEN["nothing"])
-        model.layers[1].register_forward_pre_hook(lambda m, args: (args[0] * 3,))
-        model.layers[3].register_forward_hook(lambda m, args, out: {"out": out["out"] * 0.5})
-        return model
-
-    assert_same(gradients(technique(hooked(), policy="sqrt"), of_a_line), gradients(hooked(), of_a_line))
-
-
-def test_sqrt_names_a_block_that_computes_something_else_the_second_time() -> None:
-    class Fickle(Layer):
-        calls = 0
-
-        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
-            self.calls += 1
-            return super().forward(x if self.calls == 1 else x[:2], scale=scale if self.calls == 1 else scale[:2])
-
-    model = Chain(BETWEEN["nothing"])
-    model.layers = nn.ModuleList(Fickle() for _ in range(6))
-    technique(model, policy="sqrt")
-    with pytest.raises(TrainingError) as caught:
-        model(torch.ones(5, 8)).backward()
-    assert "Fickle" in caught.value.cause
-    assert "activation.policy=none" in caught.value.fix
+    model = technique(Recomputing(), **POLICIES[policy], offload=offload, offload_min_bytes=0)
+    assert_same(gradients(model, of_a_line), gradients(Recomputing(), of_a_line))
 
 
 # Offload
@@ -544,9 +458,9 @@ def test_blocks_by_class_name() -> None:
 
 
 def test_no_attention_says_so_and_a_class_can_be_given() -> None:
-    error = refused(Chain(BETWEEN["nothing"]), policy="selective")
+    error = refused(Chain(), policy="selective")
     assert "Layer has no module named *attention* or *attn*" in error.cause
     assert "Linear ×1" in error.cause
-    model = Chain(BETWEEN["nothing"])
+    model = Chain()
     checkpoint_activations(model, find_blocks(model), ActivationConfig(policy="selective"), (nn.Linear,))
     assert all("forward" in vars(layer.linear) for layer in model.layers)

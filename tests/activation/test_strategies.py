@@ -12,17 +12,15 @@ STRATEGIES = ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 KEEP = "none"
 QUICK: dict[str, dict[str, Any]] = {
     KEEP: {},
-    "sqrt": {"activation.policy": "sqrt"},
+    "full": {"activation.policy": "full"},
     "selective+offload": {"activation.policy": "selective", "activation.offload": "cpu"},
-    "sqrt+offload": {"activation.policy": "sqrt", "activation.offload": "cpu"},
+    "full+offload": {"activation.policy": "full", "activation.offload": "cpu"},
 }
 WHOLE: dict[str, dict[str, Any]] = QUICK | {
-    "full": {"activation.policy": "full"},
     "every_k": {"activation.policy": "every_k", "activation.every_k": 2},
     "selective": {"activation.policy": "selective"},
     "selective_op": {"activation.policy": "selective_op"},
     "offload": {"activation.offload": "cpu"},
-    "full+offload": {"activation.policy": "full", "activation.offload": "cpu"},
     "selective_op+offload": {"activation.policy": "selective_op", "activation.offload": "cpu"},
 }
 

@@ -446,12 +446,7 @@ COMPILED = "compile.enabled=true"
             "CUDA graphs",
             "max-autotune-no-cudagraphs",
         ),
-        (["activation.policy=sqrt", COMPILED, "compile.scope=model"], "outside of the compiled", "compile.scope=block"),
-        (
-            ["activation.policy=sqrt", COMPILED, "compile.mode=reduce-overhead"],
-            "CUDA graphs cannot follow",
-            "activation.policy=full",
-        ),
+        (["activation.policy=sqrt"], "activation.policy=sqrt was removed", "activation.policy=full"),
         (
             ["activation.policy=selective_op", COMPILED, "parallel.strategy=zero3"],
             "DeepSpeed's linear",

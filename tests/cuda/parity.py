@@ -14,7 +14,7 @@ from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
 
 MODES = ("fp32", "bf16", "fp16", "pure_bf16", "fp8")
-POLICIES = ("none", "full", "every_k", "sqrt", "selective", "selective_op")
+POLICIES = ("none", "full", "every_k", "selective", "selective_op")
 GLOBAL_BATCH = 24
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ LATE = {"EMUCUDA_COPY_DELAY_US": "5000", "EMUCUDA_POISON": "1"}
 PATHS = [
     Case("single@1", offload=True),
     Case("single@1", policy="selective", offload=True, accum=1, ema=True),
-    Case("ddp@2", policy="sqrt", offload=True),
+    Case("ddp@2", policy="full", offload=True),
     Case("fsdp:prefetch2@2", offload=True),
     Case("zero1+optimizer@2", accum=1),
     Case("zero2+optimizer@2", offload=True, ema=True),

@@ -57,7 +57,7 @@ def test_a_plan_takes_the_attention_that_torch_chooses(card: str) -> None:
     ("precision.mode=fp32",),
     ("precision.mode=fp32", "activation.policy=full"),
     (LLAMA, "precision.mode=fp32", "train.grad_accum_steps=2"),
-    ("precision.mode=fp32", "activation.policy=sqrt", "model.n_layers=9"),
+    ("precision.mode=fp32", "activation.policy=full", "model.n_layers=9"),
 ], ids=["odd widths", "odd widths, blocks again", "shared keys", "segments"])  # fmt: skip
 def test_a_plan_is_the_allocators_to_the_page(
     settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

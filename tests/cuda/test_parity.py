@@ -51,18 +51,18 @@ def agree(todo: list[Case], root: Path, wanted: dict[str, Any]) -> None:
 
 QUICK = [
     Case("single@1", "fp16", "selective", overflow=True),
-    Case("single@1", "fp8", "sqrt", accum=1),
+    Case("single@1", "fp8", "full", accum=1),
     Case("single@1", "pure_bf16", "selective_op", offload=True, ema=True),
     Case("ddp@2", ema=True, optimizer="sgd_unclipped"),
     Case("ddp@2", "fp16", "every_k", overflow=True, accum=3),
     Case("fsdp@2", policy="selective_op", offload=True, accum=3),
     Case("fsdp@2", "bf16", "full", ema=True),
-    Case("zero1@2", "fp16", "sqrt", overflow=True, ema=True),
+    Case("zero1@2", "fp16", "full", overflow=True, ema=True),
     Case("zero2@2", "bf16", "selective"),
     Case("zero3@2", policy="full", offload=True, ema=True),
     Case("zero3@2", "fp16", overflow=True, accum=1),
     Case("zero3:hpz@4", accum=1),
-    Case("hsdp@4", "bf16", "sqrt", accum=3),
+    Case("hsdp@4", "bf16", "full", accum=3),
     Case("hsdp@4", policy="every_k", optimizer="sgd_unclipped"),
 ]
 

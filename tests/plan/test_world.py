@@ -70,7 +70,7 @@ def test_a_planned_fp16_step_is_not_skipped(settings: list[str], h100: Planner) 
     assert half.categories["optimizer"] == brain.categories["optimizer"]
 
 
-@pytest.mark.parametrize("policy", ["full", "every_k", "sqrt", "selective", "selective_op"])
+@pytest.mark.parametrize("policy", ["full", "every_k", "selective", "selective_op"])
 def test_every_policy_is_planned_on_a_gpu(policy: str, h100: Planner) -> None:
     """The random state that recomputing restores is the pretended card's."""
     given = ("parallel.strategy=single", "model.n_layers=6", "model.dropout=0.1", "train.micro_batch_size=8")

@@ -19,9 +19,9 @@ SHARED = ["ddp", "fsdp", "zero2", "zero3"]
 SEEDS = range(4)
 """Of the default suite: what its ranks train in 45 s."""
 FOUND: list[tuple[int, tuple[str, ...], str, str]] = [
-    (38, ("tied_head", "counting_buffer"), "ddp", "sqrt: the recomputation counted the block's calls again"),
+    (38, ("tied_head", "counting_buffer"), "ddp", "the recomputation counted the block's calls again"),
     (3, ("spectral_norm",), "ddp", "a recomputation took another step of the power iteration"),
-    (5, ("shared_adapter", "own_checkpoint"), "zero2", "sqrt inside the model's own checkpoint() lost arguments"),
+    (5, ("shared_adapter", "own_checkpoint"), "zero2", "a policy inside the model's own checkpoint() lost arguments"),
     (7, ("experts",), "ddp", "one rank waited for the gradients of an expert that it did not use"),
     (7, ("experts",), "zero3", "ranks gathered different experts"),
     (18, ("non_contiguous",), "zero2", "a transposed weight could not be viewed as bytes"),
@@ -30,7 +30,7 @@ FOUND: list[tuple[int, tuple[str, ...], str, str]] = [
     (5, ("shared_expert",), "fsdp", "ranks gathered ahead in the order of their own calls, while one compared a call"),
     (57, ("branch_by_data",), "ddp", "DDP's own error: a rank had no row for a branch"),
     (63, ("branch_by_data",), "ddp", "one rank waited for the gradient of another's branch"),
-    (112, ("recursion",), "ddp", "sqrt: a block that calls itself ran again with its outer call's arguments"),
+    (112, ("recursion",), "ddp", "a block that calls itself ran again with its outer call's arguments"),
     (155, ("branch_by_data", "parameter_list"), "zero3", "one rank gathered a parameter, another compared a call"),
     (170, ("dataclasses", "parameter_list"), "zero3", "a recomputation met parameters that were not gathered"),
     (

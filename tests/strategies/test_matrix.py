@@ -10,7 +10,7 @@ import torch
 from tests.ranks import run_ranks
 
 MATRIX = "tests.strategies.precision_cases:matrix"
-POLICIES = ["none", "full", "every_k", "sqrt", "selective", "selective_op"]
+POLICIES = ["none", "full", "every_k", "selective", "selective_op"]
 NAMES = {1: ["single"], 2: ["ddp", "fsdp", "zero1", "zero2", "zero3"], 4: ["hsdp"]}
 
 Curves = dict[tuple[str, str, str, int], list[float]]

@@ -256,7 +256,7 @@ def _measured(keys: dict[str, Any]) -> tuple[Curve, dict[str, int]]:
 
 
 POLICIES: dict[str, dict[str, Any]] = {
-    **{name: {"activation.policy": name} for name in ("full", "every_k", "sqrt", "selective", "selective_op")},
+    **{name: {"activation.policy": name} for name in ("full", "every_k", "selective", "selective_op")},
     "offload": {"activation.policy": "full", "activation.offload": "cpu", "activation.offload_min_bytes": 0},
 }
 

@@ -212,7 +212,7 @@ MIXTRAL = {key: size for key, size in quantized.MODEL.items() if key != "attenti
 
 @pytest.mark.slow
 def test_policies_recompute_the_same_bits_and_3d_experts_keep_their_type(root: Path, alone: dict[str, Any]) -> None:
-    policies = ("full", "selective", "selective_op", "sqrt")
+    policies = ("full", "selective", "selective_op", "every_k")
     cases: dict[str, Any] = {f"single {policy}": {"activation.policy": policy} for policy in policies}
     cases["single offload"] = {"activation.offload": "cpu", "activation.offload_min_bytes": 1}
     experts = {"model.hf_config": None, "model.init_from": None, "model.hf": MIXTRAL}
@@ -259,7 +259,7 @@ def drawn_settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]
         base["model.init_from"] = None
     run: dict[str, Any] = {
         "parallel.offload_param": draw.choice(("none", "none", "cpu")),
-        "activation.policy": draw.choice(("none", "full", "selective", "every_k", "sqrt")),
+        "activation.policy": draw.choice(("none", "full", "selective", "every_k", "full")),
     }
     if draw.random() < 0.5:
         run |= {"train.micro_batch_size": 1, "train.grad_accum_steps": 2}

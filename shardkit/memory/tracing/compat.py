@@ -16,6 +16,7 @@ CONVOLUTIONS = Feature("counting convolutions' copies on CPUs")
 GROUP_NAME = Feature("naming the module that FSDP2 gathered when memory ran out")
 HISTORY = Feature("the CUDA allocator's history (profile.start, post-mortems)")
 OBSERVER = Feature("exact figures of a failed request in post-mortems")
+STACKS = Feature("lines of Python in the tables of a profile (profile.stack)")
 _PYTREE = "https://github.com/pytorch/pytorch/issues/65761"
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ GROUP_NAME.use("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamG
 _record = HISTORY.take("torch.cuda.memory._record_memory_history")
 _dump = HISTORY.take("torch.cuda.memory._dump_snapshot")
 HISTORY.take("torch.cuda.memory._snapshot")
+_ExperimentalConfig = STACKS.take(
+    "torch.profiler._ExperimentalConfig", "https://github.com/pytorch/pytorch/issues/100253"
+)
 _attach = OBSERVER.use("torch._C._cuda_attach_out_of_memory_observer", cuda=True)
 
 
@@ -136,6 +140,11 @@ def write_history(path: str) -> bool:
     _dump(path)
     _record(enabled=None)
     return True
+
+
+def stacks_in_tables() -> Any:
+    """Settings for `torch.profiler.profile`: without them it records stacks but leaves them out of `key_averages`."""
+    return _ExperimentalConfig(verbose=True) if STACKS.works() else None
 
 
 def allocator_snapshot(device: int) -> Any:

@@ -46,11 +46,11 @@ class Depth:
 def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
     """Find the layer count in the config and choose two depths to trace; `None` = trace the whole model.
 
-    Traced whole: shallow models, users' own tasks, unequal layers, √n segments (their length depends on the depth),
-    and ZeRO (its buckets span layers) unless a rough answer will do.
+    Traced whole: shallow models, users' own tasks, unequal layers, and ZeRO (its buckets span layers) unless a rough
+    answer will do.
     """
     spans_layers = config.parallel.sharding.stage > 0 and not rough
-    if config.task.factory is not None or spans_layers or config.activation.policy == "sqrt":
+    if config.task.factory is not None or spans_layers:
         return None
     model = _built_in(config) if config.task.name == "causal_lm" else _transformers(config)
     if model is None or model[0] < (DEEP_ROUGHLY if rough else DEEP):

@@ -81,7 +81,7 @@ def _settings(draws: random.Random) -> dict[str, Any]:
         settings |= {"optim.name": "sgd", "optim.lr": 0.1, "optim.weight_decay": 0.01}
     else:  # the default eps makes noise of gradients that are zero
         settings |= {"optim.name": "adamw", "optim.lr": 3e-3, "optim.weight_decay": 0.1, "optim.eps": 1e-5}
-    policy = draws.choice(["none"] * 6 + ["full", "every_k", "sqrt", "selective_op"])
+    policy = draws.choice(["none"] * 6 + ["full", "every_k", "full", "selective_op"])
     if policy != "none":
         settings["activation.policy"] = policy
     if draws.random() < 0.2:
