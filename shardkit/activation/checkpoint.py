@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ..config.schema import ActivationConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, TrainingError
 from ..parallel import compat
 from ..parallel.blocks import attention_modules, chosen_blocks
-from ..parallel.compat import caller_recomputes
-from .buffers import BufferRecord, has_buffers
+from ..parallel.compat import caller_recomputes, has_values, version_of
 from .products import contexts, keep_products
 
+_NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)  # fmt: skip
+_changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Block → names of the buffers that a forward of it has changed so far."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -46,29 +53,40 @@ def checkpoint_activations(
     if not config.recomputes:
         return
     blocks = chosen_blocks(model, blocks, config)
-    _no_cache(model)
+    regions: Sequence[nn.Module] = blocks
+    if config.policy == "selective":
+        regions = attention_modules(blocks, attention_classes, config.policy)
+    elif config.policy == "every_k":
+        if config.every_k > len(blocks):
+            raise ConfigError(
+                f"activation.every_k={config.every_k}, but the model has {len(blocks)} blocks "
+                f"({type(blocks[0]).__name__})",
+                f"set activation.every_k to 1..{len(blocks)}, or activation.policy=none",
+            )
+        # Start at the first block: a checkpointed last block would be recomputed at once, at the peak it should lower.
+        regions = blocks[:: config.every_k]
+    for module in model.modules():
+        settings = getattr(module, "config", None)
+        # A transformers model's cache of keys and values would be filled twice by a layer that is computed twice.
+        if getattr(settings, "use_cache", None) is True:
+            settings.use_cache = False  # type: ignore[union-attr]
     options: dict[str, Any] = {"use_reentrant": False}
     if config.policy == "selective_op" and compat.PRODUCTS.works(instead="everything is recomputed"):
         torchs = partial(create_selective_checkpoint_contexts, keep_products)
         options["context_fn"] = torchs if compiled else contexts
-    recompute = _recompute(options)
-    for module in _regions(blocks, config, attention_classes):
-        if has_buffers(module) and not compiled:  # compiled code takes buffers as inputs, and changes them once
+
+    # All modules share this function. torch.compile would compile an object for each module, and give up after eight.
+    def recompute(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(type(self).forward, self, *args, **options, **kwargs)
+
+    for module in regions:
+        # Compiled code takes buffers as inputs and changes them once, so it needs no record of them.
+        if any(True for _ in module.buffers()) and not compiled:
             module.forward = MethodType(_recompute_with_buffers(vars(module).get("forward"), options), module)
         elif "forward" in vars(module):  # replaced before: not the class's method
             module.forward = partial(checkpoint, module.forward, **options)
         else:
             module.forward = MethodType(recompute, module)
-
-
-def _recompute(options: dict[str, Any]) -> Callable[..., Any]:
-    """One recomputing `forward` that all modules share, so torch.compile compiles equal modules once. It would compile
-    a separate object for each module, and give up after eight."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(type(self).forward, self, *args, **options, **kwargs)
-
-    return forward
 
 
 def _recompute_with_buffers(replaced: Callable[..., Any] | None, options: dict[str, Any]) -> Callable[..., Any]:
@@ -90,21 +108,92 @@ def _recompute_with_buffers(replaced: Callable[..., Any] | None, options: dict[s
     return forward
 
 
-def _regions(
-    blocks: Sequence[nn.Module], config: ActivationConfig, attention_classes: Sequence[type[nn.Module]]
-) -> Sequence[nn.Module]:
-    if config.policy == "selective":
-        return attention_modules(blocks, attention_classes, config.policy)
-    if config.policy == "every_k":
-        if config.every_k > len(blocks):
-            raise ConfigError(
-                f"activation.every_k={config.every_k}, but the model has {len(blocks)} blocks "
-                f"({type(blocks[0]).__name__})",
-                f"set activation.every_k to 1..{len(blocks)}, or activation.policy=none",
-            )
-        # Start at the first block: a checkpointed last block would be recomputed at once, at the peak it should lower.
-        return blocks[:: config.every_k]
-    return blocks
+class BufferRecord:
+    """The buffers of one call of a block, which batch norm, spectral norm and counters change in forward.
+
+    A recomputation must read the values before the call, and must not change them a second time. A block's first call
+    copies all its buffers, later calls copy those that have changed before.
+
+    Attributes:
+        before: name → the values before the call, of the buffers that the call changed.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self.before: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the block's forward.
+
+        Raises:
+            TrainingError: the forward changed a buffer that earlier calls left alone.
+        """
+        changing = _changing.get(self._block)
+        buffers = dict(self._block.named_buffers(remove_duplicate=False))
+        versions = {name: version_of(buffer) for name, buffer in buffers.items()}
+        copies = {name: buffers[name].detach().clone() for name in buffers if changing is None or name in changing}
+        yield
+        for name, buffer in self._block.named_buffers(remove_duplicate=False):
+            untouched = name in buffers and buffer is buffers[name] and version_of(buffer) == versions[name]
+            # Batch norm's kernel writes without raising the version: compare the values, in the first call alone.
+            if untouched and changing is None:
+                untouched = torch.equal(buffer, copies[name]) if has_values(buffer) else not self._is_statistic(name)
+            if untouched and (changing is None or name not in changing):
+                continue
+            if name not in copies:
+                raise TrainingError(
+                    f"the forward of {type(self._block).__name__} changes its buffer {name}, which it left alone in "
+                    "the first step: activation.policy would compute with the new values when it runs it again",
+                    "change the buffer in every step or in none, or set activation.policy=none",
+                )
+            self.before[name] = copies[name]
+        _changing.setdefault(self._block, set()).update(self.before)
+
+    def _is_statistic(self, name: str) -> bool:
+        """Whether a buffer is one of those that batch norm's kernel writes."""
+        owner = self._block.get_submodule(name.rpartition(".")[0])
+        return isinstance(owner, _NORMS) and owner.training and owner.track_running_stats
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Around a recomputation: buffers hold the values before the call, and get the present ones back at the end."""
+        present: list[tuple[nn.Module, str, torch.Tensor]] = []
+        try:
+            for name, values in self.before.items():
+                owner, _, key = name.rpartition(".")
+                module = self._block.get_submodule(owner)
+                present.append((module, key, getattr(module, key)))
+                setattr(module, key, values.clone())
+            yield
+        finally:
+            for module, key, buffer in present:
+                setattr(module, key, buffer)
+
+    def contexts(
+        self, inner: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None = None
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of forward and recomputation (`context_fn` of torch.utils.checkpoint), around `inner`'s."""
+        forward, again = inner or (None, None)
+        return _Around(self.recording, forward), _Around(self.restored, again)
+
+
+class _Around:
+    """Enters a fresh context and then `inner`, as often as it is entered: backward may run twice."""
+
+    def __init__(self, fresh: Any, inner: AbstractContextManager[Any] | None) -> None:
+        self._fresh, self._inner = fresh, inner
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._fresh())
+            if self._inner is not None:
+                stack.enter_context(self._inner)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 def _refuse_dropout(model: nn.Module) -> None:
@@ -119,11 +208,3 @@ def _refuse_dropout(model: nn.Module) -> None:
                     "other random numbers when it recomputes, and gradients would be wrong",
                     "set model.dropout=0 (or the model's own key), activation.budget=1, or activation.policy=selective",
                 )
-
-
-def _no_cache(model: nn.Module) -> None:
-    """Turn off the key/value caches of transformers models: computing a layer twice would fill them twice."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            config.use_cache = False  # type: ignore[union-attr]
