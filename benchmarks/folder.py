@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.checkpoint.formats.tensor_source import PIECE_BYTES
-from shardkit.config.layers import merged
+from shardkit.config.load import merged
 from tests.ranks import run_ranks
 from tests.strategies.cases import PARTITION_ALL
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..config.layers import merged
+from ..config.load import merged
 from ..config.schema import RunConfig
 from ..errors import ShardkitError, gib
 from ..oom.advice import Advice

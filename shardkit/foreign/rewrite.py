@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..config.layers import as_override, split_override
-from ..config.load import LoadedConfig
+from ..config.load import LoadedConfig, as_override, split_override
 from ..config.strategy import SHARDING
 from ..errors import ConfigError
 from .files import File, flatten

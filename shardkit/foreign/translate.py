@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.errors import combined, shown
-from ..config.layers import Layers, split_override
-from ..config.load import LoadedConfig
+from ..config.load import Layers, LoadedConfig, split_override
 from ..config.schema import RunConfig
 from ..config.strategy import SHARDING, Sharding
 from ..config.yaml import Document

@@ -13,8 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..config import capability
-from ..config.layers import as_override
-from ..config.load import resolve_batch
+from ..config.load import as_override, resolve_batch
 from ..config.schema import RunConfig
 from ..errors import ConfigError, gib
 from .advice_rules import Numbers, Used, outside, rules

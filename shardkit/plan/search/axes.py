@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ...config.layers import as_override
+from ...config.load import as_override
 from ...config.schema import ParallelConfig, RunConfig
 from ...errors import ConfigError
 from ..target import Target

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...config.layers import merged
+from ...config.load import merged
 from ...config.schema import PrecisionConfig, RunConfig
 from ...errors import ConfigError
 
