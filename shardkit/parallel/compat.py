@@ -89,8 +89,6 @@ _scaled_mm = FP8_SPEED.take("torch._scaled_mm")
 _trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=True)
 META.take("torch.nn.Module.register_parameter")  # replaced in weights.py
 _truncated = META.use("torch.nn.init._no_grad_trunc_normal_")
-_storage_uses = META.use("torch._C._storage_Use_Count")
-META.take("torch.UntypedStorage._cdata")
 META.take("torch.Generator._cdata")
 HF.use("transformers.PreTrainedModel._from_config")
 HF.use("transformers.PreTrainedModel._init_weights")
@@ -382,12 +380,6 @@ def replaced_truncated_normal(stand_in: Callable[..., torch.Tensor]) -> Iterator
 def is_same_generator(a: torch.Generator, b: torch.Generator) -> bool:
     """Whether two objects are the same generator: torch makes a new object for each operator that it dispatches."""
     return bool(a._cdata == b._cdata)  # type: ignore[attr-defined]
-
-
-def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether anything besides this tensor keeps its memory alive; True if torch no longer has the counter."""
-    uses = _found(META, _storage_uses, "leaving out what a constructor made and dropped", "each rank draws it")
-    return uses is None or bool(uses(tensor.untyped_storage()._cdata) > 2)  # the tensor, and the object made here
 
 
 def storage_types() -> dict[torch.dtype, str]:

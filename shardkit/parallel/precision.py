@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,22 +56,16 @@ def loss_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler:
     )
 
 
-def cast_parameters(
-    model: nn.Module, config: PrecisionConfig, unwritten: Callable[[str], bool] = lambda fqn: False
-) -> None:
+def cast_parameters(model: nn.Module, config: PrecisionConfig) -> None:
     """Cast floating parameters to bf16 in place, if the mode is pure_bf16. Buffers keep their dtype.
 
     Tied parameters stay tied.
-
-    Args:
-        unwritten: whether a parameter, by its name, has no values yet; its memory stays untouched.
     """
     if config.mode != "pure_bf16":
         return
-    for fqn, param in model.named_parameters():
+    for param in model.parameters():
         if param.is_floating_point() and not hasattr(param, "ds_tensor"):
-            cast = torch.empty_like if unwritten(fqn) else torch.Tensor.to
-            param.data = cast(param.data, dtype=torch.bfloat16)
+            param.data = param.data.to(torch.bfloat16)
 
 
 def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionConfig) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,19 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config.libraries import is_first_rank
-from ..errors import ConfigError
+from ..errors import ConfigError, gib
 from .compat import copy_grad_hooks
-from .draws import ConstructionRecorder, Uncut, record
-from .init_recipe import CHUNK, InitRecipe
+from .draws import CHUNK, InitRecipe, Uncut, record
 from .world import World
 
 _LOG = logging.getLogger(__name__)
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
-Later = Literal["on meta", "unwritten"]
-"""Where parameters wait that are drawn later: on the meta device, or in memory that nobody has touched."""
 
 BUCKET_BYTES = 2**18
 """Bytes of a message with several tensors that `exchange` sends on the CPU, summed over the ranks. gloo takes several
 times as much memory for it."""
+_LARGE = 4 * 2**30
+"""Bytes of a model from which on its whole construction on each rank is worth a warning."""
 
 
 @contextmanager
@@ -134,15 +133,12 @@ def _zero_dimensional(module: nn.Module, name: str) -> Any:
 
 
 class Weights:
-    """Builds a model and draws its initial weights, which depend on the seed and the parameters' names alone.
+    """Builds a model and draws its initial weights, which are the same for any strategy and world size.
 
-    With `init_parameter`, the model is built on the meta device, and each rank draws the values of its own shards.
-    Without it, the model's constructor runs under the run's seed: small parameters are initialised on every rank, and
-    the initialisation of large ones is recorded, so that a rank can draw a part of them.
+    With `init_parameter`, the model is built on the meta device, and each rank draws the values of its own shards from
+    the seed and the parameters' names. Without it, every rank runs the model's constructor on the CPU under the run's
+    seed, as one process would.
     """
-
-    _strict = False
-    """Whether to raise `Uncut` if a constructor reads the values of a large parameter."""
 
     def __init__(self, seed: int, init_parameter: Init | None = None, drawn: bool = True) -> None:
         """
@@ -156,11 +152,6 @@ class Weights:
         self.values_drawn = 0
         """Number of values that this rank drew: of large parameters drawn in parts, the random ones alone."""
         self._drawn = drawn
-        self._recipes: dict[str, InitRecipe] = {}
-        self._made: dict[str, torch.Tensor] = {}
-        """Values that the constructor gave to parameters that are now on meta, by name."""
-        self._made_whole: dict[str, str] = {}
-        """Name of a large parameter that could not be left to a later draw → the reason, for a message."""
         self._has_warned = False
 
     def build(
@@ -168,31 +159,28 @@ class Weights:
         make_model: Callable[[], nn.Module],
         construction: AbstractContextManager[object] | None,
         cut_up: bool = False,
-        later: Later | None = None,
     ) -> nn.Module:
-        """Build the model. Parameters that can be drawn later get no values yet.
+        """Build the model. With `init_parameter`, its parameters get no values yet.
 
         Args:
-            construction: a context in which the engine wants the model to be built.
+            construction: a context in which the engine wants a model to be built whose weights are drawn later.
             cut_up: whether the engine shards parameters along a dimension, so that none may be 0-d.
-            later: where the constructor's parameters wait if they can be drawn later. None: they are drawn at once.
-                "on meta": the whole model moves to meta, and the engine fills its shards. "unwritten": they stay where
-                they are, their memory untouched, until `materialise`.
 
         Raises:
-            ConfigError: the task put a buffer on meta, where its values are lost.
+            ConfigError: the task put a buffer on meta, where its values are lost, or a parameter that nothing draws.
         """
         if self.init_parameter is None:
-            model = self._constructed(make_model, later)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                model = make_model()
+            self._check_constructed(model, cut_up)
         else:
             # Under zero.Init a parameter is sharded as soon as its module's constructor ends.
             with scalars_as_vectors() if cut_up else nullcontext(), construction or parameters_on_meta():
                 model = make_model()
         if cut_up:
             self.scalars = show_scalars(model)
-        if self.init_parameter is None:
-            return model
-        for name, buffer in model.named_buffers():
+        for name, buffer in model.named_buffers() if self.init_parameter is not None else ():
             if buffer.is_meta:
                 raise ConfigError(
                     f"the task's model has a buffer on the meta device: {name}",
@@ -200,23 +188,19 @@ class Weights:
                 )
         return model
 
-    def _constructed(self, make_model: Callable[[], nn.Module], later: Later | None) -> nn.Module:
-        """Run the model's constructor, and record the initialisation of large parameters instead of running it."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            recorder = ConstructionRecorder(self._seed_of, self._strict)
-            with recorder:
-                model = make_model()
-            are_plain = all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
-            self._recipes = recorder.replay(model, later is not None and are_plain, in_place=later == "unwritten")
-            self.values_drawn += recorder.values_drawn
-            self._made_whole = recorder.made_whole
-        if self._recipes and later == "on meta":
-            named = dict(model.named_parameters())
-            self._made = {fqn: param.detach() for fqn, param in named.items() if fqn not in self._recipes}
-            metas = {id(param): _on_meta(param) for param in named.values()}
-            replace_parameters(model, lambda param: metas[id(param)])
-        return model
+    def _check_constructed(self, model: nn.Module, cut_up: bool) -> None:
+        for fqn, param in model.named_parameters():
+            if param.is_meta:
+                raise ConfigError(
+                    f"nothing initialises {fqn}, which the model's constructor left on the meta device",
+                    "build the model without torch.device('meta'), or give init_parameter",
+                )
+        n_bytes = sum(param.nbytes for param in model.parameters())
+        if cut_up and n_bytes >= _LARGE and is_first_rank():
+            _LOG.warning(
+                "each rank builds the whole model on the CPU, %s, and keeps its shard of it; with init_parameter "
+                "(docs/tasks.md) a rank draws its shard alone", gib(n_bytes),
+            )  # fmt: skip
 
     def _seed_of(self, fqn: str) -> int:
         """The seed of a parameter's first chunk, a hash of the run's seed and the name."""
@@ -241,12 +225,8 @@ class Weights:
             return
         if not self._drawn:
             out.zero_()
-        elif fqn in self._made:
-            if fqn in self._made_whole and out.numel() < shape.numel():
-                self._warn_drawn_whole(fqn, self._made_whole[fqn])
-            out.copy_(self._made.pop(fqn).reshape(-1)[start : start + out.numel()])
         elif isinstance(recipe := self.recipe(fqn, shape), InitRecipe):
-            self.values_drawn += recipe.fill(self._seed_of(recipe.key or fqn), out, start)
+            self.values_drawn += recipe.fill(self._seed_of(fqn), out, start)
         else:
             if recipe and out.numel() < shape.numel():
                 self._warn_drawn_whole(fqn, recipe)
@@ -256,17 +236,8 @@ class Weights:
         """The recipe to draw a part of a parameter, or the reason why it must be drawn whole.
 
         The reason is empty for a small parameter, which is drawn whole without a warning.
-
-        Raises:
-            ConfigError: nothing initialises the parameter.
         """
-        if self.init_parameter is None:
-            if fqn not in self._recipes:
-                raise ConfigError(
-                    f"nothing initialises {fqn}, which the model's constructor left on the meta device",
-                    "build the model without torch.device('meta'), or give init_parameter",
-                )
-            return self._recipes[fqn]
+        assert self.init_parameter is not None
         if shape.numel() <= CHUNK:
             return ""
         init, generator = self.init_parameter, torch.Generator()
@@ -300,12 +271,8 @@ class Weights:
             )
         return full
 
-    def unwritten(self, fqn: str) -> bool:
-        """Whether a parameter that a constructor made has no values until `materialise`."""
-        return self.init_parameter is None and fqn in self._recipes
-
     def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
-        """Move an unsharded model to `device` and draw the parameters without values; tied parameters stay tied.
+        """Move an unsharded model to `device` and draw the parameters on meta; tied parameters stay tied.
 
         Args:
             world: the ranks that call this together, if they do. Each then draws an even range of a large parameter,
@@ -313,24 +280,14 @@ class Weights:
         """
         real: dict[int, nn.Parameter] = {}
         shared: list[torch.Tensor] = []
-        named = dict(model.named_parameters())
-        assert self._recipes.keys() <= named.keys(), "a parameter without values was renamed since the model was built"
-        for fqn, param in named.items():
-            if not param.is_meta and not self.unwritten(fqn):
-                continue
-            value = param.detach()
-            if value.device != device:
-                value = torch.empty(param.shape, dtype=param.dtype, device=device)
-            if self._fill_part(fqn, param.shape, value.view(-1), world):
-                shared.append(value.view(-1))
+        for fqn, param in model.named_parameters():
             if param.is_meta:
+                value = torch.empty(param.shape, dtype=param.dtype, device=device)
+                if self._fill_part(fqn, param.shape, value.view(-1), world):
+                    shared.append(value.view(-1))
                 real[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
-            else:
-                param.data = value
         if world is not None:
             exchange(shared)
-            for fqn, reason in list(self._made_whole.items())[: int(world.size > 1)]:
-                self._warn_drawn_whole(fqn, reason)
         replace_parameters(model, lambda param: real.get(id(param), param))
         model.to(device)
 

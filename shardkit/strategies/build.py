@@ -31,15 +31,12 @@ def parallelize(
 ) -> None:
     """Build, set dtypes, checkpoint activations, compile, shard, make the optimizer; the result is `strategy.model`."""
     model = weights.build(
-        lambda: refuse_parameters(make_model(), strategy),
-        strategy.construction(),
-        cut_up=strategy.facts.shards_state,
-        later="on meta" if strategy.facts.shards_parameters else "unwritten",
+        lambda: refuse_parameters(make_model(), strategy), strategy.construction(), strategy.facts.shards_state
     )
     make_contiguous(model, strategy)
     model.train()
     prepare_batchnorm(model, config, device)
-    cast_parameters(model, config.precision, weights.unwritten)
+    cast_parameters(model, config.precision)
     convert_to_fp8(model, config.precision)
     blocks = find_blocks(model, block_classes)
     checkpoint_activations(model, blocks, config.activation, attention_classes, compiled=config.compile.enabled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -108,24 +108,22 @@ def wide(strategy: str) -> dict[str, dict[str, float]]:
     import deepspeed
 
     out: dict[str, dict[str, float]] = {}
-    for case, init in (("drawn", _normal), ("built", None)):
-        for rows in (8, 80_000):  # the first one imports what is needed
-            model: Callable[[], nn.Module] = lambda rows=rows: Wide(rows)  # noqa: E731
-            with counted() as made, start(None, on_cpus(strategy)) as job:
-                gc.collect()
-                Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-                before, peaks = _status("VmRSS"), []
-
-                def noted(*given: Any, peaks: Any = peaks, make: Any = deepspeed.initialize, **asked: Any) -> Any:
-                    peaks.append(_status("VmHWM"))
-                    return make(*given, **asked)
-
-                wrapper = partial(noted, make=Wrapped)
-                with patch("deepspeed.initialize", noted), patch("shardkit.strategies.ddp.Wrapped", wrapper):
-                    job.wrap(model, init_parameter=init)
-                peaks.append(_status("VmHWM"))
-                out[case] = {"peak": peaks[0] - before, "drawn": made[0].values_drawn / 1e6}
+    for rows in (8, 80_000):  # the first one imports what is needed
+        with counted() as made, start(None, on_cpus(strategy)) as job:
             gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            before, peaks = _status("VmRSS"), []
+
+            def noted(*given: Any, peaks: Any = peaks, make: Any = deepspeed.initialize, **asked: Any) -> Any:
+                peaks.append(_status("VmHWM"))
+                return make(*given, **asked)
+
+            wrapper = partial(noted, make=Wrapped)
+            with patch("deepspeed.initialize", noted), patch("shardkit.strategies.ddp.Wrapped", wrapper):
+                job.wrap(partial(Wide, rows), init_parameter=_normal)
+            peaks.append(_status("VmHWM"))
+            out["drawn"] = {"peak": peaks[0] - before, "drawn": made[0].values_drawn / 1e6}
+        gc.collect()
     return out
 
 

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigError
-from shardkit.parallel.draws import Uncut, record
-from shardkit.parallel.init_recipe import CHUNK
-from shardkit.parallel.weights import Weights
+from shardkit.parallel.draws import CHUNK, Uncut, record
+from shardkit.parallel.weights import BUCKET_BYTES, Weights
 from tests.parallel.drawing import Layers
 from tests.ranks import run_ranks
 
@@ -137,64 +136,38 @@ def test_nothing_is_drawn_for_weights_that_are_loaded() -> None:
     assert not out.any()
 
 
-class Odd(nn.Module):
-    """Reads, copies and shares large tensors in its constructor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(600, 600)
-        self.mean = self.first.weight.mean().item()
-        self.square = nn.Linear(600, 600)
-        self.norm = (self.square.weight.T @ self.square.weight).trace().item() ** 0.5
-        self.numbers = nn.Parameter(torch.randn(600, 600) * 0.02)
-        self.second, self.third = nn.Linear(600, 600), nn.Linear(600, 600)
-        self.third.weight.data = self.second.weight.data
-        self.fourth = nn.Linear(600, 600)
-        self.seen = self.fourth.weight.data
-        self.fifth, self.zeros = nn.Linear(600, 600), nn.Parameter(torch.zeros(600, 600))
-        self.register_buffer("table", torch.rand(600, 600))
-        self.listed = torch.full((600, 600), 2.0).numpy().sum() + torch.ones(600, 600).numpy().sum()
+def own() -> nn.Module:
+    """Layers of several chunks, a zero row, an LSTM that lists its parameters, and a generator of the model's own."""
+    layers = nn.Sequential(nn.Embedding(900, 700, padding_idx=4), nn.LSTM(700, 80), nn.Linear(80, 90), Layers())
+    nn.init.orthogonal_(layers[2].weight, generator=torch.Generator().manual_seed(5))
+    layers[2].weight.register_hook(lambda grad: grad * 0)
+    layers[2].weight.lr_scale = 0.5
+    return layers
 
 
-def test_a_constructor_that_uses_its_values_gets_them() -> None:
+def test_a_model_without_a_rule_starts_as_without_shardkit() -> None:
     torch.manual_seed(5)
-    before = torch.get_rng_state()
-    model, again = (Weights(1).build(Odd, None) for _ in range(2))
+    before, weights = torch.get_rng_state(), Weights(3)
+    model = weights.build(own, None)
     assert torch.equal(torch.get_rng_state(), before)
-    assert model.mean == model.first.weight.mean().item() != 0
-    assert model.norm == pytest.approx(model.square.weight.norm().item(), rel=1e-4)
-    assert model.third.weight.data_ptr() == model.second.weight.data_ptr()
-    assert model.seen.data_ptr() == model.fourth.weight.data_ptr()
-    assert model.listed == 3 * 600 * 600
-    assert not model.zeros.any()
-    assert model.table.mean().item() == pytest.approx(0.5, abs=0.01)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
-        if value.dim() == 2 and name not in ("zeros", "table"):
-            std = 0.02 if name == "numbers" else (3 * 600) ** -0.5
-            assert value.std().item() == pytest.approx(std, rel=0.02), name
-
-
-def test_on_meta_are_the_large_parameters_that_nothing_else_holds() -> None:
-    model_at_once, weights = Weights(1).build(Odd, None), Weights(1)
-    model = weights.build(Odd, None, later="on meta")
-    assert all(param.is_meta for param in model.parameters())
-    assert weights.values_drawn == 6 * 600 * 600, "all but those of the fifth, the zeros, and what the third had first"
-    for fqn, param in model.named_parameters():
-        out = torch.empty(param.numel())
-        weights.fill(fqn, param.shape, out)
-        assert torch.equal(out, model_at_once.get_parameter(fqn).flatten()), fqn
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, model_at_once.get_buffer(name)), name
+    weights.materialise(model, torch.device("cpu"))
+    torch.manual_seed(3)
+    for name, value in own().state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+    assert model[2].weight.lr_scale == 0.5 and model[2].weight._backward_hooks
+    assert all(a is b for a, b in zip(model[1]._flat_weights, model[1].parameters(), strict=True))
 
 
 def test_a_module_that_is_built_already_is_left_alone() -> None:
     built = Layers()
     before = {name: value.clone() for name, value in built.state_dict().items()}
-    weights = Weights(1)
-    assert weights.build(lambda: built, None, later="on meta") is built
+    assert Weights(1).build(lambda: built, None) is built
     assert all(torch.equal(value, before[name]) for name, value in built.state_dict().items())
-    assert weights.values_drawn == 0
+
+
+def test_a_parameter_that_a_constructor_leaves_on_meta_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nothing initialises weight"):
+        Weights(0).build(lambda: nn.Linear(3, 3, device="meta"), None)
 
 
 def gathered(ranks: list[dict[str, Any]], case: str) -> dict[str, np.ndarray]:
@@ -250,3 +223,13 @@ def test_a_rank_draws_and_holds_its_share(strategy: str, world: int) -> None:
         for measured in rank.values():
             assert measured["peak"] < shard_values * 4 / 2**20 + MIB_BESIDE
             assert measured["drawn"] <= 80 / world + 2 * CHUNK / 1e6
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_messages_grow_neither_with_ranks_nor_with_parameters() -> None:
+    n_bytes = {"tensors": 10_000_000, "ddp": 20 * (261 + 1) * 263 * 4}
+    n_bytes |= dict.fromkeys(("zero1", "zero2"), n_bytes["ddp"])
+    for world in (2, 3):
+        for case, called in run_ranks(world, "tests.parallel.exchanges:exchanged")[0].items():
+            assert called <= -(-n_bytes[case] // BUCKET_BYTES) + 1, (world, case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...parallel.init_recipe import CHUNK, InitRecipe
-from ...parallel.weights import Later, Weights, parameters_on_meta
+from ...parallel.draws import CHUNK, InitRecipe
+from ...parallel.weights import Weights
 from ...parallel.world import World
 from .compat import DispatchMode, FakeTensor, no_modes
 from .unplannable import constructor_reads, of_deepspeed
@@ -67,16 +67,6 @@ def _made_untouched(make_model: Callable[[], nn.Module]) -> nn.Module:
     return make_model() if any(tensor.is_meta for tensor in tensors) else model
 
 
-class _Probe(Weights):
-    """Builds a model to find the parameters that stay on meta. Refuses models that read a large parameter's values."""
-
-    _strict = True
-
-    @property
-    def recipes(self) -> dict[str, InitRecipe]:
-        return self._recipes
-
-
 class FakeWeights(Weights):
     """Weights without values.
 
@@ -90,24 +80,18 @@ class FakeWeights(Weights):
         make_model: Callable[[], nn.Module],
         construction: AbstractContextManager[object] | None,
         cut_up: bool = False,
-        later: Later | None = None,
     ) -> nn.Module:
-        if self.init_parameter is None and later is not None:
-            with suppress(Exception), no_modes():  # the trace below shows the model's own errors
-                probe = _Probe(self.seed)
-                probe.build(make_model, None, later="on meta")
-                self._recipes = probe.recipes
-        if self._recipes or (self.init_parameter is not None and construction is None):
+        if self.init_parameter is not None and construction is None:
             make_model = partial(_made_untouched, make_model)
         try:
             with _ReadValues(_refused), _read_whole():
-                return super().build(make_model, construction, cut_up, later)
+                return super().build(make_model, construction, cut_up)
         except Exception:  # which exception a fake read raises depends on how the value is read
             values = self._really_read(make_model)
             if not values:
                 raise
         with _ReadValues(lambda read: values.pop(0) if values else _refused(read)), _read_whole():
-            return super().build(make_model, construction, cut_up, later)
+            return super().build(make_model, construction, cut_up)
 
     def _really_read(self, make_model: Callable[[], nn.Module]) -> list[Any]:
         """The values that the constructor reads, in order; empty if it reads none, or fails on real tensors too."""
@@ -124,22 +108,13 @@ class FakeWeights(Weights):
             values.clear()
             with suppress(Exception):  # the error of the fake run is shown, which may name an operator
                 with no_modes(), _ReadValues(record):
-                    Weights(self.seed, init).build(make_model, None, later="on meta")
+                    Weights(self.seed, init).build(make_model, None)
                 return values
         return []
 
-    def _constructed(self, make_model: Callable[[], nn.Module], later: Later | None) -> nn.Module:
-        with torch.random.fork_rng(devices=[]), parameters_on_meta() if self._recipes else nullcontext():
-            torch.manual_seed(self.seed)
-            model = make_model()
-        if self._recipes:
-            named = model.named_parameters()
-            self._made = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in named if name not in self._recipes}
-        return model
-
     def fill(self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0) -> None:
         """Allocate the host memory that drawing a parameter takes, without drawing."""
-        if out.numel() and self._made.pop(fqn, None) is None:
+        if out.numel():
             self._draw(fqn, shape)
 
     def _draw(self, fqn: str, shape: torch.Size) -> None:
@@ -151,10 +126,7 @@ class FakeWeights(Weights):
         """Move the model to the device. `Module.to` cannot swap fake parameters that have weak references."""
         made: dict[int, Any] = {}
         for fqn, param in model.named_parameters():
-            if (value := self._made.pop(fqn, None)) is not None:  # the constructor made it, on meta only in this trace
-                real = nn.Parameter(value.to(param.dtype), requires_grad=param.requires_grad)
-                made[id(param)] = param, _moved(real, device, True)
-            elif param.is_meta:
+            if param.is_meta:
                 made[id(param)] = param, _moved(param, device, True)
                 self._draw(fqn, param.shape)
         for module in model.modules():

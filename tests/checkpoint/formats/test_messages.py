@@ -19,7 +19,7 @@ from shardkit.errors import CheckpointError
 from shardkit.run.job import start
 from shardkit.tasks.load import build_model, load_task
 from tests.checkpoint.formats import hub
-from tests.parallel.constructors import messages
+from tests.parallel.exchanges import messages
 from tests.ranks import run_ranks
 from tests.strategies.cases import PARTITION_ALL
 
