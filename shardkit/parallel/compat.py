@@ -39,7 +39,6 @@ HF = Feature("the tasks on transformers models")
 BUFFERS = Feature("leaving non-persistent buffers out of checkpoints")
 UNUSED = Feature("parameters that a step does not use, under parallel.strategy=ddp")
 GRAD_HOOKS = Feature("a model's own hooks of its parameters where these are built anew")
-PICKLE = Feature("shardkit checkpoint to a torch file")
 EXPERTS = Feature("experts in 4 bits (model.quantize.experts)")
 PACKING = Feature("data.packing with transformers models")
 FLASH = Feature("fused attention by documents on GPUs (data.packing)")
@@ -103,8 +102,6 @@ _check_reduced = UNUSED.use("torch.nn.parallel.DistributedDataParallel._check_re
 _grad_hooks = GRAD_HOOKS.use("torch.Tensor._backward_hooks")
 _accumulated_hooks = GRAD_HOOKS.use("torch.Tensor._post_accumulate_grad_hooks")
 _not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
-_storage_types = PICKLE.use("torch.storage._dtype_to_storage_type_map")
-_rebuild = {2: PICKLE.use("torch._utils._rebuild_tensor_v2"), 3: PICKLE.use("torch._utils._rebuild_tensor_v3")}
 
 _products = [KEEP_RESULTS.use("torch.ops.aten._scaled_mm")]
 _attentions = [
@@ -380,14 +377,3 @@ def replaced_truncated_normal(stand_in: Callable[..., torch.Tensor]) -> Iterator
 def is_same_generator(a: torch.Generator, b: torch.Generator) -> bool:
     """Whether two objects are the same generator: torch makes a new object for each operator that it dispatches."""
     return bool(a._cdata == b._cdata)  # type: ignore[attr-defined]
-
-
-def storage_types() -> dict[torch.dtype, str]:
-    """Map each dtype to the name of its storage class in torch's old file format."""
-    types: dict[torch.dtype, str] = _storage_types.find()()
-    return types
-
-
-def rebuild_tensor(version: int) -> Any:
-    """torch's function, version 2 or 3, by whose name a torch file rebuilds a tensor from its storage."""
-    return _rebuild[version].find()

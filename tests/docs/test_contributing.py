@@ -213,12 +213,12 @@ def test_a_checkpoint_format_is_two_functions(tmp_path: Path, monkeypatch: pytes
 
     from shardkit.checkpoint.formats import detect
     from shardkit.checkpoint.formats.convert import convert
-    from shardkit.checkpoint.formats.tensor_source import Extent, FileTensor, file_source, logical
+    from shardkit.checkpoint.formats.tensor_source import file_source, logical, mapped
     from shardkit.errors import CheckpointError
 
     names = names_of(
-        "Add a checkpoint format", np=np, torch=torch, CheckpointError=CheckpointError, Extent=Extent,
-        FileTensor=FileTensor, file_source=file_source, logical=logical,
+        "Add a checkpoint format", np=np, torch=torch, CheckpointError=CheckpointError, file_source=file_source,
+        logical=logical, mapped=mapped,
     )  # fmt: skip
     monkeypatch.setattr(detect, "FOLDERS", (*detect.FOLDERS, (names["is_npy"], names["open_npy"])))
     folder, out = tmp_path / "arrays", tmp_path / "out"

@@ -16,9 +16,19 @@ from ...errors import CheckpointError
 from ...files import read_regular
 from ..native.manifest import whole_numbers
 from .hub_names import Region
-from .tensor_source import PIECE_BYTES, RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, reading
-from .torch_file import Archive
-from .unpickle import PickledObject, TensorRef, load
+from .tensor_source import (
+    PIECE_BYTES,
+    RESTORE,
+    Extent,
+    FileTensor,
+    Source,
+    canonical,
+    file_source,
+    logical,
+    map_file,
+    reading,
+)
+from .unpickle import Archive, PickledObject, TensorRef, load
 
 METADATA = ".metadata"
 _NAME_IT = "save the model under 'model' and its optimizer under 'optim', as get_state_dict names them"
@@ -48,6 +58,7 @@ class _Folder:
 
     def __init__(self, path: Path, metadata: PickledObject) -> None:
         self.path = path
+        self._files: dict[Path, npt.NDArray[np.uint8]] = {}
         paths: Mapping[str, Any] = metadata.get("planner_data") or {}
         self._entries: dict[str, PickledObject] = {
             key: entry
@@ -150,8 +161,8 @@ class _Folder:
             ref = archive.content
             if not isinstance(ref, TensorRef) or ref.dtype != dtype or ref.numel != math.prod(sizes):
                 raise CheckpointError(f"{archive.file} does not hold what {METADATA} says of {key}", RESTORE)
-            offset = archive.offset_of(ref, key)  # checks that all of it is there, so there are no more runs than bytes
-            extents.append(Extent(archive.file, offset, *_runs(shape, offsets, sizes)))
+            content = archive.elements(ref, key)  # checks that all of it is there: there are no more runs than bytes
+            extents.append(Extent(content, *_runs(shape, offsets, sizes)))
         return FileTensor(shape, dtype, tuple(extents))
 
     def _number(self, key: str, name: str) -> float:
@@ -167,7 +178,13 @@ class _Folder:
         if storage.state.get("transform_descriptors"):
             raise CheckpointError(f"{self.path / name} is compressed", "save it without stream extensions")
         file, (start, length) = self.path / name, whole_numbers([storage.get("offset"), storage.get("length")])
-        return Archive(file, start, length)
+        with reading(file):
+            if file not in self._files:
+                self._files[file] = map_file(file)
+            content = self._files[file][start : start + length]
+            if len(content) < length:
+                raise ValueError(f"{len(self._files[file])} bytes, {start + length} are needed")
+        return Archive(file, content)
 
 
 def _path(parts: Any) -> tuple[str | int, ...]:

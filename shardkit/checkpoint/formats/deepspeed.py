@@ -21,9 +21,8 @@ import torch
 
 from ...errors import CheckpointError
 from ..native.manifest import whole_numbers
-from .tensor_source import RESTORE, Extent, FileTensor, Source, canonical, file_source, reading
-from .torch_file import Archive
-from .unpickle import PickledObject, TensorRef
+from .tensor_source import RESTORE, Extent, FileTensor, Source, canonical, file_source, map_file, reading
+from .unpickle import Archive, PickledObject, TensorRef
 
 _OPTIM = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -137,8 +136,7 @@ class _Folder:
             raise CheckpointError(f"{archive.file} does not hold all of its part of {name}", RESTORE)
         if self._dtypes.setdefault(name, flat.dtype) != flat.dtype:
             raise CheckpointError(f"{name} has two dtypes in {self.path}", RESTORE)
-        offset = archive.offset_of(flat, name) + at * flat.dtype.itemsize
-        self._extents.setdefault(name, []).append(Extent(archive.file, offset, (start,), length))
+        self._extents.setdefault(name, []).append(Extent(archive.elements(flat, name, at, length), (start,), length))
 
     def _add_states(
         self, archive: Archive, name: str, state: Mapping[str, Any], master: TensorRef, at: int, start: int, length: int
@@ -174,7 +172,7 @@ class _Folder:
             ref: TensorRef = self._models[rank].content["frozen_param_fragments"][name]
             start = min(numel, rank * ref.numel)
             length = min(ref.numel, numel - start)
-            extents.append(Extent(self._models[rank].file, self._models[rank].offset_of(ref, name), (start,), length))
+            extents.append(Extent(self._models[rank].elements(ref, name), (start,), length))
         return FileTensor(shape, ref.dtype, tuple(extents))
 
 
@@ -196,7 +194,9 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Archive]:
                 f"{path} is from a tensor-parallel job", "convert the folder to a plain one with DeepSpeed's own tools"
             )
         if match:
-            archives[int(match.group(1) or 0)] = Archive(path)
+            with reading(path):
+                content = map_file(path)
+            archives[int(match.group(1) or 0)] = Archive(path, content)
     return archives
 
 

@@ -228,5 +228,5 @@ def _fused(shape: tuple[int, ...], parts: Mapping[str, tuple[FileTensor, Region]
                 "set model.init_from to weights of this model, with its sizes",
             )
         starts, run = region.runs()
-        extents.append(Extent(extent.file, extent.offset, starts, run))
+        extents.append(Extent(extent.content, starts, run))
     return FileTensor(shape, dtypes.pop(), tuple(extents))

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ...errors import CheckpointError
-from ...files import open_regular, read_at
+from ...files import open_regular
 from ..native.manifest import RunState
 from ..native.reader import TensorSpec
-from ..native.writer import byte_view
 
 RESTORE = "restore it from a copy"
 PIECE_BYTES = 8 * 2**20
 """Most bytes of a tensor that a conversion holds at once."""
-_LONG_RUN = 2**18
-"""Bytes from which on each run is read separately; shorter neighbouring runs are read together."""
 
 
 @contextmanager
@@ -44,7 +39,8 @@ def reading(path: Path, fix: str = RESTORE) -> Iterator[None]:
         reason = error.strerror or error
         raise CheckpointError(f"{path} cannot be read: {reason}", "check its path, owner and mode") from error
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}", fix) from error
+        words = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {words}", fix) from error
 
 
 @dataclass
@@ -121,16 +117,15 @@ def cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Extent:
-    """Runs of consecutive elements of a flattened tensor, which a file stores one after another.
+    """Runs of consecutive elements of a flattened tensor, which lie one after another in a mapped file.
 
     Attributes:
-        offset: byte of the file at which the first run begins.
+        content: the bytes of all runs.
         starts: index of each run's first element in the flattened tensor, ascending.
         run: number of elements in each run.
     """
 
-    file: Path
-    offset: int
+    content: npt.NDArray[np.uint8]
     starts: tuple[int, ...] | npt.NDArray[np.int64]
     run: int
 
@@ -141,146 +136,65 @@ class Extent:
 
 @dataclass(frozen=True)
 class FileTensor(TensorSpec):
-    """A tensor whose elements lie in files, in one or several extents."""
+    """A tensor whose elements lie in mapped files, in one or several extents."""
 
     extents: tuple[Extent, ...] = ()
 
 
-class FileTensors:
-    """Reads ranges of tensors directly from the files that hold them, from any thread.
+def map_file(file: Path) -> npt.NDArray[np.uint8]:
+    """The bytes of a file, of which the kernel reads those that are used."""
+    with open_regular(file) as opened:
+        return np.memmap(opened, np.uint8, "r")
+
+
+def mapped(tensor: torch.Tensor) -> FileTensor:
+    """A contiguous tensor whose memory is a mapped file, as safetensors and `torch.load(mmap=True)` give it."""
+    content = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return FileTensor(tuple(tensor.shape), tensor.dtype, (Extent(content, (0,), tensor.numel()),))
+
+
+def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **fields: Any) -> Source:
+    """A source whose tensors lie in mapped files; ranges are read from any thread.
+
+    Args:
+        fields: further attributes of the source.
 
     Raises:
-        CheckpointError: an element of a tensor is in no file, or in two; or tensors overlap and together have more than
-            twice the bytes of the file that holds them.
+        CheckpointError: an element of a tensor is in no file, or in two.
     """
+    for name, tensor in tensors.items():
+        _check_complete(name, tensor, path)
+    n_bytes = 0
 
-    def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
-        self.tensors = tensors
-        self.bytes_read = 0
-        self._lock = threading.Lock()
-        self._files: dict[Path, BinaryIO] = {}
-        _refuse_overlaps(tensors)
-        for name, tensor in tensors.items():
-            _check_complete(name, tensor)
-
-    def close(self) -> None:
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
-
-    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out` (1-D, CPU, contiguous, of the tensor's dtype) with elements from `start` on."""
-        tensor, target = self.tensors[name], byte_view(out)
-        size, stop = tensor.dtype.itemsize, start + out.numel()
+    def read_into(name: str, start: int, out: torch.Tensor) -> None:
+        nonlocal n_bytes
+        tensor, target, stop = tensors[name], out.view(torch.uint8).numpy(), start + out.numel()
+        size = tensor.dtype.itemsize
         for extent in tensor.extents:
-            if not extent.run:
-                continue
             low = max(0, int(np.searchsorted(extent.run_starts, start, side="right")) - 1)
             high = int(np.searchsorted(extent.run_starts, stop, side="left"))
-            if high - low == 1:
-                self._read_run(name, extent, low, start, stop, size, target)
-            elif extent.run * size >= _LONG_RUN:
-                for index in range(low, high):
-                    self._read_run(name, extent, index, start, stop, size, target)
-            elif high > low:
-                self._read_runs(name, extent, low, high, start, stop, size, target)
+            for index, begin in enumerate(extent.run_starts[low:high].tolist(), low):
+                first, end = max(start, begin), min(stop, begin + extent.run)
+                if first < end:
+                    offset = (index * extent.run + first - begin) * size
+                    target[(first - start) * size : (end - start) * size] = extent.content[
+                        offset : offset + (end - first) * size
+                    ]
+        n_bytes += out.nbytes
 
-    def _read_run(
-        self, name: str, extent: Extent, index: int, start: int, stop: int, size: int, target: memoryview
-    ) -> None:
-        """Read the elements of run `index` that lie in [start, stop) into `target`, which holds that range."""
-        begin = int(extent.run_starts[index])
-        overlap_start, overlap_end = max(start, begin), min(stop, begin + extent.run)
-        if overlap_start < overlap_end:
-            offset = extent.offset + (index * extent.run + overlap_start - begin) * size
-            self._pread(
-                name, extent.file, offset, target[(overlap_start - start) * size : (overlap_end - start) * size]
-            )
-
-    def _read_runs(
-        self, name: str, extent: Extent, low: int, high: int, start: int, stop: int, size: int, target: memoryview
-    ) -> None:
-        """Read the runs [low, high) with one call, and copy the elements of each in [start, stop) to `target`."""
-        stretch = memoryview(bytearray((high - low) * extent.run * size))
-        self._pread(name, extent.file, extent.offset + low * extent.run * size, stretch)
-        for index in range(low, high):
-            begin = int(extent.run_starts[index])
-            overlap_start, overlap_end = max(start, begin), min(stop, begin + extent.run)
-            at = (index - low) * extent.run + overlap_start - begin
-            if overlap_start < overlap_end:
-                target[(overlap_start - start) * size : (overlap_end - start) * size] = stretch[
-                    at * size : (at + overlap_end - overlap_start) * size
-                ]
-
-    def _pread(self, name: str, file: Path, offset: int, out: memoryview) -> None:
-        """Fill `out` with the file's bytes from `offset` on.
-
-        Raises:
-            CheckpointError: the file cannot be read, or ends before.
-        """
-        with reading(file):
-            n_read = read_at(self._open(file), out, offset)
-        if n_read < len(out):
-            raise CheckpointError(f"{file} ends before {name} does", RESTORE)
-        self.bytes_read += n_read
-
-    def _open(self, file: Path) -> int:
-        with self._lock:
-            if file not in self._files:
-                self._files[file] = open_regular(file)
-            return self._files[file].fileno()
+    return Source(kind, path, tensors, read_into, lambda: None, bytes_read=lambda: n_bytes, **fields)
 
 
-def _refuse_overlaps(tensors: Mapping[str, FileTensor]) -> None:
-    """Refuse tensors that share bytes so often that a small file would become a large one.
-
-    Weights may be views of one array: tensors may have up to twice the bytes of their file.
-
-    Raises:
-        CheckpointError: they have more.
-    """
-    n_used: Counter[Path] = Counter()
-    for tensor in tensors.values():
-        for extent in tensor.extents:
-            n_used[extent.file] += len(extent.starts) * extent.run * tensor.dtype.itemsize
-    for file, n_bytes in n_used.items():
-        size = file.stat().st_size
-        if n_bytes > 2 * size:
-            raise CheckpointError(
-                f"{file} has {size:,} bytes, its tensors {n_bytes:,}: they use the same bytes more than once",
-                "save each tensor as its own, tensor.clone(); if the file is not your own, do not trust it",
-            )
-
-
-def _check_complete(name: str, tensor: FileTensor) -> None:
-    """Check that the extents of a tensor hold each element exactly once.
-
-    Raises:
-        CheckpointError: they do not; the message names the first element that is missing or repeated.
-    """
+def _check_complete(name: str, tensor: FileTensor, path: Path) -> None:
+    """Check that the extents of a tensor hold each element exactly once."""
     spans = [np.stack([e.run_starts, e.run_starts + e.run], axis=1) for e in tensor.extents if e.run]
     ordered = np.concatenate([np.empty((0, 2), np.int64), *spans])
     ordered = ordered[np.argsort(ordered[:, 0], kind="stable")]
     ends, starts = np.append(0, ordered[:, 1]), np.append(ordered[:, 0], math.prod(tensor.shape))
     wrong = np.flatnonzero(ends != starts)
     if len(wrong):
-        file = tensor.extents[0].file if tensor.extents else "the source"
         at = min(ends[wrong[0]], starts[wrong[0]])
-        raise CheckpointError(f"element {at} of {name} is missing from {file} and its neighbours", RESTORE)
-
-
-def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **fields: object) -> Source:
-    """A source whose tensors lie in files.
-
-    Args:
-        fields: further attributes of the source.
-    """
-    files = FileTensors(tensors)
-    return Source(
-        kind, path, tensors, files.read_into, files.close,
-        bytes_read=lambda: files.bytes_read, **fields,  # type: ignore[arg-type]
-    )  # fmt: skip
+        raise CheckpointError(f"element {at} of {name} is missing from {path}", RESTORE)
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
