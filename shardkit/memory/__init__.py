@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .ledger import MemoryLedger as MemoryLedger
     from .rows import RankRow as RankRow
-    from .spread import summary as summary
+    from .rows import summary as summary
     from .table import read_jsonl as read_jsonl
     from .table import render_table as render_table
     from .table import write_jsonl as write_jsonl
@@ -28,7 +28,7 @@ _PUBLIC = {
     "TensorTracker": ".tracing.tracker",
     "read_jsonl": ".table",
     "render_table": ".table",
-    "summary": ".spread",
+    "summary": ".rows",
     "write_jsonl": ".table",
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
+import re
 import socket
 import time
 from collections.abc import Iterable
@@ -14,14 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import ConfigError
-from .exchange import RowExchange
+from ..errors import ConfigError, TrainingError
 from .limits import SHARE, HostRisk, tightest_limit
 from .phases import PhaseMeter, note_phase
 from .probe import DeviceProbe, HostProbe
 from .rows import PHASES, DeviceMemory, HostMemory, Identity, PhaseName, RankRow, StateBytes, StateKind, phase_name
 from .state import HasState, count_state, module_state
 
+ROW_BYTES = 4096
+"""Bytes that each rank sends: a row with every phase takes some 1,500, and long names of hosts and devices 500 more."""
+SETTLE_S = 5.0
+"""Seconds that rank 0 waits for the others' notes after a gather failed: some ranks are merely late."""
+# gloo's message without the source file before it and the advice after it.
+_NOISE = re.compile(r"^(?:\[[^\]]*\] )?(.*?)(?:\. This is typically.*)?$", re.DOTALL)
 SLOW_PROBE_SHARE = 0.001
 """USS and children's RSS take at most this share of the run's time."""
 
@@ -91,7 +98,10 @@ class MemoryLedger:
         self._slow: tuple[int | None, int | None, int | None] = (None, None, None)
         self._slow_next = 0.0
         self._identity = Identity(rank, host or socket.gethostname(), local_rank, self._device_probe.name)
-        self._exchange = RowExchange(group, self._identity, world_size)
+        self._group, self._store = group, None if group is None else group.get_group_store()
+        self._names = [self._identity.name] * world_size
+        if world_size > 1:  # a gather that fails names the missing ranks, which cannot be asked then
+            dist.all_gather_object(self._names, self._identity.name, group=group)
         self.overhead_s += time.perf_counter() - began
 
     @classmethod
@@ -229,7 +239,7 @@ class MemoryLedger:
         """
         began = time.perf_counter()
         row = self.row()
-        rows = self._exchange.collect(step, row)
+        rows = self._collect(step, row)
         self._phases.start_interval()
         self._step_times.clear()
         self.last_rows = rows
@@ -238,6 +248,52 @@ class MemoryLedger:
         self.gather_s += took
         self.overhead_s += took
         return rows if self.rank == 0 else None
+
+    def _collect(self, step: int, row: RankRow) -> list[RankRow]:
+        """Every rank's row on rank 0, in rank order; empty elsewhere."""
+        if self._store is None or self.world_size == 1:
+            return [row]
+        # Not `gather_object`: it first gathers the sizes, a second collective. `pickle.loads` ignores the zeros behind.
+        sent = bytearray(pickle.dumps((step, row)).ljust(ROW_BYTES, b"\0"))
+        if len(sent) > ROW_BYTES:
+            raise ValueError(f"the row of rank {row.name} takes {len(sent)} bytes, more than {ROW_BYTES}")
+        received = [bytearray(ROW_BYTES) for _ in range(self.world_size)] if self.rank == 0 else []
+        tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in received]
+        # A failed collective does not say which ranks were missing, so each leaves a note that nobody waits for (2 to
+        # 30 µs). `monitored_barrier` would name them too, but every rank would wait for rank 0's answer at each gather.
+        self._store.set(_key(self.rank), str(step))
+        try:
+            dist.gather(torch.frombuffer(sent, dtype=torch.uint8), tensors or None, group=self._group, group_dst=0)
+        except RuntimeError as error:
+            if self.rank != 0:
+                raise
+            missing, reason = self._missing(step), _without_noise(error)
+            raise TrainingError(
+                f"memory was not gathered at step {step}; did not report: {missing}: {reason}",
+                "look at those ranks' logs: they were killed, failed, hang, or their node is lost",
+            ) from error
+        rows = []
+        for rank_step, rank_row in map(pickle.loads, received):
+            if rank_step != step:
+                raise RuntimeError(f"rank {rank_row.name} gathers memory at step {rank_step}, rank 0 at step {step}")
+            rows.append(rank_row)
+        return rows
+
+    def _missing(self, step: int) -> str:
+        """The ranks that have not reached the gather after `step`, with their last one."""
+        assert self._store is not None
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            keys = map(_key, range(self.world_size))
+            seen = [int(self._store.get(key)) if self._store.check([key]) else None for key in keys]
+            missing = [
+                f"rank {name} ({'never did' if last is None else f'last at step {last}'})"
+                for name, last in zip(self._names, seen, strict=True)
+                if last is None or last < step
+            ]
+            if not missing or time.monotonic() > deadline:
+                return ", ".join(missing) or "unknown"
+            time.sleep(0.05)
 
     def row(self) -> RankRow:
         """This rank's row as a gather would send it now."""
@@ -285,6 +341,15 @@ class MemoryLedger:
             ended = time.perf_counter()
             self._slow_next = ended + (ended - began) / SLOW_PROBE_SHARE
         return self._slow
+
+
+def _without_noise(error: Exception) -> str:
+    match = _NOISE.match(" ".join(str(error).split()))
+    return match[1] if match else str(error)
+
+
+def _key(rank: int) -> str:
+    return f"shardkit/memory/{rank}"
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -6,7 +6,8 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +17,21 @@ from rich.table import Table
 
 from ..errors import DataError
 from ..files import append_jsonl
-from .rows import READABLE, RankRow, StateBytes, StateKind, gather_json, quantized_bytes
-from .spread import BEST, LABELS, SHOWN_SINGLY, SLOW, WORST, Spread, Summary, pressure, summary
+from .rows import (
+    BEST,
+    LABELS,
+    READABLE,
+    SHOWN_SINGLY,
+    SLOW,
+    WORST,
+    RankRow,
+    Spread,
+    StateKind,
+    gather_json,
+    pressure,
+    quantized_bytes,
+    summary,
+)  # fmt: skip
 
 _STATES: dict[StateKind, str] = {
     "params": "params",
@@ -104,95 +118,70 @@ def _fitting(rows: Sequence[RankRow], console: Console) -> Table:
         omit.append("retries")
     if not any(row.state and row.state["master_params"].total for row in rows):
         omit.append("master")
-    table = _table(rows, absent)
-    for count in range(1, len(omit) + 1):
-        if _width(table, console) <= console.width:
-            break
+    for count in range(len(omit) + 1):
         table = _table(rows, [*absent, *omit[:count]])
-    console.width = max(console.width, _width(table, console))
+        width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+        if width <= console.width:
+            break
+    console.width = max(console.width, width)
     return table
-
-
-def _width(table: Table, console: Console) -> int:
-    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
 def _table(rows: Sequence[RankRow], omit: Sequence[str]) -> Table:
-    units = _Units(rows)
     ordered = sorted(rows, key=pressure, reverse=True)
-    worst = ordered[0]
     shown: list[RankRow | None] = list(rows)
     if len(rows) > SHOWN_SINGLY:
         shown = [*ordered[:WORST], None, *ordered[-BEST:]]
+    columns = [column for column in _columns(rows) if column[0] not in omit]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    headers = units.headers()
-    for title, unit in headers:
-        if title not in omit:
-            justify: Literal["left", "right"] = "left" if title == "host" else "right"
-            table.add_column("\n".join([*title.split(), unit]).rstrip(), justify=justify, no_wrap=True)
+    for title, unit, _ in columns:
+        justify: Literal["left", "right"] = "left" if title == "host" else "right"
+        table.add_column("\n".join([*title.split(), unit]).rstrip(), justify=justify, no_wrap=True)
     for row in shown:
         if row is None:
-            gap = [f"({len(rows) - WORST - BEST}", "more)"]
-            table.add_row(*gap)
+            table.add_row(f"({len(rows) - WORST - BEST}", "more)")
             continue
-        marked = row is worst and len(rows) > 1
-        cells = units.cells(row, "*" if marked else "")
-        shown_cells = (cell for (title, _), cell in zip(headers, cells, strict=True) if title not in omit)
-        table.add_row(*shown_cells, style="bold red" if marked else "")
+        rank, *cells = (cell(row) for _, _, cell in columns)
+        is_worst = row is ordered[0] and len(rows) > 1
+        table.add_row(f"*{rank}" if is_worst else rank, *cells, style="bold red" if is_worst else "")
     return table
 
 
-class _Units:
-    """One unit per column, so that numbers compare at a glance."""
+def _columns(rows: Sequence[RankRow]) -> list[tuple[str, str, Callable[[RankRow], str]]]:
+    """(title, unit, a row's cell) of each column. A column has one unit, so that numbers compare at a glance."""
+    state = _unit(max((max(b.device, b.host) for row in rows for b in (row.state or {}).values()), default=0))
+    device = _unit(max((row.device_mem.peak_reserved for row in rows if row.device_mem), default=0))
+    host = _unit(max(row.host_mem.peak_rss for row in rows))
+    seconds = _time_unit(max((row.step_time_s or 0.0 for row in rows), default=0.0))
 
-    def __init__(self, rows: Sequence[RankRow]) -> None:
-        state = max((max((b.device, b.host)) for row in rows if row.state for b in row.state.values()), default=0)
-        device = max((row.device_mem.peak_reserved for row in rows if row.device_mem), default=0)
-        host = max(row.host_mem.peak_rss for row in rows)
-        self._state, self._device, self._host = _unit(state), _unit(device), _unit(host)
-        slowest = max((row.step_time_s for row in rows if row.step_time_s is not None), default=0.0)
-        self._time = ("s", 1.0) if slowest >= 10 else ("ms", 1e-3)
-
-    def headers(self) -> list[tuple[str, str]]:
-        state, device, host = self._state[0], self._device[0], self._host[0]
-        return [
-            ("rank", ""),
-            ("host", ""),
-            *((label, state) for label in _STATES.values()),
-            ("peak allocated", device),
-            ("peak reserved", device),
-            ("RSS", host),
-            ("peak RSS", host),
-            ("retries", ""),
-            ("step time", self._time[0]),
-        ]
-
-    def cells(self, row: RankRow, mark: str) -> list[str]:
-        device, host = row.device_mem, row.host_mem
-        return [
-            f"{mark}{row.identity.rank}",
-            row.identity.host,
-            *(self._state_cell(None if row.state is None else row.state.get(kind)) for kind in _STATES),
-            _number(None if device is None else device.peak_allocated, self._device[1]),
-            _number(None if device is None else device.peak_reserved, self._device[1]),
-            _number(host.rss, self._host[1]),
-            _number(host.peak_rss, self._host[1]),
-            "–" if row.alloc_retries is None else str(row.alloc_retries),
-            _number(row.step_time_s, self._time[1]),
-        ]
-
-    def _state_cell(self, n_bytes: StateBytes | None) -> str:
+    def state_cell(kind: StateKind, row: RankRow) -> str:
+        n_bytes = None if row.state is None else row.state.get(kind)
         if n_bytes is None:
             return "–"
-        scale = self._state[1]
-        on_host = f"{_number(n_bytes.host, scale)}h" if n_bytes.host else ""
-        if not on_host or n_bytes.device:
-            return _number(n_bytes.device, scale) + (f" +{on_host}" if on_host else "")
-        return on_host
+        on_host = f"{_number(n_bytes.host, state[1])}h" if n_bytes.host else ""
+        if on_host and not n_bytes.device:
+            return on_host
+        return _number(n_bytes.device, state[1]) + (f" +{on_host}" if on_host else "")
+
+    return [
+        ("rank", "", lambda row: str(row.identity.rank)),
+        ("host", "", lambda row: row.identity.host),
+        *((title, state[0], partial(state_cell, kind)) for kind, title in _STATES.items()),
+        ("peak allocated", device[0], lambda row: _number(getattr(row.device_mem, "peak_allocated", None), device[1])),
+        ("peak reserved", device[0], lambda row: _number(getattr(row.device_mem, "peak_reserved", None), device[1])),
+        ("RSS", host[0], lambda row: _number(row.host_mem.rss, host[1])),
+        ("peak RSS", host[0], lambda row: _number(row.host_mem.peak_rss, host[1])),
+        ("retries", "", lambda row: "–" if row.alloc_retries is None else str(row.alloc_retries)),
+        ("step time", seconds[0], lambda row: _number(row.step_time_s, seconds[1])),
+    ]
 
 
 def _unit(largest: float) -> tuple[str, float]:
     return ("GiB", 2.0**30) if largest >= 2**30 else ("MiB", 2.0**20)
+
+
+def _time_unit(largest_s: float) -> tuple[str, float]:
+    return ("s", 1.0) if largest_s >= 10 else ("ms", 1e-3)
 
 
 def _number(value: float | None, scale: float) -> str:
@@ -210,25 +199,19 @@ def _summary_lines(rows: Sequence[RankRow]) -> Iterator[str]:
         yield f"*: largest peak {'RSS' if rows[0].device_mem is None else 'allocated'}"
         for name, spread in condensed.spreads.items():
             yield _spread_line(name, spread)
-        yield from _node_lines(condensed)
+    if condensed.peak is not None and len(condensed.nodes) > 1:
+        metric = condensed.peak[0]
+        nodes = sorted(condensed.nodes.items(), key=lambda node: -node[1][metric].max)
+        for host, spreads in nodes[: SHOWN_SINGLY if len(nodes) <= SHOWN_SINGLY else WORST]:
+            yield f"node {host}: {_spread_line(metric, spreads[metric])}"
+        if len(nodes) > SHOWN_SINGLY:
+            yield f"({len(nodes) - WORST} more nodes)"
     for slow in condensed.stragglers:
         yield f"slow: rank {slow.name} is busy for {slow.ratio:.2f} × the median of a step (limit {SLOW} ×)"
 
 
-def _node_lines(condensed: Summary) -> Iterator[str]:
-    """A line per node if there are several, or for the worst nodes if there are many."""
-    if condensed.peak is None or len(condensed.nodes) < 2:
-        return
-    metric = condensed.peak[0]
-    nodes = sorted(condensed.nodes.items(), key=lambda node: -node[1][metric].max)
-    for host, spreads in nodes[: SHOWN_SINGLY if len(nodes) <= SHOWN_SINGLY else WORST]:
-        yield f"node {host}: {_spread_line(metric, spreads[metric])}"
-    if len(nodes) > SHOWN_SINGLY:
-        yield f"({len(nodes) - WORST} more nodes)"
-
-
 def _spread_line(name: str, spread: Spread) -> str:
-    unit, scale = (("s", 1.0) if spread.max >= 10 else ("ms", 1e-3)) if name == "step_time_s" else _unit(spread.max)
+    unit, scale = _time_unit(spread.max) if name == "step_time_s" else _unit(spread.max)
     return (
         f"{LABELS[name] + ':':<16}max {_number(spread.max, scale)} {unit} (rank {spread.worst}), "
         f"min {_number(spread.min, scale)} {unit}, max / mean {spread.skew:.2f}"

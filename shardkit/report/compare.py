@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from ..memory.spread import pressure
+from ..memory.rows import pressure
 from . import figures, measure
 from .html.page import Cell, Page, heading, paragraph, quantity, table, words
 from .page import facts

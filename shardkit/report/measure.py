@@ -8,8 +8,7 @@ from datetime import datetime
 from statistics import median
 from typing import Any, Literal
 
-from ..memory.rows import PHASES, PhaseName, RankRow
-from ..memory.spread import BEST, LABELS, SHOWN_SINGLY, WORST, Straggler, pressure, summary
+from ..memory.rows import BEST, LABELS, PHASES, SHOWN_SINGLY, WORST, PhaseName, RankRow, Straggler, pressure, summary
 from ..telemetry.catalog import STEP_PARTS
 from .html.page import Unit
 from .read import Gather, Run, mapping, number

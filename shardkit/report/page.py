@@ -14,8 +14,7 @@ from markupsafe import Markup
 
 from ..errors import ShardkitError, system_errors
 from ..files import write_whole
-from ..memory.rows import KINDS, quantized_bytes
-from ..memory.spread import LABELS, pressure, summary
+from ..memory.rows import KINDS, LABELS, pressure, quantized_bytes, summary
 from . import figures, measure, planned, postmortem, traced
 from .html.page import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from .read import Run, mapping, number, sequence

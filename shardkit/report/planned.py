@@ -11,8 +11,7 @@ from statistics import median
 from typing import Any
 
 from ..errors import ShardkitError, gib
-from ..memory.rows import KINDS, RankRow, phase_name
-from ..memory.spread import pressure
+from ..memory.rows import KINDS, RankRow, phase_name, pressure
 from ..plan import history
 from .figures import COLOURS, bar
 from .html.page import LINES, Figure, unit_of

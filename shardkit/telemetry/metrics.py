@@ -12,8 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..files import append_jsonl, extend_last_line
-from ..memory.rows import RankRow
-from ..memory.spread import SHOWN_SINGLY, pressure, summary
+from ..memory.rows import SHOWN_SINGLY, RankRow, pressure, summary
 
 _LOG = logging.getLogger(__name__)
 BOARD_S = 5.0

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import gib
-from ..memory.rows import RankRow
-from ..memory.spread import Summary, pressure, summary
+from ..memory.rows import RankRow, Summary, pressure, summary
 from .catalog import STEP_PARTS
 
 if TYPE_CHECKING:

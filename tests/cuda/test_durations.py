@@ -10,8 +10,7 @@ import torch
 
 from shardkit.hardware import speed
 from shardkit.hardware.cards import gpu_peak_flops
-from shardkit.memory.rows import RankRow
-from shardkit.memory.spread import summary
+from shardkit.memory.rows import RankRow, summary
 from tests.cuda import durations
 from tests.emulated_cuda import call, needs_emulation, start
 from tests.timing import measured_again

@@ -8,7 +8,8 @@ import pytest
 
 from shardkit.errors import TrainingError
 from shardkit.launch.failures.failure import Failure
-from shardkit.memory import MemoryLedger, exchange
+from shardkit.memory import MemoryLedger
+from shardkit.memory import ledger as ledgers
 from tests.ranks import run_ranks
 
 
@@ -18,7 +19,7 @@ def gather_until_one_leaves() -> tuple[str, str] | None:
 
     import torch.distributed as dist
 
-    exchange.SETTLE_S = 0.0
+    ledgers.SETTLE_S = 0.0
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
     ledger = MemoryLedger("cpu", group, rank, dist.get_world_size(), host=f"node{rank}")

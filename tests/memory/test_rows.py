@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.memory.exchange import ROW_BYTES
+from shardkit.memory.ledger import ROW_BYTES
 from shardkit.memory.rows import (
     KINDS,
     PHASES,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import shardkit.memory
-from shardkit.memory.rows import Identity
-from shardkit.memory.spread import Spread, summary
+from shardkit.memory.rows import Identity, Spread, summary
 from shardkit.memory.table import render_table
 from tests.memory.samples import MIB, cpu_row, gpu_row
 

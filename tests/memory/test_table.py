@@ -11,8 +11,7 @@ import pytest
 
 from shardkit import files
 from shardkit.errors import ConfigError, DataError
-from shardkit.memory.rows import StateBytes, quantized_bytes
-from shardkit.memory.spread import summary
+from shardkit.memory.rows import StateBytes, quantized_bytes, summary
 from shardkit.memory.table import read_jsonl, render_table, write_jsonl
 from tests.memory.samples import MIB, cpu_row, gpu_row
 

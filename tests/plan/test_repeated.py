@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.memory.tracing.events import EventLog
-from shardkit.memory.tracing.repeated import repeat_last_step
+from shardkit.memory.tracing.events import EventLog, repeat_last_step
 from tests.commands import environment
 from tests.ranks import REPO
 

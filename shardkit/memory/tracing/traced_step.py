@@ -14,8 +14,7 @@ from torch import nn
 from ..phases import Phases
 from ..rows import CATEGORIES, Category, PhaseName
 from ..state import HasState, local_tensors
-from .events import EventLog, Peak, following_modules
-from .repeated import repeat_last_step
+from .events import EventLog, Peak, following_modules, repeat_last_step
 from .tracker import TensorTracker
 
 BETWEEN = "between"

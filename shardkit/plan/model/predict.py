@@ -17,8 +17,7 @@ from ...errors import ConfigError
 from ...hardware.cards import TYPICAL
 from ...memory.rows import CATEGORIES, PHASES
 from ...memory.tracing.compat import TRACKER
-from ...memory.tracing.events import EventLog
-from ...memory.tracing.repeated import repeat_last_step
+from ...memory.tracing.events import EventLog, repeat_last_step
 from ...memory.tracing.traced_step import BETWEEN, Tracing
 from ...memory.tracing.tracker import TensorTracker
 from ...parallel.weights import Weights
