@@ -1,11 +1,10 @@
-"""Messages for an invalid configuration: the nearest known key, and the values that a key accepts."""
+"""Messages for an invalid configuration: pydantic's text, the place of the value, and the nearest known key."""
 
 from __future__ import annotations
 
 import difflib
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 from ..errors import ConfigError, one_line
 from .names import HERE
 from .removed import KEYS, VALUES
-from .schema import RunConfig, sections
+from .schema import QuantizeConfig, RunConfig, SourceConfig, sections
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]
@@ -129,6 +128,67 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
+def wrong_value(path: Path, value: Any, source: str, text: str, expected: str = "") -> ConfigError:
+    """The error for a value of the wrong type or out of range.
+
+    Args:
+        text: pydantic's words for it.
+        expected: the values that it names, each in quotes.
+    """
+    dotted = ".".join(path[:2])
+    if (assignment := f"{dotted}={value}") in VALUES:
+        return ConfigError(f"{assignment} was removed{_in(source)}", VALUES[assignment])
+    if assignment in _REFUSED:
+        reason, fix = _REFUSED[assignment]
+        return ConfigError(f"{assignment} {reason}{_in(source)}", fix)
+    field = section_fields()[path[0]][path[1]]
+    fix = f"the default is {dotted}={field.default if isinstance(field.default, str) else shown(field.default, 100)}"
+    if field.default is not None and "None" in str(field.annotation):
+        fix += "; null is possible too"
+    if isinstance(value, (int, float)) and "valid string" in text and len(path) == 2:
+        fix = f'quote it: "{shown(value)}"'
+    elif "dictionary" in text or any(":" in part for part in path[2:]):
+        fix = f"quote it, with a space behind each colon: '{dotted}={{key: value}}'"
+    elif len(path) > 2 and "Extra inputs" in text:
+        known = [*QuantizeConfig.model_fields, *SourceConfig.model_fields]
+        fix = did_you_mean(path[-1], known, lambda name: ".".join([*path[:-1], name])) or f"remove {path[-1]}"
+    elif isinstance(value, str) and (choices := re.findall("'([^']*)'", expected)):
+        word = _VALUE_SYNONYMS.get(value.lower(), value.lower())
+        fix = did_you_mean(word, choices, lambda name: f"{dotted}={name}") or fix
+    return ConfigError(f"{dotted}={shown(value)}{_in(source)}: {one_line(text)}", fix)
+
+
+def did_you_mean(word: str, choices: Iterable[str], name: Callable[[str], str]) -> str:
+    """The fix that asks for the nearest choice, as `name` writes it; empty if none is near."""
+    choices = list(choices)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    close = close or [choice for choice in choices if set(word.split("_")) <= set(choice.split("_"))]
+    return f"did you mean {' or '.join(map(name, close))}?" if close else ""
+
+
+def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate) -> list[ConfigError]:
+    """Pydantic's errors, each with the place of its value and a fix; the first one of each key."""
+    errors: dict[str, ConfigError] = {}
+    by_key: dict[Path, list[Any]] = {}
+    for item in error.errors(include_url=False):
+        if item["type"] == "conflict":
+            cause = item["ctx"]["cause"]
+            errors.setdefault(cause, ConfigError(cause + _in(_origins(cause, tree, locate)), item["ctx"]["fix"]))
+        else:
+            by_key.setdefault((str(item["loc"][0]), str(item["loc"][1])), []).append(item)
+    for key, items in by_key.items():  # several: each type of a union has its own, or each element of a list
+        paths = [tuple(map(str, item["loc"])) for item in items]
+        texts = [
+            ": ".join([*filter(None, [".".join(path[2:])]), item["msg"]])
+            for path, item in zip(paths, items, strict=True)
+        ]
+        text = "; ".join(text[0].lower() + text[1:] for text in texts)
+        choices = str(items[0].get("ctx", {}).get("expected", ""))
+        value = tree.get(key[0], {}).get(key[1])
+        errors[".".join(key)] = wrong_value(paths[0], value, locate(key), text, choices)
+    return list(errors.values())
+
+
 def expected(section: str, key: str) -> str:
     """The values that a key accepts, in words: `an integer >= 1, or null`."""
     schema = json_schema()
@@ -170,113 +230,6 @@ def _in_words(schema: dict[str, Any]) -> str:
 
 def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
-
-
-_OFF = {
-    "checkpoint.every_steps": "null saves by time alone (checkpoint.every_minutes)",
-    "checkpoint.every_minutes": "null saves by steps alone (checkpoint.every_steps)",
-    "train.eval_every": "null evaluates at the end alone, and train.eval_samples=0 switches evaluation off",
-    **dict.fromkeys(
-        ("train.ema_decay", "train.max_norm", "memory.trace_step", "profile.start"), "null switches it off"
-    ),
-}
-"""Numbers that other tools set to 0 to switch a feature off → what does it here."""
-
-
-def wrong_value(path: Path, value: Any, source: str) -> ConfigError:
-    """The error for a value of the wrong type or out of range."""
-    dotted, accepted = ".".join(path[:2]), expected(path[0], path[1])
-    if (assignment := f"{dotted}={value}") in VALUES:
-        return ConfigError(f"{assignment} was removed{_in(source)}", VALUES[assignment])
-    if assignment in _REFUSED:
-        reason, fix = _REFUSED[assignment]
-        return ConfigError(f"{assignment} {reason}{_in(source)}", fix)
-    default = section_fields()[path[0]][path[1]].default
-    if isinstance(value, float) and not math.isfinite(value):
-        accepted = accepted.replace("a number", "a finite number", 1)
-    fix = f"the default is {dotted}={default if isinstance(default, str) else shown(default, 100)}"
-    if isinstance(value, (int, float)) and accepted.startswith("text"):
-        fix = f'quote it: "{shown(value)}"'
-    elif dotted in _OFF and (not value or _is_negative(value) or str(value).lower() in ("off", "no", "none", "never")):
-        fix = f"set {dotted}=null: {_OFF[dotted]}"
-    elif dotted == "data.columns":
-        fix = _columns_fix(value)
-    elif dotted == "model.quantize":
-        fix = "set 'model.quantize={bits: 4}', with a space behind the colon"
-    elif accepted == "a mapping":
-        fix = f"quote it, with a space behind each colon: '{dotted}={{key: value}}'"
-    elif isinstance(value, str) and accepted.startswith("one of "):
-        choices = accepted.removeprefix("one of ").removesuffix(", or null").split(", ")
-        word = _VALUE_SYNONYMS.get(value.lower(), value.lower())
-        close = difflib.get_close_matches(word, choices, n=1, cutoff=0.7)
-        close = close or [choice for choice in choices if set(word.split("_")) <= set(choice.split("_"))]
-        if close:
-            fix = f"did you mean {' or '.join(f'{dotted}={choice}' for choice in close)}?"
-    return ConfigError(f"{dotted}={shown(value)}{_in(source)}, expected {accepted}", fix)
-
-
-def _is_negative(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value < 0
-
-
-def _columns_fix(value: Any) -> str:
-    """The fix for `data.columns`, whose value is a column's name, or a mapping without a space behind its colon."""
-    pairs = list(value) if isinstance(value, dict) else [value]
-    if len(pairs) == 1 and isinstance(pairs[0], str):
-        role, colon, column = pairs[0].partition(":")
-        if colon and role and column:
-            return f"write a space behind the colon, and quote it: 'data.columns={{{role}: {column}}}'"
-        if pairs[0].isidentifier():
-            return (
-                f"say what it holds: 'data.columns={{messages: {pairs[0]}}}' for conversations, "
-                f"'data.columns={{text: {pairs[0]}}}' for text"
-            )
-    return "quote it, with a space behind each colon: 'data.columns={messages: NAME}'"
-
-
-def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate) -> list[ConfigError]:
-    """Pydantic's errors in our words."""
-    errors: dict[str, ConfigError] = {}
-    for item in error.errors(include_url=False):
-        path = tuple(str(part) for part in item["loc"])
-        if path[:2] == ("model", "quantize") and len(path) > 2:
-            if ":" in path[2]:
-                errors.setdefault(".".join(path[:2]), _without_space(path[:2], tree, locate(path[:2])))
-            else:
-                errors.setdefault(".".join(path[:3]), _nested(path[:3], item, locate(path[:2])))
-        elif item["type"] == "conflict":
-            cause = item["ctx"]["cause"]
-            errors.setdefault(cause, ConfigError(cause + _in(_origins(cause, tree, locate)), item["ctx"]["fix"]))
-        else:
-            dotted = ".".join(path[:2])
-            value = tree.get(path[0], {}).get(path[1])
-            errors.setdefault(dotted, wrong_value(path, value, locate(path[:2])))
-    return list(errors.values())
-
-
-def _without_space(path: Path, tree: dict[str, Any], source: str) -> ConfigError:
-    """The error for a mapping with keys that YAML reads as key, colon and value in one word: `{bits:4}`."""
-    dotted, keys = ".".join(path), tree[path[0]][path[1]]
-    glued = one_line(", ".join(key for key in keys if ":" in key), 80)
-    spaced = [key.replace(":", ": ", 1) if ":" in key else f"{key}: {shown(setting)}" for key, setting in keys.items()]
-    mapping = one_line(", ".join(spaced)).replace("'", "")
-    return ConfigError(
-        f"{dotted} has {glued} without a space behind the colon, which YAML reads as one word{_in(source)}",
-        f"write the space, and quote it: '{dotted}={{{mapping}}}'",
-    )
-
-
-def _nested(path: Path, problem: Mapping[str, Any], source: str) -> ConfigError:
-    """The error for a key of `model.quantize`."""
-    dotted, properties = ".".join(path), json_schema()["$defs"]["QuantizeConfig"]["properties"]
-    if path[2] not in properties:
-        close = difflib.get_close_matches(path[2], properties, n=1, cutoff=0.6)
-        fix = f"did you mean {'.'.join([*path[:2], *close])}?" if close else f"its keys: {', '.join(properties)}"
-        return ConfigError(f"unknown key {one_line(dotted, 80)}{_in(source)}", fix)
-    accepted, default = _in_words(properties[path[2]]), shown(properties[path[2]]["default"])
-    return ConfigError(
-        f"{dotted}={shown(problem['input'])}{_in(source)}, expected {accepted}", f"the default is {dotted}={default}"
-    )
 
 
 def _origins(cause: str, tree: dict[str, Any], locate: Locate) -> str:

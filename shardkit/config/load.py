@@ -261,7 +261,9 @@ class Layers:
                     and ("int" in annotation or "float" in annotation)
                 ):
                     path = (section, key)
-                    problems.append(wrong_value(path, value, self._source_of(path)))
+                    problems.append(
+                        wrong_value(path, value, self._source_of(path), "a number is neither true nor false")
+                    )
                     del keys[key]
         return problems
 
