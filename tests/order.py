@@ -20,7 +20,7 @@ LONG = [
     "tests/strategies/test_features.py",
     "tests/activation/test_strategies.py", "tests/launch/test_doctor.py", "tests/tasks/test_models.py",
 ]  # fmt: skip
-"""Folders and files that take more than 8 s, the longest first (docs/log.md has the times): started early, they leave
+"""Folders and files that take more than 8 s, the longest first: started early, they leave
 short ones for the end, and the workers end together."""
 
 
