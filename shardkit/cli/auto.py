@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..launch.ranks.gpus import visible_gpus
+from ..plan.model.cost import SPEED_ERROR
 from ..plan.search.axes import Combination
 from ..plan.search.ladder import Try
 from ..plan.search.search import INTERRUPTED, Search, SearchResult, Setting, named
@@ -47,6 +48,7 @@ def to_json(search_result: SearchResult, verified: Sequence[Verified] = ()) -> d
     refused = search_result.refused.items()
     return {
         "schema": 1,
+        "speed_error": SPEED_ERROR,
         "best": _setting_as_json(search_result.best),
         "front": [_setting_as_json(setting) for setting in search_result.front],
         "fitting": [_setting_as_json(setting) for setting in search_result.fitting],

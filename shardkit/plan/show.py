@@ -10,6 +10,7 @@ from ..hardware import calibration
 from ..hardware.cards import other_sizes, said_of
 from . import history
 from .advise import LIMIT_S, Changes
+from .model.cost import SPEED_ERROR
 from .model.estimate import MemoryEstimate
 from .search.axes import Combination
 from .search.search import SearchResult, Setting, named
@@ -159,6 +160,7 @@ def show_found(title: str, result: SearchResult, target: Target) -> str:
         f"needs      {gib(best.needed)}, {best.filled:.0%} of what may be used",
         f"speed      {best.tokens_per_s:,.0f} tokens/s predicted, from "
         + ("speeds measured here" if measured else "typical speeds (shardkit doctor --calibrate measures them)"),
+        f"           the order of settings was tested, on CPUs; on GPUs tokens/s were {SPEED_ERROR} off",
         f"waits for  {', '.join(_shares(best))}",
         *_host_note(best, target),
         "",

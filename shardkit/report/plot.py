@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import gib
 from ..files import write_whole
+from ..plan.model.cost import SPEED_ERROR
 from ..plan.search.ladder import HEAD, Step, cells
 from ..plan.search.search import SearchResult, named
 from ..plan.search.trial import writing
@@ -132,7 +133,10 @@ def front_plot(plan: SearchResult) -> Figure:
     layout = {
         "height": 460, "showlegend": True, "hovermode": "closest", "margin": {"l": 80, "r": 20, "t": 12, "b": 60},
         "xaxis": {"title": {"text": f"memory of a rank, {unit} (predicted)"}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": "tokens/s of all ranks (predicted)"}, "rangemode": "tozero", "tickformat": ","},
+        "yaxis": {
+            "title": {"text": f"tokens/s of all ranks (predicted; {SPEED_ERROR} off on GPUs)"}, "rangemode": "tozero",
+            "tickformat": ",",
+        },
     }  # fmt: skip
     return Figure(traces, layout, "nothing fits")
 

@@ -19,7 +19,7 @@ from shardkit.cli.__main__ import main
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError, ShardkitError
-from shardkit.plan.model.cost import TimeEstimate
+from shardkit.plan.model.cost import SPEED_ERROR, TimeEstimate
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
 from shardkit.plan.search import search as searching
 from shardkit.plan.search.axes import Combination, combinations, micro_batches
@@ -360,6 +360,9 @@ def test_a_single_rank_on_the_cpu_from_end_to_end(tmp_path: Path, capsys: pytest
     assert (chosen.train.micro_batch_size, chosen.activation.policy, chosen.model.d_model) == (4, "none", 32)
     assert json.loads((tmp_path / "auto.json").read_text())["best"]["needed"] > 0
     assert "tokens/s" in (tmp_path / "auto.html").read_text()
+    assert all(
+        SPEED_ERROR in text for text in (said, *((tmp_path / name).read_text() for name in ("auto.json", "auto.html")))
+    )
     unused = tmp_path / "unused"
     args_of_none = ["parallel.strategy=fsdp", "--memory-cap", "1GiB", "--out", str(unused)]
     assert run(["plan", "-", "--auto", *fixed, *args_of_none]) == 2

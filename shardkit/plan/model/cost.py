@@ -183,6 +183,11 @@ class Segment:
         return Segment(self.phase, **{k: max(0.0, v + (getattr(deeper, k) - v) * at) for k, v in shallower.items()})
 
 
+# benchmarks/results/speed.json: four settings on an H200 and on H100s, predicted and measured.
+SPEED_ERROR = "-18 to +52 %"
+"""How far predicted tokens/s were off on GPUs. Their order was tested, on CPUs (benchmarks/results/auto.json)."""
+
+
 @dataclass(frozen=True)
 class TimeEstimate:
     """Predicted time of one optimizer step of one rank.

@@ -271,7 +271,7 @@ class Search:
         able = [s for s in self._settings_by_key.values() if s.filled <= 1]
         if able:
             best = max(able, key=lambda s: s.tokens_per_s)
-            progress += f"; best so far: {named(best, self.samples)}: {best.tokens_per_s:,.0f} tokens/s"
+            progress += f"; best so far: {named(best, self.samples)}: {best.tokens_per_s:,.0f} tokens/s, roughly"
         self._report(progress)
 
     def _traced(
