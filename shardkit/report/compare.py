@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from ..memory.rows import pressure
 from . import figures, measure
-from .html.page import Cell, Page, heading, paragraph, quantity, table, words
+from .html import Cell, Page, heading, paragraph, quantity, table, words
 from .page import facts
 from .read import Run, mapping
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..memory.rows import PHASES, RankRow
 from . import measure
-from .html.page import LINES, Figure, label, unit_of
+from .html import LINES, Figure, label, unit_of
 from .measure import UNATTRIBUTED, Parts, RankStepTime
 from .read import Run
 

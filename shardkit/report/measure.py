@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..memory.rows import BEST, LABELS, PHASES, SHOWN_SINGLY, WORST, PhaseName, RankRow, Straggler, pressure, summary
 from ..telemetry.catalog import STEP_PARTS
-from .html.page import Unit
+from .html import Unit
 from .read import Gather, Run, mapping, number
 
 STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "update")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sized
+from dataclasses import replace
+from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,19 @@ from markupsafe import Markup
 from ..errors import ShardkitError, system_errors
 from ..files import write_whole
 from ..memory.rows import KINDS, LABELS, pressure, quantized_bytes, summary
-from . import figures, measure, planned, postmortem, traced
-from .html.page import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
+from . import figures, measure, planned, traced
+from .html import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from .read import Run, mapping, number, sequence
 
 _MOST_SAMPLES = 1000
 """Texts of evaluations between the first and the last."""
+_TENSORS = 25
+"""Tensors of a post-mortem, the largest first."""
+# The fields of a post-mortem that are sizes, and those among them that only sound like one.
+_BYTES = re.compile(
+    r"bytes|request|alloc|reserved|fragment|limit|free|missing|total|rss|peak|saving|capacity|memory|staging|in_use"
+)
+_COUNT = re.compile(r"retries|ooms|count|rank|step")
 
 
 def run_page(run: Run, out: Path) -> str:
@@ -41,7 +52,7 @@ def run_page(run: Run, out: Path) -> str:
     if run.plan is not None:
         page.section("plan", "Predicted and measured", *_planned(run, run.plan, page))
     if run.ooms:
-        page.section("oom", "Out of memory", *(postmortem.show(rank, record) for rank, record in run.ooms.items()))
+        page.section("oom", "Out of memory", *(show_post_mortem(rank, record) for rank, record in run.ooms.items()))
     if run.profiles:
         page.section("profile", "Profiler", *_profiles(run, out))
     page.section("config", "Config and versions", *_config(run))
@@ -248,6 +259,40 @@ def _planned(run: Run, plan: Mapping[str, Any], page: Page) -> list[Markup]:
         page.figure("plan", planned.predicted(comparisons)),
         table(["rank", "", ">predicted", ">measured", ">off by"], lines),
     ]
+
+
+def show_post_mortem(rank: int, record: Mapping[str, Any]) -> Markup:
+    """One rank's out-of-memory post-mortem: its whole file, whatever that holds."""
+    plain, parts = dict[str, Any](), list[Markup]()
+    for key, entry in record.items():
+        if isinstance(entry, list) and entry and all(isinstance(each, dict) for each in entry):
+            columns = list(dict.fromkeys(column for each in entry for column in each))
+            rows = [[_named(column, each.get(column)) for column in columns] for each in entry[:_TENSORS]]
+            parts += [heading(_spaced(key)), table(list(map(_spaced, columns)), rows)]
+        elif isinstance(entry, dict) and not any(isinstance(inner, dict | list) for inner in entry.values()):
+            plain |= {f"{key}: {inner}": value for inner, value in entry.items()}
+        elif isinstance(entry, dict | list):
+            parts += [folded(_spaced(key), json.dumps(entry, indent=1, ensure_ascii=False))] if entry else []
+        elif key != "schema":
+            plain[key] = entry
+    risk = ": the host's memory was almost used up" if record.get("kind") == "host-risk" else ""
+    rows = [[words(_spaced(key)), replace(_named(key, value), numeric=False)] for key, value in plain.items()]
+    return Markup("\n").join([heading(f"Rank {rank}{risk}"), table(["", ""], rows), *parts])
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _named(name: str, value: Any) -> Cell:
+    """A value formatted by its name: sizes in GiB, times as dates, everything else unchanged."""
+    if isinstance(value, int) and not isinstance(value, bool) and _BYTES.search(name) and not _COUNT.search(name):
+        return n_bytes(value)
+    if name == "time" and isinstance(value, float) and 0 <= value < 2**32:
+        return words(datetime.fromtimestamp(value, timezone.utc).isoformat(timespec="seconds"))
+    if isinstance(value, float):
+        return Cell(f"{value:.4g}", value)
+    return words("–" if value is None else value)
 
 
 def _profiles(run: Run, out: Path) -> list[Markup]:

@@ -14,7 +14,7 @@ from ..errors import ShardkitError, gib
 from ..memory.rows import KINDS, RankRow, phase_name, pressure
 from ..plan import history
 from .figures import COLOURS, bar
-from .html.page import LINES, Figure, unit_of
+from .html import LINES, Figure, unit_of
 from .measure import UNATTRIBUTED, phase_peaks
 from .read import Gather, Run, mapping, number, read_run, sequence
 from .traced import categories_of, peak_of

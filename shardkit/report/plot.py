@@ -13,7 +13,7 @@ from ..plan.search.ladder import HEAD, Step, cells
 from ..plan.search.search import SearchResult, named
 from ..plan.search.trial import writing
 from ..plan.show import FRONT_HEAD, front_rows, reasons
-from .html.page import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
+from .html import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
 
 _BAD = "#b3261e"
 

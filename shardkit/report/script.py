@@ -10,7 +10,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from ..launch.failures import exit_codes, failure, job_starts
-from .html.page import Cell, Page, folded, heading, paragraph, table, words
+from .html import Cell, Page, folded, heading, paragraph, table, words
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "memory.jsonl")
 """A directory with one of these is the run of a config."""

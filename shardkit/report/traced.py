@@ -8,7 +8,7 @@ from typing import Any
 
 from ..memory.rows import phase_name
 from .figures import COLOURS, PHASE_COLOURS
-from .html.page import LINES, Figure, label, unit_of
+from .html import LINES, Figure, label, unit_of
 from .read import mapping, number, sequence
 
 BANDS = 400

@@ -11,13 +11,14 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardkit.errors import ConfigError
 from shardkit.report.compare import compare_page
-from shardkit.report.html.page import Cell, Figure, Page, table
-from shardkit.report.page import facts, run_page
+from shardkit.report.html import Cell, Figure, Page, table
+from shardkit.report.page import facts, run_page, show_post_mortem
 from shardkit.report.read import read_run
 from tests.cli.test_main import shardkit
 from tests.memory.samples import MIB
@@ -190,3 +191,22 @@ def test_the_summary_names_the_model_that_the_task_trains(
     sizes = {"d_model": 128, "n_layers": 4, "preset": None, "init_from": None, "hf_config": None}
     found = dict(facts(replace(run, config={"task": {"name": task}, "model": {**sizes, **model}})))
     assert found["model"] == shown
+
+
+def test_a_post_mortem_has_its_cause_request_tensors_and_advice() -> None:
+    text = show_post_mortem(1, post_mortem(EVIL))
+    for shown in ("<h3>Rank 1</h3>", "memory: limit", "80.00 GiB", "train.py:3", "activation.policy=full", "2.00 GiB",
+                  "2023-11-14T22:13:20+00:00", "&lt;script&gt;"):  # fmt: skip
+        assert shown in text
+    assert f'data-value="{3 * 2**30}"' in text
+    assert "<script>" not in text
+
+
+@pytest.mark.parametrize("found", [{}, {"a": None, "b": [1, 2], "c": [], "d": {"e": {"f": "<"}}, "time": "soon"}])
+def test_any_post_mortem_is_shown(found: dict[str, Any]) -> None:
+    assert "Rank 0" in show_post_mortem(0, found)
+
+
+def test_counts_are_no_sizes() -> None:
+    text = show_post_mortem(0, {"alloc_retries": 4096, "peak_rss": 4096, "exact": True})
+    assert all(f">{shown}</td>" in text for shown in ("4096", "4.0 KiB", "True"))
