@@ -1,9 +1,8 @@
-"""The GPU section of docs/benchmarks.md: every case has a row, measured or not. Its tables are in page.md."""
+"""The GPU section of docs/benchmarks.md, whose tables are in page.md: it counts the cases that are not measured yet."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def on_a_gpu(results: Path) -> str:
         "n_drawn": len(SEEDS), "drawn": _drawn(known["rehearsed"]),
         "trained": _trained(known["rehearsed"], known["accuracy"]),
         "predicted": predicted, "measured": measured, "settings": settings, "errors": errors, "error": error,
-        "tried": tried, "limited": limited, "provenance": provenance,
+        "tried": tried, "unmeasured": unmeasured, "provenance": provenance,
     })  # fmt: skip
 
 
@@ -88,15 +87,9 @@ def tried(known: Known, part: str, limit: str) -> list[str]:
     return [run["outcome"] for run in runs if run.get("outcome") in ("ok", "out of memory")]
 
 
-def limited(figures: Figures | None) -> str:
-    """Whether a setting works in a limited memory, and where it ran out of it."""
-    if figures is None:
-        return MISSING
-    if figures["outcome"] != "out of memory":
-        return "yes" if figures["outcome"] == "ok" else str(figures["outcome"])
-    message = r"ran out of memory in (.+?): it asked for (.+?) of .+?, (.+?) were free"
-    match = re.search(message, figures.get("message", ""))
-    return f"no: {match[1]}, {match[2]} with {match[3]} free" if match else "no"
+def unmeasured(known: Known, part: str) -> int:
+    """How many of the part's settings have no measurement yet."""
+    return sum(measured(known, name) is None for name in settings(part))
 
 
 def _drawn(known: Known) -> dict[str, list[float]]:

@@ -137,18 +137,11 @@ def test_a_dry_run_is_never_among_the_measurements(options: Options, capsys: pyt
         tables.on_a_gpu(options.out)
 
 
-def test_a_case_in_too_little_memory_says_what_ended_it_and_a_plan_that_is_missing_no_error(tmp_path: Path) -> None:
-    said = (
-        "error: rank 1 ran out of memory in backward of step 2 (blocks.3): it asked for 64.0 MiB of "
-        "memory.cap=6521651KiB, 43.9 MiB were free and 5.0 MiB held in pieces"
-    )
-    written = Store("accuracy", tmp_path, dry=False, card="h200")
-    setting = "355m, single, fp32, none"
-    written.put(f"{setting}: too little", "measured", {"outcome": "out of memory", "message": said})
+def test_a_measurement_without_its_plan_has_no_error(tmp_path: Path) -> None:
+    written, setting = Store("accuracy", tmp_path, dry=False, card="h200"), "355m, single, fp32, none"
+    written.put(f"{setting}: too little", "measured", {"outcome": "out of memory"})
     written.put(setting, "measured", {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30})
-    page = tables.on_a_gpu(tmp_path)
-    assert "no: backward of step 2 (blocks.3), 64.0 MiB with 43.9 MiB free |" in page
-    assert f"| {setting} | – / – / – | 2.00 | – | 3.00 | – |" in page
+    assert f"| {setting} | – / – / – | 2.00 | – | 3.00 | – |" in tables.on_a_gpu(tmp_path)
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,12 +162,12 @@ def test_a_case_that_takes_too_long_or_crashes_leaves_no_process(tmp_path: Path)
     until(lambda: str(tmp_path) not in running(), 60, running)
 
 
-def test_every_case_has_its_row_and_no_figure_that_was_not_measured(tmp_path: Path) -> None:
+def test_without_results_no_figure_is_shown_and_what_is_missing_is_counted(tmp_path: Path) -> None:
     page = tables.on_a_gpu(tmp_path)
+    assert "Not yet measured: 32 of 32 settings." in page
     for line in page.splitlines():
         if line.startswith("| ") and tables.MISSING in line:
             assert not [cell for cell in line.split("|")[2:][-3:] if any(map(str.isdigit, cell))], line
-    assert page.count(tables.MISSING) >= len(part_cases("accuracy", dry=False))
 
 
 @pytest.mark.release
