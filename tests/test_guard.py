@@ -10,13 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import pytest
 
 from tests import guard
 from tests.order import LONG
-from tests.timing import ATTEMPTS, measured_again
 
 ENDED = threading.Event()
 ORPHAN = """
@@ -98,21 +96,6 @@ def test_what_a_test_leaves_is_named_and_taken_away(
     assert os.environ["PATH"] == path
 
 
-def test_an_orphan_in_the_middle_of_its_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux shows no variables of a process between the end of its old program and the begin of its new one."""
-    looks: list[int] = []
-
-    def variables(pid: int) -> bytes:
-        looks.append(pid)
-        return b"" if looks.count(pid) < 3 else read(pid)
-
-    read = guard._variables
-    monkeypatch.setattr(guard, "_variables", variables)
-    monkeypatch.setattr(guard, "GRACE_S", 0.0)
-    with pytest.raises(AssertionError, match=r"this test leaves behind process \d+: sleep 60"), guard.nothing_left():
-        orphan()
-
-
 def test_the_repository_is_watched_wherever_a_test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(guard, "REPO", tmp_path / "repository")
@@ -130,29 +113,3 @@ def test_what_ends_in_time_is_not_left() -> None:
 
 def test_files_that_are_started_early_are_there() -> None:
     assert [name for name in LONG if not (guard.REPO / name).exists()] == []
-
-
-def test_it_watches_every_test_and_costs_little(request: pytest.FixtureRequest) -> None:
-    assert "guard" in request.fixturenames
-    times = []
-    for _ in range(21):
-        began = time.thread_time()
-        with guard.nothing_left():
-            pass
-        times.append(time.thread_time() - began)
-    assert median(times) < 0.003, "a collection of garbage, which may fall into one of them, takes longer"
-
-
-def test_a_comparison_with_the_clock_fails_if_it_fails_each_time(tmp_path: Path) -> None:
-    attempts: list[Path] = []
-
-    @measured_again
-    def passes_at_last(tmp_path: Path) -> None:
-        attempts.append(tmp_path)
-        assert len(attempts) == ATTEMPTS
-
-    passes_at_last(tmp_path=tmp_path)
-    (folder := tmp_path / "never").mkdir()
-    with pytest.raises(AssertionError):
-        passes_at_last(tmp_path=folder)
-    assert len(set(attempts)) == 2 * ATTEMPTS

@@ -7,7 +7,6 @@ import builtins
 import configparser
 import importlib
 import json
-import logging
 import os
 import pkgutil
 import re
@@ -153,23 +152,6 @@ def test_private_names_and_patches_stand_in_four_places_only() -> None:
     assert not offences, "move it to one of the modules in shardkit.config.libraries.PLACES:\n" + "\n".join(offences)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from torch._subclasses.fake_tensor import FakeTensor",
-        "import torch.utils._pytree as tree",
-        "import torch\ndef f(t): return t._version",
-        "import torch\ntorch.cuda.memory._snapshot()",
-        "import torch\ntorch.Tensor.record_stream = None",
-        "from torch import nn\nsetattr(nn.Module, 'forward', None)",
-        "from unittest.mock import patch\npatch('deepspeed.ops.adam.DeepSpeedCPUAdam', None)",
-        "def f(engine): return getattr(engine, '_configure_optimizer')",
-    ],
-)
-def test_the_finder_finds(code: str) -> None:
-    assert Finder(ast.parse(code)).found
-
-
 def test_every_name_is_there() -> None:
     """Run on the oldest and the newest supported versions, too (test_versions.py)."""
     gone = [name for name in names() if name.needed() and not name.exists()]
@@ -206,22 +188,6 @@ def test_the_oldest_tested_version_is_the_one_that_setup_cfg_allows() -> None:
         assert bound is not None, library
         assert oldest.startswith(bound[1]), library
         assert [int(n) for n in oldest.split(".")] < [int(n) for n in newest.split(".")]
-
-
-def test_a_newer_torch_is_said_once_and_not_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for version, lines in (("99.1.0", 1), (TESTED["torch"][1] + "+cu130", 0), (TESTED["torch"][0], 0)):
-        monkeypatch.setattr(libraries, "installed", lambda library, version=version: version.partition("+")[0])
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            libraries.say_untested()
-        assert len(caplog.messages) == lines
-    monkeypatch.setattr(libraries, "installed", lambda library: "99.1.0")
-    monkeypatch.setenv("RANK", "1")
-    caplog.clear()
-    libraries.say_untested()
-    assert not caplog.messages
 
 
 def test_a_name_that_is_gone_stands_for_itself_until_it_is_used(caplog: pytest.LogCaptureFixture) -> None:

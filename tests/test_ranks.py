@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
-from tests.conftest import SLOW_HOST
-from tests.ranks import RankError, _context, run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -27,10 +26,6 @@ def add_ranks(offset: int) -> tuple[int, int, str, int]:
     total = torch.tensor([dist.get_rank() + offset])
     dist.all_reduce(total)
     return dist.get_rank(), int(total), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
-
-
-def preloaded() -> bool:
-    return {"tests.preloaded", "torch._dynamo", "torch._inductor.compile_fx"} <= sys.modules.keys()
 
 
 def fail_on_rank_1() -> None:
@@ -67,12 +62,6 @@ def test_results_come_in_rank_order_with_one_thread_each() -> None:
     assert run_ranks(3, "tests.test_ranks:add_ranks", offset=10) == [(rank, 33, "1", 1) for rank in range(3)]
 
 
-@pytest.mark.skipif(_context(None, False).get_start_method() != "forkserver", reason="needs Linux without a GPU")
-def test_ranks_find_what_they_need_imported() -> None:
-    """An import that fails in their server is silent: each would import everything by itself, for seconds."""
-    assert run_ranks(1, "tests.test_ranks:preloaded") == [True]
-
-
 def test_first_failing_rank_is_named_with_its_traceback() -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 failed:[\s\S]*fail_on_rank_1[\s\S]*the culprit") as caught:
         run_ranks(2, "tests.test_ranks:fail_on_rank_1")
@@ -97,11 +86,6 @@ def test_a_hanging_rank_is_killed_and_its_stack_shown(tmp_path: Path, monkeypatc
     monkeypatch.setattr(ranks, "_wait", wait_until_it_hangs)
     with pytest.raises(RankError, match=r"ranks \[0\] of 2 did not end[\s\S]*hang_on_rank_0"):
         run_ranks(2, "tests.test_ranks:hang_on_rank_0", hangs=str(hangs))
-
-
-@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_ranks_of_slow_tests_may_take_as_much_longer_as_the_tests(slow: bool) -> None:
-    assert ranks.patience == (SLOW_HOST if slow else 1.0)
 
 
 def test_no_process_is_left(tmp_path: Path) -> None:

@@ -5,21 +5,17 @@ import random
 import subprocess
 import sys
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from benchmarks import common
 from benchmarks.common import (
-    LONGEST_LINE,
     RESULTS,
-    environment,
     median_ci,
     one_case_a_line,
     stamp,
     unmeasured,
-    write_json,
     write_result,
 )
 from tests.slurm.cluster import until
@@ -35,12 +31,6 @@ def test_arms_take_turns_and_everyone_goes_first_as_often() -> None:
     taken = common.in_turns({arm: partial(step, arm) for arm in "abc"}, rounds=4)
     assert "".join(calls) == "abcbcacababc"
     assert taken == {"a": [1, 6, 8, 10], "b": [2, 4, 9, 11], "c": [3, 5, 7, 12]}
-
-
-def test_rounds_to_warm_up_do_not_count() -> None:
-    calls = iter(range(10))
-    taken = common.in_turns({arm: lambda: next(calls) for arm in "ab"}, rounds=2, warmup=1)
-    assert taken == {"a": [3, 4], "b": [2, 5]}
 
 
 def test_a_command_that_takes_too_long_ends_with_what_it_started(
@@ -67,25 +57,6 @@ def running() -> str:
     return subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True).stdout
 
 
-def test_each_arm_is_published_beside_those_measured_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recorded = json.loads((RESULTS / "overhead.json").read_text())
-    measured: list[str] = []
-
-    def measure(engine: str) -> dict[str, object]:
-        measured.append(engine)
-        return {**recorded["engines"][engine], "measured": stamp()}
-
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    for engines in (["ddp"], ["ddp", "fsdp"]):
-        common.measure_each("overhead", "engines", engines, measure, is_resumed=True, goals=recorded["goals"])
-    assert measured == ["ddp", "fsdp"], "what this commit has measured is left out"
-    written = json.loads((tmp_path / "overhead.json").read_text())
-    assert list(written["engines"]) == measured and written["goals"] == recorded["goals"]
-    assert "| fsdp | " in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("n", "low", "high"),
     # Ranks of the classic table for 95 % intervals of a median (e.g. Conover, Practical Nonparametric Statistics).
@@ -95,20 +66,6 @@ def test_interval_is_the_classic_pair_of_order_statistics(n: int, low: int, high
     samples = list(range(1, n + 1))
     random.Random(n).shuffle(samples)
     assert median_ci(samples) == ((n + 1) / 2, low, high)
-
-
-def test_interval_covers_the_true_median_as_often_as_it_says() -> None:
-    draw = random.Random(0)
-    hits = 0
-    for _ in range(2000):
-        _, low, high = median_ci([draw.expovariate(1.0) for _ in range(30)])
-        hits += low <= 0.6931 <= high
-    assert 0.94 < hits / 2000 < 0.98
-
-
-def test_more_confidence_is_a_wider_interval() -> None:
-    widths = [high - low for _, low, high in (median_ci(range(40), level) for level in (0.5, 0.9, 0.95, 0.999))]
-    assert all(narrow < wide for narrow, wide in pairwise(widths))
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
@@ -130,34 +87,9 @@ def test_a_result_names_the_machine_and_the_versions(tmp_path: Path, monkeypatch
     assert written["environment"]["cores"] >= 1
 
 
-def test_environment_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert environment()["commit"] is None
-
-
 def test_an_interrupted_measurement_goes_on_with_what_this_commit_lacks() -> None:
     found = {"ddp": {"measured": stamp()}, "fsdp": {"measured": {"commit": "of another day"}}, "zero2": {}}
     assert unmeasured(["single", "ddp", "fsdp", "zero2"], found) == ["single", "fsdp", "zero2"]
-
-
-def test_a_file_of_results_has_a_line_for_each_case(tmp_path: Path) -> None:
-    payload = {
-        "environment": {"cpu": "×", "gpus": []}, "none": {}, "samples": [0.1 * n for n in range(2000)],
-        "cases": {"a": {"peak": 1, "steps": [1.5, None]}, "b": {"peak": 2, "steps": []}},
-    }  # fmt: skip
-    path = write_json(tmp_path / "folder" / "speed.json", payload)
-    assert json.loads(path.read_text()) == payload
-    lines = path.read_text().splitlines()
-    assert [line.split(":")[0].strip() for line in lines[1:-1]] == [
-        '"environment"', '"none"', '"samples"', '"cases"', '"a"', '"b"', "}"
-    ]  # fmt: skip
-    assert lines[5] == '  "a": {"peak": 1, "steps": [1.5, null]},'
-
-
-def test_a_long_case_has_a_line_for_each_of_its_keys() -> None:
-    case = {"steps": [0.5] * LONGEST_LINE, "of": {"seconds": 1}, "peak": 1}
-    lines = one_case_a_line({"cases": {"a": case, "b": {"peak": 2}}}).splitlines()
-    assert [line.split(":")[0].strip() for line in lines[2:6]] == ['"a"', '"steps"', '"of"', '"peak"']
 
 
 def test_recorded_results_are_in_that_layout() -> None:

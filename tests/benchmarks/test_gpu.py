@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.common import REPO, RESULTS, environment
+from benchmarks.common import REPO, RESULTS
 from benchmarks.gpu import PARTS, command, part_cases, store, tables
 from benchmarks.gpu.cases import Case, Cases, Figures, Where
 from benchmarks.gpu.child import run_case
@@ -68,63 +67,6 @@ def test_what_is_known_is_not_run_again_and_new_code_is(
     assert ran == [*EVERYTHING, *EVERYTHING]
 
 
-def test_other_versions_measure_again_but_predictions_are_good(
-    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run_part("mfu", replace(options, predict=True))
-    assert ran == EVERYTHING[:1]
-    elsewhere = {**environment(), "torch": "2.11.0"}
-    monkeypatch.setattr(store, "environment", lambda: dict(elsewhere))
-    assert run_part("mfu", options)
-    assert ran == EVERYTHING
-
-
-def test_the_same_card_under_another_patch_of_the_driver_is_the_same(
-    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there: dict[str, Any] = environment()
-    monkeypatch.setattr(store, "environment", lambda: dict(there))
-    for gpu, runs in (
-        ("NVIDIA H200, 143771 MiB, 580.159.03", 1),
-        ("NVIDIA H200, 143771 MiB, 580.159.04", 1),
-        ("NVIDIA H100, 81559 MiB, 580.159.04", 2),
-    ):
-        there["gpus"] = [gpu]
-        assert run_part("mfu", options)
-        assert ran.count(("c", "measured")) == runs
-
-
-def test_no_case_begins_when_the_budget_is_spent(
-    ran: Ran, options: Options, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert not run_part("mfu", replace(options, budget_s=1.0))
-    assert ran == []
-    assert "time is up" in capsys.readouterr().out
-
-
-def test_a_case_that_the_whole_time_was_too_short_for_has_failed(
-    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "run_case", lambda *_: None)
-    assert run_part("mfu", options)
-    assert results(options)["cases"]["a"]["predicted"]["outcome"] == "failed"
-
-
-def test_an_interruption_keeps_what_was_measured(ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    before: Any = vars(command)["run_case"]
-
-    def interrupted(part: str, case: str, *rest: Any) -> Figures:
-        if case == "c":
-            raise KeyboardInterrupt
-        figures: Figures = before(part, case, *rest)
-        return figures
-
-    monkeypatch.setattr(command, "run_case", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_part("mfu", options)
-    assert list(results(options)["cases"]) == ["a", "b"]
-
-
 def test_a_dry_run_is_never_among_the_measurements(options: Options, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.parse(["--dry-run", "--out", str(RESULTS)])
@@ -142,14 +84,6 @@ def test_a_measurement_without_its_plan_has_no_error(tmp_path: Path) -> None:
     written.put(f"{setting}: too little", "measured", {"outcome": "out of memory"})
     written.put(setting, "measured", {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30})
     assert f"| {setting} | – / – / – | 2.00 | – | 3.00 | – |" in tables.on_a_gpu(tmp_path)
-
-
-def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "environment", lambda: {"gpus": []})
-    with pytest.raises(SystemExit):
-        command.parse([])
-    assert "pass --dry-run, or --predict" in capsys.readouterr().err
-    assert command.parse(["--predict", "--host-memory", "120GiB"])[1].host_memory == 120 << 30
 
 
 def test_a_case_that_takes_too_long_or_crashes_leaves_no_process(tmp_path: Path) -> None:

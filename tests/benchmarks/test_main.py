@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -31,29 +27,7 @@ def test_every_benchmark_is_listed_with_a_line(capsys: pytest.CaptureFixture[str
         assert len(line.split()) > 4
 
 
-def test_a_name_becomes_that_module_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Any] = []
-    monkeypatch.setattr(os, "execv", lambda path, argv: begun.append((path, argv)))
-    entry.main(["plan", "--rounds", "3"])
-    assert begun == [(sys.executable, [sys.executable, "-m", "benchmarks.plan", "--rounds", "3"])]
-
-
 @pytest.mark.parametrize("argv", [["plann"], ["all", "--rounds", "3"]])
 def test_what_is_not_there_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(argv) == 2
     assert "fix: python -m benchmarks lists what there is" in capsys.readouterr().err
-
-
-def test_all_goes_on_after_one_that_fails_and_tells(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[str] = []
-
-    def run(argv: list[str], cwd: Path) -> SimpleNamespace:
-        ran.append(argv[2].removeprefix("benchmarks."))
-        return SimpleNamespace(returncode=int(ran[-1] == "peers"))
-
-    monkeypatch.setattr("subprocess.run", run)
-    assert entry.main(["all"]) == 1
-    assert ran == [*entry.ON_CPU, "report"]
-    assert "failed: peers" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from benchmarks import peers
 from benchmarks.overhead import write_tokens
 from benchmarks.peers_arms import ARMS, OURS
 from benchmarks.peers_ranks import Ranks
-from benchmarks.report import rendered
 
 
 def test_equal_losses_up_to_rounding_are_compared() -> None:
@@ -32,69 +30,6 @@ def test_a_ratio_is_of_steps_side_by_side() -> None:
     assert peers.ratio({OURS: [0.9 * took for took in theirs], "PyTorch": theirs}, "PyTorch") == pytest.approx(
         (0.9,) * 3
     )
-
-
-ARMS_STAGED = ["PyTorch", OURS]
-
-
-@pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Ranks without processes: shardkit starts in half the time and takes twice as long for a step."""
-    found = dict.fromkeys(ARMS_STAGED, 1.0)
-
-    class Staged:
-        def __init__(self, engine: str, arm: str, *_: object) -> None:
-            self.arm, self.ours = arm, arm == OURS
-
-        def __enter__(self) -> Staged:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def first_step(self) -> tuple[float, float]:
-            return (2.0 if self.ours else 4.0), found[self.arm]
-
-        def step(self) -> tuple[float, float]:
-            return (0.2 if self.ours else 0.1), found[self.arm]
-
-        def peak(self) -> int:
-            return 2**20
-
-        def answers(self) -> list[dict[str, str]]:
-            return [{"refused": "ValueError: not | on a CPU"}]
-
-    monkeypatch.setattr(peers, "Ranks", Staged)
-    return found
-
-
-@pytest.mark.usefixtures("losses")
-def test_ratios_are_of_shardkit_over_each_other_arm() -> None:
-    times = peers.times("ddp", ARMS_STAGED, "", Path(), 6, 6)
-    assert times["beside"] == {"PyTorch": {"step_time": (2.0, 2.0, 2.0), "first_step": (0.5, 0.5, 0.5)}}
-
-
-def test_different_losses_give_no_result(losses: dict[str, float]) -> None:
-    losses[OURS] = 1.1
-    with pytest.raises(peers.DifferentLosses, match=r"shardkit: loss 1\.1 in step 1"):
-        peers.times("ddp", ARMS_STAGED, "", Path(), 6, 6)
-
-
-@pytest.mark.usefixtures("losses")
-def test_the_page_has_each_ratio_and_each_refusal(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
-    monkeypatch.setattr(peers, "version", lambda package: "1.0")
-    remembered = {
-        "peak_bytes": peers.peaks("fsdp", ARMS_STAGED, "", Path()), "refused": peers.refusals("fsdp", "", Path())
-    }  # fmt: skip
-    timed = peers.times("fsdp", ARMS_STAGED, "", Path(), 6, 6)
-    peers.write({"zero2": remembered, "fsdp": {**timed, **remembered}})
-    text = rendered("peers", json.loads((tmp_path / "peers.json").read_text()))
-    assert text in capsys.readouterr().out
-    assert "| fsdp | PyTorch | 2.000 [2.000, 2.000] | 0.500 [0.500, 0.500] | 1.0000 | 6 | 6 |" in text
-    assert "| fsdp | Accelerate | ValueError: not \\| on a CPU |" in text
-    assert "zero2" not in text, "its times are not measured yet"
 
 
 @pytest.mark.release

@@ -147,37 +147,6 @@ def test_check_refuses_exactly_what_the_table_refuses(entry: capability.Declared
         assert "{" not in error.fix and ("{key}" not in entry.capability.fix or key in error.fix)
 
 
-@pytest.mark.parametrize(
-    ("settings", "cause", "fix"),
-    [
-        (
-            {"parallel.strategy": "ddp", "parallel.offload_param": "cpu"},
-            "parallel.offload_param=cpu does not work with parallel.strategy=ddp: whole parameters stay on the device",
-            "set parallel.offload_param=none, or parallel.strategy to one of fsdp, hsdp, zero3",
-        ),
-        (
-            {"parallel.strategy": "zero1", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/scratch"},
-            "parallel.offload_optimizer=nvme does not work with parallel.strategy=zero1: only ZeRO-3 swaps state",
-            "set parallel.strategy=zero3, or parallel.offload_optimizer=cpu where that works",
-        ),
-        (
-            {"parallel.strategy": "fsdp", "parallel.bucket_mb": 2.5, "parallel.ds_config": {"fp16": {}}},
-            "parallel.bucket_mb=2.5 does not work with parallel.strategy=fsdp: FSDP2 reduces one block at a time",
-            "remove parallel.bucket_mb",
-        ),
-        (
-            {"parallel.strategy": "fsdp", "parallel.offload_ratio": 0.5, "parallel.offload_optimizer": "cpu"},
-            "parallel.offload_ratio=0.5 does not work with parallel.strategy=fsdp: only ZeRO-3 has it",
-            "remove parallel.offload_ratio",
-        ),
-    ],
-)
-def test_a_refusal_names_the_setting_the_reason_and_the_way_out(settings: dict[str, Any], cause: str, fix: str) -> None:
-    error = refused(settings)
-    assert error.cause.startswith(cause)
-    assert error.fix == fix
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_more_than_one_rank(strategy: str) -> None:
     if strategy == "single":
@@ -360,16 +329,6 @@ def test_write_replaces_only_what_is_between_the_markers(tmp_path: Path) -> None
     subprocess.run([*command, "--write", str(path)], cwd=REPO, check=True)
     assert path.read_text(encoding="utf-8") == f"before\n{MARKERS[0]}\n{markdown_table()}\n{MARKERS[1]}\nafter\n"
     assert subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout == markdown_table() + "\n"
-
-
-def test_write_without_markers_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "page.md"
-    path.write_text("no markers")
-    with pytest.raises(ConfigError):
-        capability.write_table(path)
-    assert path.read_text() == "no markers"
-    with pytest.raises(ConfigError):
-        capability.write_table(tmp_path / "missing.md")
 
 
 # The configs that ship

@@ -117,7 +117,6 @@ def judge(ranks: list[Report | None], one: Report | None, config: dict[str, Any]
 
 @dataclass
 class Campaign:
-    verbose: bool = False
     limit_s: float = 60.0
     verdicts: list[Verdict] = field(default_factory=list)
 
@@ -136,6 +135,6 @@ class Campaign:
         (alone_report,) = one.run(Draw(alone(config))) if trained else [None]
         outcome, words = judge(ranks, alone_report, config)
         self.verdicts.append(Verdict(seed, outcome, words))
-        if self.verbose or outcome not in ("equal", "refused"):
+        if outcome not in ("equal", "refused"):
             drawn = {k: v for k, v in config.items() if k not in ("run.dir", "data.cache_dir", "data.path")}
             print(f"{outcome:12} {seed}: {words}\n      {drawn}", flush=True)
