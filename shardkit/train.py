@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from .config.load import LoadedConfig
+from .config.load import LoadedConfig, load_config
 from .errors import ConfigError, OutOfMemoryError, ShardkitError, report
 from .files import outlive_full_disks
 from .launch.failures import failure
@@ -18,7 +18,6 @@ from .launch.ranks import affinity
 from .launch.ranks.env import detect
 from .launch.ranks.gpus import grow_segments
 from .run.preemption import note_early
-from .run.user_config import load_user_config
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(argv)
         debug = args.debug
-        loaded = load_user_config(args.config, args.overrides)
+        loaded = load_config(args.config, args.overrides)
         again = restart.overrides(loaded.config.run.dir, loaded.config.run.resume)
         if again:
-            loaded = load_user_config(args.config, [*args.overrides, *again])
+            loaded = load_config(args.config, [*args.overrides, *again])
         if args.print_config:
             with suppress(BrokenPipeError):  # `| head` has read enough
                 print(loaded.render(), end="")
@@ -88,6 +87,7 @@ def run(loaded: LoadedConfig) -> int:
         with start(loaded) as job:
             if binding and job.world.is_main:
                 print(binding, flush=True)
+            plan.explain(job)
             trainer = Trainer(job)
             plan.begin(job, trainer.run_dir)
             outcome = trainer.fit()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 LONG = [
-    "tests/slurm", "tests/plan/test_plan.py", "tests/foreign/test_commands.py", "tests/launch/test_launcher.py",
+    "tests/slurm", "tests/plan/test_plan.py", "tests/launch/test_launcher.py",
     "tests/strategies/test_graphs.py", "tests/checkpoint/test_resume.py", "tests/run/test_directory.py",
     "tests/strategies/test_foreign.py", "tests/checkpoint/formats/test_hostile.py", "tests/run/test_evaluate.py",
     "tests/run/test_train.py", "tests/plan/test_world.py", "tests/report/test_browser.py",

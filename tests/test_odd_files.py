@@ -16,8 +16,7 @@ from shardkit.data.rows.formats import find_records
 from shardkit.data.tokenize.tokenizer import _settings
 from shardkit.errors import ConfigError, DataError
 from shardkit.files import read_object
-from shardkit.foreign.files import read
-from shardkit.foreign.gather import read_model
+from shardkit.foreign.translate import _read_model, read_job
 from shardkit.launch.failures import failure as failures
 from shardkit.launch.failures.failure import of_launcher
 from shardkit.launch.local.restart import wrote
@@ -36,7 +35,9 @@ def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "reader", [read, load_config, lambda path: _file_keys(ModelConfig(hf_config=path))], ids=["tool", "config", "model"]
+    "reader",
+    [lambda path: read_job([path]), load_config, lambda path: _file_keys(ModelConfig(hf_config=path))],
+    ids=["tool", "config", "model"],
 )
 def test_a_config_is_a_regular_file(reader: Callable[[str], object], odd: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: .*not a regular file"):
@@ -46,7 +47,7 @@ def test_a_config_is_a_regular_file(reader: Callable[[str], object], odd: Path) 
 def test_a_description_nested_too_deeply_is_two_lines(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text("[" * 200_000)
-    for reader in (lambda: _file_keys(ModelConfig(hf_config=str(tmp_path))), lambda: read_model(str(tmp_path)),
+    for reader in (lambda: _file_keys(ModelConfig(hf_config=str(tmp_path))), lambda: _read_model(str(tmp_path)),
                    lambda: _settings(tmp_path / "tokenizer_config.json")):  # fmt: skip
         with pytest.raises(ConfigError, match="cannot be read: maximum recursion depth exceeded"):
             reader()
@@ -106,13 +107,6 @@ def test_post_mortems_of_ranks_are_regular_files(odd: Path, tmp_path: Path) -> N
     odd.rename(tmp_path / failures.OOM_FOLDER / "rank1.json")
     (tmp_path / failures.OOM_FOLDER / "rank0.json").write_text('{"schema": 1, "time": 5, "rank": 0}')
     assert list(failures.read_post_mortems(tmp_path, since=1)) == [0]
-
-
-def test_weights_beside_a_models_description_are_regular_files(odd: Path, tmp_path: Path) -> None:
-    odd.rename(tmp_path / "model.safetensors")
-    odd.write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: .*not a regular file"):
-        read_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "{", "[1]", '{"splits": 3}', "{}"])

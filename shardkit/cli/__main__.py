@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,20 +20,42 @@ from ..config.removed import COMMANDS
 from ..errors import ShardkitError, report
 from ..files import outlive_full_disks
 from ..files.children import module_command
-from . import jobs
-from .checkpoint import app as checkpoint_app
-from .checkpoint import convert
-from .ladder import ladder, max_model
-from .option_groups import with_option_groups
-from .plan import plan
-from .program import UsageError, Words
-from .report import report as report_command
+from .program import JobCommand, UsageError, Words, with_option_groups
 
 PACKAGE = Path(__file__).parent.parent
 
 
+MODULES = {
+    "launch": "launch", "submit": "submit", "rehearse": "rehearse", "pretend_weights": "rehearse", "doctor": "jobs",
+    "plan": "plan", "ladder": "ladder", "max_model": "ladder", "report": "report",
+    "checkpoint": "checkpoint", "convert": "checkpoint",
+}  # fmt: skip
+"""A command's function → its module here; a command imports no module of another one."""
+
+
 class _Commands(TyperGroup):
     """The commands; a mistake in the words of any of them takes two lines."""
+
+    commands: Any
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {**self.commands, **dict.fromkeys(name.replace("_", "-") for name in MODULES)}
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """The command of a name, or None; its module is imported when the command is first asked for."""
+        function = name.replace("-", "_")
+        if self.commands.get(name) is None and function in MODULES:
+            module = import_module(f".{MODULES[function]}", __package__)
+            group = typer.Typer(rich_markup_mode=None, add_completion=False)
+            if name == "checkpoint":
+                group.add_typer(module.app)
+            else:
+                takes_script = JobCommand if name in ("launch", "submit", "rehearse") else None
+                group.command(name, cls=takes_script)(with_option_groups(getattr(module, function)))
+            command: Any = typer.main.get_command(group)  # a group of one command is that command
+            self.commands[name] = command.commands[name] if name == "checkpoint" else command
+        return self.commands.get(name)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _refuse_empty_words(args)
@@ -191,15 +214,6 @@ def tokenize(
     command = module_command("shardkit.data.tokenize.prepared")
     command += [source, str(directory), str(tokenizer), *(overrides or [])]
     raise typer.Exit(subprocess.run(command).returncode)
-
-
-jobs.register(app)
-app.command()(with_option_groups(plan))
-app.command()(with_option_groups(ladder))
-app.command()(max_model)
-app.command("report")(report_command)
-app.add_typer(checkpoint_app)
-app.command()(convert)
 
 
 def copy_templates(directory: Path, force: bool = False) -> list[Path]:

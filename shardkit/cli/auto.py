@@ -14,14 +14,13 @@ from ..plan.model.cost import SPEED_ERROR
 from ..plan.search.axes import Combination
 from ..plan.search.ladder import Try
 from ..plan.search.search import INTERRUPTED, Search, SearchResult, Setting, named
+from ..plan.search.show import Verified, show_found, show_verified
 from ..plan.search.trial import writing
-from ..plan.show import Verified, show_found, show_verified
 from ..plan.target import Target
 from .progress import ProgressLine, say
 
 if TYPE_CHECKING:
-    from .job_words import ConfigJob
-    from .plan import SearchOptions
+    from .plan import ConfigJob, SearchOptions
 
 VERIFY_STEPS = 6
 """Steps of each run of --verify; the second is traced, those after it are timed."""

@@ -1,4 +1,4 @@
-"""The commands around jobs: `launch` and `submit` start them, `rehearse` tries them, `doctor` examines machines."""
+"""`shardkit doctor`: examine this machine, and measure it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import LaunchError
-from .launch import launch
-from .option_groups import with_option_groups
-from .program import JobCommand, load
-from .rehearse import pretend_weights, rehearse
-from .submit import submit
+from .program import load
 
 
 def doctor(
@@ -47,11 +43,3 @@ def doctor(
     extra = {"measured": measured[0]} if measured else {}
     typer.echo(machine.as_json(checks, extra) if json_output else machine.render(checks))
     raise typer.Exit(1 if machine.worst(checks) == "fail" else 0)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this module to the `shardkit` command."""
-    for command in (launch, submit, rehearse):
-        app.command(cls=JobCommand)(with_option_groups(command))
-    for command_without_script in (pretend_weights, doctor):
-        app.command()(command_without_script)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import ConfigError, gib
-from .job_words import ConfigJob, FilesJob, JobWords
-from .plan import CardOptions, GpuMemory, GpuName, HostMemory, JobGpus, MemoryCap
+from .plan import CardOptions, ConfigJob, GpuMemory, GpuName, HostMemory, MemoryCap
 from .program import Overrides, Words
 
 if TYPE_CHECKING:
@@ -22,9 +21,10 @@ Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job, one
 
 
 def ladder(
+    config: Config,
+    overrides: Overrides = None,
     *,
-    words: JobWords,
-    gpus: JobGpus = None,
+    gpus: Gpus = 1,
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
     memory_cap: MemoryCap = None,
@@ -38,43 +38,20 @@ def ladder(
     """Try one technique after another on CONFIG's model: the memory of each, predicted and measured, and its speed.
 
     Every rung runs in fresh processes; running out of memory is a result.
-
-    With --from, predict the rungs of the job that files of Accelerate, DeepSpeed or transformers' Trainer, or a recipe
-    of axolotl, LLaMA-Factory or TRL, describe, each as a change of these files. Their loop is not run.
     """
     from ..plan.search import ladder as ladders
     from ..plan.target import target_here
 
-    gpus_here = 1 if gpus is None else gpus
-    cards = CardOptions(gpus, None, gpu, gpu_memory, None, memory_cap)
-    job = words.job(gpus)
-    if isinstance(job, FilesJob):
-        _ladder_of_files(job, cards, rung or [], out)
-        return
-    rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus_here, job.config())
+    job = ConfigJob(config, tuple(overrides or ()))
+    rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus, job.config())
     lowest = job.config(rungs[0].settings)
     if dry_run:
-        target, try_it = cards.target(lowest, gpus_here, gpus_here), None
+        target, try_it = CardOptions(gpus, gpus, gpu, gpu_memory, None, memory_cap).target(lowest), None
     else:
         _refuse_gpu_memory(gpu_memory)
-        target = target_here(lowest, gpus_here, gpu, memory_cap)
-        try_it = job.tried(gpus_here, out, steps, memory_cap)
+        target = target_here(lowest, gpus, gpu, memory_cap)
+        try_it = job.tried(gpus, out, steps, memory_cap)
     _print_and_save(ladders.climb(job.config, rungs, target, try_it), target.device_memory, out)
-
-
-def _ladder_of_files(described: FilesJob, cards: CardOptions, rungs: Sequence[str], out: Path) -> None:
-    """Predict the rungs of a job of other tools' files; its loop is not run."""
-    from ..foreign.advice import climb
-    from ..plan.search import ladder as ladders
-
-    job = described.job
-    job.refuse_unplanned()
-    config = described.config()
-    per_node = min(job.gpus, job.gpus_per_node or 8)
-    target = cards.target(config, job.gpus, per_node, expandable=job.expandable)
-    chosen = [ladders.parse_rung(text) for text in rungs] or ladders.default_rungs(job.gpus, config)[1:]
-    typer.echo(f"{job.name} on {target.world_size} × {target.gpu.name if target.gpu else 'cpu'}\n", err=True)
-    _print_and_save(climb(job, described.overrides, chosen, target), target.device_memory, out)
 
 
 def _print_and_save(steps: Iterator[Step], limit: int | None, out: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from .program import Config, Overrides, RankOptions, RunDir, Text, load, read_program
-from .rehearse_first import RehearseHere, card_here, rehearse_first
+from .rehearse import RehearseHere, card_here, rehearse_first
 
 
 @dataclass(frozen=True)

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigError
-from .job_words import JobWords
-from .program import Count, Number, Text
+from ..errors import ConfigError, printable
+from .program import Count, Number, Overrides, Text, Words, load
+from .progress import Waiting, say
 
 if TYPE_CHECKING:
-    from ..config.schema import RunConfig
+    from ..config.load import LoadedConfig
+    from ..config.schema import RunConfig, RunSection
+    from ..plan.search.ladder import Try
     from ..plan.target import Target
 
+FITS, MISFIT, NOT_PLANNED = 0, 4, 7
+"""Exit codes."""
+BUDGET_S = 120.0
 GpuName = Annotated[Text, typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")]
 GpuMemory = Annotated[Text, typer.Option(metavar="80GB", help="Per GPU, if not the card's.")]
 HostMemory = Annotated[Text, typer.Option(metavar="1TB", help="Per machine.")]
 MemoryCap = Annotated[Text, typer.Option(metavar="24GiB", help="Emulate a smaller card, also on the CPU.")]
-JobGpus = Annotated[
-    Count, typer.Option(metavar="N", help="GPUs of the whole job, one rank each. [default: 1, or what --from says]")
-]
-BUDGET_S = 120.0
+Config = Annotated[Text, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
 
 
 @dataclass(frozen=True)
 class CardOptions:
     """How many GPUs a job has, and how much memory."""
 
-    gpus: JobGpus = None
+    gpus: Annotated[
+        Count, typer.Option(metavar="N", help="GPUs of the whole job, one rank each. [default: 1, or what --from says]")
+    ] = None
     gpus_per_node: Annotated[
         Count, typer.Option(metavar="N", help="GPUs on each machine. [default: 8, or what --from says]")
     ] = None
@@ -69,22 +75,65 @@ class SearchOptions:
         Path, typer.Option(metavar="DIR", help="--auto: where to write config.yaml, auto.json and the plot.")
     ] = Path("auto")
 
-    def refuse_without_auto(self) -> None:
-        """Refuse options of a search that was not asked for.
+
+@dataclass(frozen=True)
+class ConfigJob:
+    """A job that a config describes.
+
+    Attributes:
+        file: a YAML file; - for the defaults.
+    """
+
+    file: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "the defaults" if self.file == "-" else Path(self.file).name
+
+    @property
+    def fixed_keys(self) -> set[str]:
+        """`section.key` of every override; one inside a key's mapping fixes that key."""
+        return {".".join(override.partition("=")[0].split(".")[:2]) for override in self.overrides}
+
+    def load(self, changes: Sequence[str] = ()) -> LoadedConfig:
+        """The config with more overrides, and where each value was set."""
+        return load(self.file, [*self.overrides, *changes])
+
+    def config(self, changes: Sequence[str] = ()) -> RunConfig:
+        return self.load(changes).config
+
+    def tried(self, ranks: int, folder: Path, steps: int, memory_cap: str | None) -> Try:
+        """Runs the job with more overrides, each attempt in fresh processes and in `folder/NUMBER`.
 
         Raises:
-            ConfigError: one of them was given without --auto.
+            ConfigError: the folder cannot be written.
         """
-        if not self.auto and self != SearchOptions():
-            raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
+        from ..plan.search.trial import run_trial, writing
+        from ..plan.target import cap_setting
+
+        with writing(folder):
+            pass
+        file, cap = None if self.file == "-" else self.file, cap_setting(memory_cap)
+        return lambda settings, position: run_trial(
+            file, [*self.overrides, *settings], ranks, folder / str(position + 1), steps, cap
+        )
 
 
 def plan(
     *,
-    words: JobWords,
+    config: Config = None,
+    overrides: Overrides = None,
+    files: Annotated[
+        Words, typer.Option("--from", metavar="FILE", help="accelerate.yaml, ds_config.json or both, for CONFIG.")
+    ] = None,
+    model: Annotated[Text, typer.Option(metavar="DIR|config.json", help="--from: the transformers model.")] = None,
     cards: CardOptions,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     advice: Annotated[bool, typer.Option(help="If it does not fit, plan changes that would.")] = True,
+    all_layers: Annotated[
+        bool, typer.Option("--all-layers", help="Trace every layer, also where a few of them tell the verdict.")
+    ] = False,
     search: SearchOptions,
 ) -> None:
     """Predict every rank's memory before CONFIG is launched: by phase and category, and whether it fits.
@@ -93,16 +142,120 @@ def plan(
     predicted to be fastest among those that fit. The samples per step, and every key set on the command line, stay
     unchanged. After --budget seconds, or at Ctrl-C, the best so far is the result.
 
-    With --from, plan the job that files of Accelerate, DeepSpeed or transformers' Trainer describe together, or a
-    recipe of axolotl, LLaMA-Factory or TRL, and first say what each of their keys becomes here.
+    With --from, plan the job that files of Accelerate and DeepSpeed describe, and first say what each of their keys
+    becomes here.
 
     Exit code 0 if it fits, 4 if it does not, 7 if a key of the files changes memory and is not planned.
     """
-    search.refuse_without_auto()
-    job = words.job(cards.gpus)
+    if not search.auto and search != SearchOptions():
+        raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
+    if files:
+        if search.auto:
+            fix = "put the settings that plan --from prints into a config, and search from that"
+            raise ConfigError("--auto searches from a config, and --from names other tools' files", fix)
+        words = [
+            *([] if config is None else [config]),
+            *(overrides or []),
+        ]  # of --from a b=c, typer takes b=c for CONFIG
+        raise typer.Exit(_plan_files([*files, *(word for word in words if "=" not in word)],
+                                     [word for word in words if "=" in word], model, cards, json_output))  # fmt: skip
+    if model is not None:
+        fix = f"add model.hf_config={model}"
+        raise ConfigError(f"--model {model} belongs to --from; a config has model.hf_config", fix)
+    if config is None:
+        raise ConfigError("no config is named", "name a YAML file, - for the defaults, or --from with a tool's file")
+    job = ConfigJob(config, tuple(overrides or ()))
+    run_config = job.config()
+    target = cards.target(run_config)
+    _note_refused_start(run_config.run)
     if search.auto:
-        job.search(cards, search, json_output)
-        return
-    from .plan_job import print_plan
+        from .auto import plan_automatically
 
-    raise typer.Exit(print_plan(job.to_plan(cards, json_output), json_output, advice))
+        plan_automatically(job, target, search, cards.memory_cap, json_output)
+        return
+
+    from ..plan.advise import LIMIT_S, Changes, changes_that_fit
+    from ..plan.client import Planner
+    from ..plan.show import first_look, show, show_changes
+
+    with Planner(target) as planner, Waiting(f"planning {job.name}: tracing one step") as waiting:
+        estimate = None if all_layers else planner.first_look(run_config)
+        if estimate is None or not estimate.is_clear:
+            if estimate is not None:
+                say(first_look(estimate))
+            estimate = planner.predict(run_config, all_layers=all_layers)
+        misfit, changes = estimate.verdict == "does not fit", Changes()
+        if not json_output:
+            typer.echo(show(f"{job.name}: {run_config.parallel.strategy}", estimate, target))
+        if misfit and advice:
+            waiting.now(f"{job.name}: planning changes that would fit, for at most {LIMIT_S:.0f} s")
+            changes = changes_that_fit(run_config, estimate, planner)
+    if json_output:
+        tree = {
+            **estimate.to_json(),
+            "changes": [
+                {"settings": change.settings, "saving": change.saving, "cost": change.cost,
+                 "needs": change.estimate.needed, "verdict": change.estimate.verdict,
+                 **({"rough": True} if change.rough else {})}
+                for change in changes
+            ],
+        }  # fmt: skip
+        typer.echo(json.dumps(tree | ({"not_tried": list(changes.left_out)} if changes.left_out else {}), indent=1))
+    elif misfit and advice:
+        typer.echo("\n" + show_changes(changes))
+    raise typer.Exit(MISFIT if misfit else FITS)
+
+
+def _note_refused_start(run: RunSection) -> None:
+    """Note on stderr why training would not start in this directory; a plan reads neither runs nor checkpoints."""
+    from ..launch.local import run_dir
+
+    path, cause = Path(run.dir), ""
+    try:
+        if run.source is not None and not Path(run.source).exists():
+            cause = f"run.resume={run.source} does not exist"
+        elif not run_dir.has_run(path):
+            run_dir.refuse_without_run(path, run.resume)
+    except (ConfigError, OSError) as error:
+        cause = error.cause if isinstance(error, ConfigError) else str(error)
+    if cause:
+        say(f"note: training would be refused here, which a plan does not depend on: {printable(cause)}")
+
+
+def _plan_files(
+    files: Sequence[str], settings: Sequence[str], model: str | None, cards: CardOptions, json_output: bool
+) -> int:
+    """Plan the job of Accelerate's and DeepSpeed's files, and print what each key became; the exit code.
+
+    Args:
+        settings: `section.key=value` that no file has.
+    """
+    from ..foreign.translate import read_job
+    from ..plan.client import Planner
+    from ..plan.show import show
+
+    job = read_job(files, model, cards.gpus, settings)
+    if not json_output:
+        typer.echo("\n".join(job.mapping()) + "\n")
+    config = job.load(settings).config
+    # Other launchers leave torch's allocator at segments of fixed size.
+    target = cards.target(config, job.gpus, job.gpus_per_node, expandable=False)
+    with Planner(target) as planner, Waiting(f"planning {job.name}: tracing one step"):
+        estimate = planner.predict(config)
+    tokens = config.train.micro_batch_size * config.train.seq_len
+    beyond = list(job.unplanned_memory(estimate.n_params, tokens, estimate.needed, estimate.device_memory))
+    if json_output:
+        fields: dict[str, Any] = {
+            "from": {
+                "keys": [asdict(entry) for entry in job.file_keys], "settings": job.settings,
+                "not_planned": job.not_planned, "left_out": beyond,
+            }
+        }  # fmt: skip
+        if job.not_planned:
+            fields |= {"verdict": "not planned", "verdict_without": estimate.verdict}
+        typer.echo(json.dumps({**estimate.to_json(), **fields}, indent=1))
+    else:
+        typer.echo(show(f"{job.name}: {config.parallel.strategy}", estimate, target, job.not_planned))
+        typer.echo("\n".join(beyond))
+    misfit = estimate.verdict == "does not fit"
+    return NOT_PLANNED if job.not_planned else MISFIT if misfit else FITS

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -151,9 +153,8 @@ class Program:
 def load(config: str, overrides: Sequence[str]) -> LoadedConfig:
     """A YAML file, or the defaults for `-`, with overrides."""
     from ..config.load import load_config
-    from ..foreign.files import foreign_file_error
 
-    return load_config(None if config == "-" else config, list(overrides), foreign_file_error)
+    return load_config(None if config == "-" else config, list(overrides))
 
 
 def read_program(
@@ -181,9 +182,8 @@ def read_program(
         cause = f"both a config ({config}) and a script ({' '.join(words[:2])}) were given"
         raise LaunchError(cause, "remove one of them; the script's own arguments follow its name")
     refuse_options(ctx, ("bind_cpus",), "applies to a config, and this is a script", "remove it")
-    if not (ctx.params.get("from_files") or ctx.params.get("rehearse")):
-        fix = "add --from with the files of its trainer and --model, or remove it"
-        refuse_options(ctx, _FOR_PLANS, "plans a config, and this is a script", fix)
+    if not ctx.params.get("rehearse"):
+        refuse_options(ctx, _FOR_PLANS, "plans a config, and this is a script", "add --rehearse, or remove it")
     if ranks.heartbeat is None:
         cause = "says how long --heartbeat may be silent, which is not given"
         refuse_options(ctx, ("heartbeat_timeout",), cause, "pass --heartbeat auto or FILE too")
@@ -206,3 +206,37 @@ def refuse_options(ctx: typer.Context, names: Sequence[str], reason: str, fix: s
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise LaunchError(f"--{name.replace('_', '-')} {reason}", fix)
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option for each field of the dataclasses among its parameters, in the order of the fields.
+
+    typer reads a function's signature, and knows no dataclass. It gets a function with flat parameters, which fills the
+    dataclasses and calls the command.
+    """
+    groups: dict[str, type[Any]] = {}
+    parameters = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        annotation = parameter.annotation
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            groups[parameter.name] = annotation
+            types = get_type_hints(annotation, include_extras=True)
+            parameters += [
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, annotation=types[field.name],
+                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                )
+                for field in fields(annotation)
+            ]  # fmt: skip
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def flat(**options: Any) -> None:
+        for name, group in groups.items():
+            options[name] = group(**{field.name: options.pop(field.name) for field in fields(group)})
+        command(**options)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat

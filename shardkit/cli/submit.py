@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import LaunchError
+from ..errors import ConfigError, LaunchError, gib
 from .program import Config, Count, Overrides, Program, RankOptions, RunDir, Text, Words, read_program, refuse_options
-from .rehearse_first import card_of_cluster, rehearse_first
-from .submit_plan import PlanOptions, files_of_script, plan_first
+from .rehearse import card_of_cluster, rehearse_first
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
@@ -122,6 +121,18 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    """Whether the job is planned or rehearsed before it is queued, and for which cards."""
+
+    gpu: Annotated[Text, typer.Option(metavar="NAME", help="Plan the job for the cluster's cards (h100, …).")] = None
+    gpu_memory: Annotated[Text, typer.Option(metavar="80GB", help="Or for cards of this size.")] = None
+    force: Annotated[bool, typer.Option("--force", help="Submit it even if it would not fit.")] = False
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="First rehearse it on emulated cards of --gpu; submit it if it fits.")
+    ] = False
+
+
+@dataclass(frozen=True)
 class ManifestOptions:
     """Which kind of cluster takes the job, and options for Kubernetes alone."""
 
@@ -148,25 +159,21 @@ def submit(
 ) -> None:
     """Queue CONFIG or a script on a cluster; it is checked first, and continues after preemptions and time limits.
 
-    With --gpu or --gpu-memory, a config's memory is predicted too, and a job that cannot fit is not queued. So is a
-    script's with --from, by its files of Accelerate, DeepSpeed or transformers' Trainer. With --rehearse the job runs
-    on emulated cards first, and is queued only if it fits them.
+    With --gpu or --gpu-memory, a config's memory is predicted too, and a job that cannot fit is not queued.
+    With --rehearse the job runs on emulated cards first, and is queued only if it fits them.
     """
     from ..launch.cluster import choose
     from ..launch.slurm.submit import array_indices
 
-    planning.check()
+    if planning.rehearse and planning.force:
+        raise LaunchError("--force submits a job that does not fit, and --rehearse one that does", "remove one")
     render = choose(manifest.to).render
-    files = None
-    if planning.describes_script:
-        files = files_of_script(ctx, config, overrides or [], planning)
-        config, overrides = None, None
     program = read_program(ctx, config, overrides or [], ranks, run_dir, checkpoints)
     cluster.check()
     job = _prepare(program, cluster)
     card = card_of_cluster(job.spec, planning.gpu, planning.gpu_memory) if planning.rehearse else None
     # stdout is a script or a manifest in the second case
-    plan = plan_first(program, files, job.spec, planning, cluster.mem, err=dry_run or manifest.to != "slurm")
+    plan = plan_first(program, job.spec, planning, cluster.mem, err=dry_run or manifest.to != "slurm")
     if card is not None:
         index = None if cluster.array is None else str(array_indices(cluster.array)[0])
         rehearse_first(program, job.spec, card, index)
@@ -184,6 +191,44 @@ def submit(
         typer.echo(job.script, nl=False)
     else:
         _queue(program, job, cluster.array, plan)
+
+
+def plan_first(
+    program: Program, spec: JobSpec, options: PlanOptions, mem: str | None, err: bool
+) -> tuple[MemoryEstimate, RunConfig] | None:
+    """Plan a config's job if an option names its cards, and show the verdict; None where there is no plan.
+
+    Args:
+        mem: host memory per node, as Slurm writes it.
+        err: whether the verdict goes to stderr.
+
+    Raises:
+        ConfigError: the job does not fit, with changes that would make it fit on stderr; or it asks for no GPU.
+    """
+    if not (options.gpu or options.gpu_memory) or options.force or program.script is not None:
+        return None
+    from ..plan.advise import changes_that_fit
+    from ..plan.client import Planner
+    from ..plan.show import misfit, show_changes
+    from ..plan.target import choose_target
+
+    if not spec.gpus_per_node:
+        raise ConfigError("--gpu asks for a plan, but the job asks for no GPU", "pass --gpus-per-node N, or no --gpu")
+    # Slurm's sizes are binary: K, M, G, T; a plain number means MiB.
+    host_memory = f"{mem}M" if mem is not None and mem.isdigit() else mem
+    config, n_ranks = program.load().config, spec.nproc_per_node * spec.nodes[1]
+    target = choose_target(config, n_ranks, spec.nproc_per_node, options.gpu, options.gpu_memory, host_memory)
+    with Planner(target) as planner:
+        estimate = planner.predict(config)
+        if estimate.verdict == "does not fit":
+            changes = changes_that_fit(config, estimate, planner)
+            typer.echo(show_changes(changes), err=True)
+            best = next((change.settings for change in changes if change.estimate.verdict != "does not fit"), None)
+            fix = f"{best}, or submit it anyway with --force" if best else "use more or larger GPUs, or pass --force"
+            raise ConfigError(misfit(estimate), fix)
+    limit = estimate.device_memory or 0
+    typer.echo(f"planned: {gib(estimate.needed)} of {gib(limit)} on each GPU: {estimate.verdict}", err=err)
+    return estimate, config
 
 
 def _prepare(program: Program, cluster: ClusterOptions) -> Submission:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from ..errors import ConfigError, one_line
 from .errors import Path, combined, from_validation, json_schema, section_fields, shown, unknown_key, wrong_value
+from .other_tools import other_tool_error
 from .presets import HF_PRESETS, MODEL_PRESETS
 from .removed import KEYS
 from .schema import RunConfig
@@ -29,8 +30,6 @@ COMMAND_LINE = "command line"
 __all__ = ["LoadedConfig", "json_schema", "load_config", "resolve_batch"]
 
 Overrides = Sequence[str] | Mapping[str, Any]
-Recognise = Callable[[str, dict[str, Any]], ConfigError | None]
-"""(a file's name, its content) → the error that names the tool whose config it is; `None` if it is no other tool's."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,13 @@ class LoadedConfig:
         return render(self.config, self.sources)
 
 
-def load_config(
-    path: str | FilePath | None = None, overrides: Overrides = (), recognise: Recognise | None = None
-) -> LoadedConfig:
+def load_config(path: str | FilePath | None = None, overrides: Overrides = ()) -> LoadedConfig:
     """Read a config file (None: defaults) and apply overrides.
 
     Args:
         path: a YAML file; an empty one gives the defaults.
         overrides: `["optim.lr=1e-3", "parallel.ds_config.zero_optimization.overlap_comm=false"]`, values parsed as
             YAML, or a mapping `{"optim.lr": 1e-3}` of dotted keys to values.
-        recognise: names another tool's file, as `shardkit.foreign.files.foreign_file_error` does; without it, the keys
-            of such a file are unknown.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML or is another tool's, or it or an override sets an invalid
@@ -74,10 +69,8 @@ def load_config(
         )
     if path is not None:
         document = _read(FilePath(path))
-        if recognise is not None and _has_few_sections(document.value):
-            error = recognise(one_line(str(path)), document.value)
-            if error is not None:
-                raise error
+        if isinstance(document.value, dict) and (error := other_tool_error(one_line(str(path)), document.value)):
+            raise error
         layers.add_file(str(path), document)
     if isinstance(overrides, str):
         overrides = [overrides]
@@ -85,11 +78,6 @@ def load_config(
     for dotted, value in items:
         layers.add_override(dotted, value, raw=not isinstance(overrides, Mapping))
     return LoadedConfig(*layers.resolve())
-
-
-def _has_few_sections(content: Any) -> bool:
-    """Whether most keys at the top of a mapping are no sections of a config."""
-    return isinstance(content, dict) and 2 * sum(key in section_fields() for key in content) < len(content)
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> int:

@@ -36,5 +36,9 @@ COMMANDS: dict[str, str] = {
     "logs": "tail -F follows the log file that `shardkit submit` printed",
     "cancel": "scancel JOB ends a job; its checkpoints stay",
     "profile": "open RUN_DIR/profile/rank0_tables.txt, torch's tables of the operators of a run with profile.start",
+    "ladder --from": "shardkit plan --from FILE plans the job; set the rungs of a ladder in a config",
+    "submit --from": "shardkit submit --rehearse -- FILE … tries the script itself on emulated cards",
+    "submit --model": "shardkit submit --rehearse -- FILE … tries the script itself on emulated cards",
+    "plan --peft": "shardkit rehearse -- COMMAND tries the script with its adapter on emulated cards",
 }
 """A command (`jobs`), or one with an option (`launch --bind-cpus`) → what to use instead."""

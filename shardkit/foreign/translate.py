@@ -1,29 +1,38 @@
-"""The config here that trains as the files of another tool's job say, and how far it does not."""
+"""`shardkit plan --from`: the config that trains as Accelerate's and DeepSpeed's files say, and how far it does not.
+
+The plan is one of shardkit's own loop with these settings. Memory that Accelerate's loop takes beyond it is listed with
+its size, and a key that changes memory in a way that no plan has takes the verdict's place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ..config.errors import combined, shown
 from ..config.load import Layers, LoadedConfig, split_override
-from ..config.schema import RunConfig
-from ..config.strategy import SHARDING, Sharding
-from ..config.yaml import Document
-from ..errors import ConfigError, NotPlannedError
-from . import tables
-from .autos import in_few_lines
-from .combine import combine
-from .files import File, family
-from .four_bits import bnb_layers, settle
-from .gather import adapter_file, gather, read_model
-from .notes import Note, notes
-from .recipes import loaded_type, lora_kernels, model_named
-from .tables import Problem, Settings
-from .together import PSEUDO, FileKey, Together
-from .transfers import Transfer, makes_config_first, transfers
+from ..config.other_tools import other_tool_error, tool_of
+from ..config.strategy import SHARDING
+from ..config.yaml import Document, read_text, read_yaml
+from ..errors import ConfigError, gib, one_line
+from ..files import read_regular
+from .accelerate_files import accelerate_release, read_content
+from .tables import (
+    DEEPSPEED,
+    DEEPSPEED_DEFAULTS,
+    KEYS,
+    PASSED,
+    STAGES,
+    NoCounterpart,
+    Settings,
+    WrongValue,
+    find,
+    unplanned_effect,
+)  # fmt: skip
 
 TASKS = {
     "ForCausalLM": "hf_causal_lm",
@@ -33,91 +42,58 @@ TASKS = {
     "ForImageSuperResolution": "super_resolution",
 }
 """How a class in a model's `architectures` ends → the built-in task with that head."""
-OF_ONE_ENGINE = (
-    "precision.autocast", "precision.reduce_dtype", "parallel.find_unused", "parallel.bucket_mb", "parallel.hpz",
-    "parallel.reshard_after_forward", "parallel.dp_replicate", "parallel.dp_shard", "parallel.ds_config.",
-    "optim.implementation", "data.mask_fraction",
-)  # fmt: skip
-"""Keys that other engines refuse, or that only describe their memory; a search over engines leaves them out."""
-_TORCH_ADAM = "optimizer.params.torch_adam"
+_REHEARSE = "shardkit rehearse -- accelerate launch train.py runs the program itself on emulated GPUs"
+_FSDP1_ONLY = ("sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """A difference that a plan does not have.
+class FileKey:
+    """A key of a file, and what became of it.
 
     Attributes:
-        per_token: bytes on the device for each token of a micro-batch; 0 if the size is unknown.
+        fate: `mapped` or `default` with settings here; `absent` if it changes no memory; `ignored` by the tool;
+            `unknown` to the tool; or `unplanned`, if it changes memory and no plan models it.
+        note: the reason of a fate, or the source of a value that fills in `auto`.
     """
 
-    text: str
-    per_token: int = 0
-
-    def amount(self, config: RunConfig) -> int:
-        """Bytes of it on the device at most; 0 if the size is unknown."""
-        return self.per_token * config.train.micro_batch_size * config.train.seq_len
+    file: str
+    tool: str
+    key: str
+    value: Any
+    fate: str
+    settings: Settings = field(default_factory=dict)
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class ForeignJob:
-    """A job of other tools, in keys here.
+    """The job that the files describe, in keys here.
 
     Attributes:
-        file_keys: every key of every file, and defaults of their tools that differ from shardkit's.
-        settings: dotted keys here → values.
         added: settings without a key in any file, each with its reason.
-        left_out: differences that a plan does not have.
-        transfers: moments of loading and saving.
-        problems: reasons not to plan; empty if the files say everything.
-        gpus: ranks of the job.
-        gpus_per_node: ranks on one machine; `None` if no file says it.
-        loop: for the planner: how their loop differs where no key here says it.
-        reread: the job with other files in place of `files`.
-        adapter: the files' settings of an adapter that is off, for a command line that turns it on.
-        notes: what silently changes the mathematics, and misspelt keys; no plan depends on them.
+        left_out: memory of Accelerate's loop that a plan does not have: (text, bytes for each value of the model, bytes
+            for each token of a micro-batch).
+        problems: reasons not to plan: (cause, fix, the key here that settles it on the command line).
+        gpus_per_node: ranks on one machine; None if no file says it.
     """
 
-    files: tuple[File, ...]
+    name: str
     file_keys: tuple[FileKey, ...]
     settings: Settings
     added: tuple[tuple[str, Any, str], ...]
-    left_out: tuple[LeftOut, ...]
-    transfers: tuple[Transfer, ...]
-    problems: tuple[Problem, ...]
+    left_out: tuple[tuple[str, int, int], ...]
+    problems: tuple[tuple[str, str, str], ...]
     gpus: int
     gpus_per_node: int | None
-    loop: Settings = field(default_factory=dict)
-    reread: Callable[[Sequence[File]], ForeignJob] | None = field(default=None, repr=False, compare=False)
-    adapter: Settings = field(default_factory=dict)
-    notes: tuple[Note, ...] = ()
-    expandable = False
-    """For the target: torch's allocator has segments of fixed size unless a variable asks for others."""
-
-    @property
-    def name(self) -> str:
-        return " + ".join(Path(file.name).name for file in self.files if file.tool != "model")
 
     @property
     def not_planned(self) -> list[str]:
         """A line for each key that changes memory and that no plan models; with one there is no verdict."""
         return [
-            f"not planned: {file_key.key}={shown(file_key.value)} in {file_key.file}: {file_key.note}"
-            for file_key in self.file_keys
-            if file_key.fate == "unplanned"
+            f"not planned: {entry.key}={shown(entry.value)} in {entry.file}: {entry.note}"
+            for entry in self.file_keys
+            if entry.fate == "unplanned"
         ]
-
-    def refuse_unplanned(self, otherwise: str = "") -> None:
-        """Stop before work that only a complete plan is good for.
-
-        Args:
-            otherwise: a second fix, such as a flag that goes on without a plan.
-
-        Raises:
-            NotPlannedError: a key of the files changes memory, and no plan models it; each has a line.
-        """
-        if self.not_planned:
-            fix = "to plan without it, remove the key from a copy of the file; with it, shardkit rehearse -- COMMAND"
-            raise NotPlannedError("\n".join(self.not_planned), f"{fix}, or {otherwise}" if otherwise else fix)
 
     def load(self, overrides: Sequence[str] = ()) -> LoadedConfig:
         """The config here, validated; `["train.seq_len=2048"]` wins over the files and settles open points.
@@ -126,322 +102,429 @@ class ForeignJob:
             ConfigError: the files contradict each other or leave something open, or a value is refused.
         """
         pairs = [split_override(item) for item in overrides]
-        keys = [key for key, _ in pairs]
-        still = [problem for problem in self.problems if problem.setting not in keys]
-        if still:
-            raise combined([ConfigError(cause, fix) for cause, fix in in_few_lines(still)])
+        keys = {key for key, _ in pairs}
+        if adapter := next((f"{key}={value}" for key, value in pairs if key.startswith("adapter.")), None):
+            raise ConfigError(f"{adapter}: the script puts adapters into its model, which no file shows", _REHEARSE)
+        open_points = [ConfigError(cause, fix) for cause, fix, setting in self.problems if setting not in keys]
+        if open_points:
+            raise combined(open_points)
         settings = dict(self.settings)
-        if ("adapter.type", "lora") in pairs:
-            settings |= self.adapter
         if ("run.device", "cpu") in pairs and settings.get("optim.implementation") == "foreach":
             settings["optim.implementation"] = "for_loop"  # torch's own choice there
+        tree: dict[str, Any] = {}
+        for dotted, value in settings.items():
+            *sections, key = dotted.split(".")
+            inner = tree
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[key] = value
         layers = Layers()
-        layers.add_file(self.name, Document(nested(settings)))
-        for dotted, value in pairs:
-            layers.add_override(dotted, value, raw=True)
+        layers.add_file(self.name, Document(tree))
+        layers.add_override("train.eval_samples", 0, raw=False)  # shardkit's evaluation is no part of Accelerate's loop
+        for dotted, text in pairs:
+            layers.add_override(dotted, text, raw=True)
         return LoadedConfig(*layers.resolve())
+
+    def unplanned_memory(self, n_params: int, tokens: int, needed: int, limit: int | None) -> Iterator[str]:
+        """Lines about memory that the plan lacks, with its size, and whether the job still fits with it."""
+        total = 0
+        for text, per_value, per_token in self.left_out:
+            amount = per_value * n_params + per_token * tokens
+            total += amount
+            yield f"not part of the plan: {text}" + (f": {gib(amount)} at most" if amount else "")
+        if limit is not None and needed <= limit < needed + total:
+            yield f"the job may not fit: it needs up to {gib(needed + total)} of {gib(limit)}"
+
+    def mapping(self) -> Iterator[str]:
+        """Line by line, what became of every key of the files."""
+        for name in dict.fromkeys(entry.file for entry in self.file_keys):
+            keys = [entry for entry in self.file_keys if entry.file == name]
+            yield name if "default" in name else f"{name} ({keys[0].tool})"
+            for entry in (entry for entry in keys if entry.fate != "absent"):
+                settings = ", ".join(self._shown(setting, value) for setting, value in entry.settings.items())
+                end = [f"→ {settings}"] if settings else []
+                end += [] if entry.fate in ("mapped", "default") else [entry.fate]
+                yield f"  {f'{entry.key}: {_text(entry.value)}':<46}  {': '.join([*end, entry.note]).rstrip(': ')}"
+            if absent := [entry.key for entry in keys if entry.fate == "absent"]:
+                yield f"  without a counterpart, and without memory: {', '.join(absent)}"
+        if self.added:
+            yield "set because the loop differs"
+            yield from (f"  {f'{key}={_text(value)}':<46}  {reason}" for key, value, reason in self.added)
+
+    def _shown(self, setting: str, value: Any) -> str:
+        if setting in ("fp16", "bf16"):
+            return f"precision.mode={self.settings['precision.mode']}" if value else f"not {setting}"
+        setting = "parallel.strategy" if setting == "engine" else setting
+        return f"{setting}={_text(self.settings.get(setting, value))}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
 
 
 def read_job(
-    names: Sequence[str | Path | Mapping[str, Any] | Any],
+    names: Sequence[str | Path | Mapping[str, Any]],
     model: str | Path | None = None,
     gpus: int | None = None,
-    peft: str | Path | None = None,
     overrides: Sequence[str] = (),
 ) -> ForeignJob:
-    """Read files of other tools that are used together in one job.
-
-    The tools are Accelerate, DeepSpeed, transformers' Trainer, TRL, LLaMA-Factory, axolotl and peft.
+    """Read Accelerate's file, DeepSpeed's file, or both of one job.
 
     Args:
-        names: the files; one that another names is read too. In place of a file also its content as a mapping, or
-            an object that gives one by `to_dict()`, such as TrainingArguments or LoraConfig.
+        names: the files, or their contents; a DeepSpeed file that Accelerate's names is read too.
         model: a transformers `config.json`, or a folder that holds one.
         gpus: ranks of the job; default: what the files say, else 1.
-        peft: peft's `adapter_config.json`, or the folder that holds one.
         overrides: settings that the job will be loaded with; an `auto` that one of them sets counts as filled.
 
     Raises:
-        ConfigError: a file cannot be read; two files of one tool; or `model` has no config.
+        ConfigError: a file cannot be read or is another tool's; two files of one tool; or `model` has no config.
     """
-    sources, problems = gather([*names, *([] if peft is None else [adapter_file(str(peft))])])
-    if model is None:
-        model = next((file.name for file in sources if file.tool == "model"), None) or model_named(sources)[0] or None
-    path = None if model is None else str(model)
-    config = {} if path is None else read_model(path)
-    command_line = dict(map(split_override, overrides))
-
-    def made(files: Sequence[File]) -> ForeignJob:
-        job = translate(combine(list(files), config, list(problems), command_line), path, gpus)
-        return replace(job, reread=made)
-
-    return made(sources)
-
-
-def nested(settings: Settings) -> dict[str, Any]:
-    """Dotted keys as a tree."""
-    tree: dict[str, Any] = {}
-    for dotted, value in settings.items():
-        *sections, key = dotted.split(".")
-        inner = tree
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[key] = value
-    return tree
+    files: dict[str, tuple[str, dict[str, Any]]] = {}
+    for source in names:
+        name = "dict" if isinstance(source, Mapping) else one_line(str(source))
+        content = json.loads(json.dumps(source)) if isinstance(source, Mapping) else _parse(Path(source))
+        if error := other_tool_error(name, content, in_from=True):
+            raise error
+        tool = tool_of(content)
+        if not tool:
+            some = ", ".join(shown(key) for key in [*content][:3])
+            fix = "name accelerate's config file or ds_config.json; a config of shardkit needs no --from"
+            raise ConfigError(f"{name} is no file of Accelerate or DeepSpeed: none of them has {some}", fix)
+        if tool in files:
+            raise ConfigError(f"{files[tool][0]} and {name} are both files of {tool}", "name the files of one job")
+        files[tool] = (name, content)
+    if "Accelerate" in files:
+        name, content = files["Accelerate"]
+        files["Accelerate"] = name, (content := read_content(content, name))
+        inner = _flat("Accelerate", content).get("deepspeed_config.deepspeed_config_file")
+        if isinstance(inner, str) and "DeepSpeed" not in files and content.get("distributed_type") == "DEEPSPEED":
+            path = next((p for p in (Path(inner), Path(name).parent / inner) if p.is_file()), Path(inner))
+            files["DeepSpeed"] = one_line(str(path)), _parse(path)
+    return _Translation(files, _read_model(model), model, gpus, dict(map(split_override, overrides))).job()
 
 
-def translate(job: Together, model: str | None, gpus: int | None) -> ForeignJob:
-    """The job in keys here."""
-    work = _Translation(job, model, gpus)
-    work.strategy()
-    work.precision()
-    defaults = settle(job, work.halves, work.stored).items()
-    work.added += [(key, choice, f"{family(job.recipe)}'s default") for key, choice in defaults]
-    work.batch()
-    work.task()
-    work.loop()
-    work.drop_what_does_nothing()
-    machines, loop, spare = work.machines or 1, work.other_loop(), work.drop_an_adapter_that_is_off()
-    return ForeignJob(
-        tuple(job.files), tuple(job.file_keys), job.settings, tuple(work.added), tuple(work.left_out()),
-        work.transfers(), tuple(job.problems), work.gpus, work.gpus // machines if work.gpus % machines == 0 else None,
-        loop, adapter=spare, notes=notes(job),
-    )  # fmt: skip
+def _parse(path: Path) -> dict[str, Any]:
+    name = one_line(str(path))
+    try:
+        text = read_text(path, name, "config", "name the file in it; a model's folder belongs to --model")
+    except FileNotFoundError:
+        raise ConfigError(f"{name} does not exist", "check the path") from None
+    value = read_yaml(text.replace("\t", " "), name).value  # JSON is YAML but for tabs, which its values do not hold
+    if not isinstance(value, dict) or not value:
+        raise ConfigError(f"{name} is {'a list' if value else 'empty'}, not a mapping of keys", "name a config file")
+    return value
+
+
+def _read_model(path: str | Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    location = Path(path).expanduser()
+    file = location / "config.json" if location.is_dir() else location
+    try:
+        config = json.loads(read_regular(file))
+    except (OSError, ValueError, RecursionError) as error:
+        fix = "name a transformers config.json, or the folder that holds one"
+        raise ConfigError(f"--model {file} cannot be read: {one_line(error)}", fix) from None
+    if not isinstance(config, dict) or not (config.get("model_type") or config.get("architectures")):
+        cause = f"--model {one_line(str(file))} is no transformers config: it has no model_type"
+        raise ConfigError(cause, "name the model's own config.json")
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(f"--model {file} is an encoder-decoder, which no built-in task trains", _REHEARSE)
+    return config
+
+
+def _flat(tool: str, tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Dotted keys of a file as the tables spell them, without None.
+
+    Accelerate's sections also take keys without their prefix, and DeepSpeed keys of stage 3 without `stage3_`.
+    """
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{section}{name}"
+        if section in ("fsdp_config.", "dynamo_config.", "fp8_config.") and not name.startswith(section[:-7]):
+            key = f"{section}{section[:-7]}{name}"
+        if tool == "DeepSpeed" and key not in DEEPSPEED and f"{section}stage3_{name}" in DEEPSPEED:
+            key = f"{section}stage3_{name}"
+        values |= _flat(tool, value, f"{key}.") if isinstance(value, dict) else {} if value is None else {key: value}
+    return values
 
 
 class _Translation:
-    """The steps of `translate`."""
+    """The steps of `read_job` after its files are read."""
 
-    def __init__(self, job: Together, model: str | None, gpus: int | None) -> None:
-        self.job, self.settings, self.model, self.path = job, job.settings, job.model, model
-        pseudo = {key: self.settings.pop(key, None) for key in PSEUDO}
-        self.halves = [half for half in ("fp16", "bf16") if pseudo[half]]
-        self.tf32, self.engine, self.machines = pseudo["tf32"], pseudo["engine"], pseudo["machines"]
-        self.gpus, self.ranks_are_said = gpus or max(1, pseudo["gpus"] or 1), bool(gpus or pseudo["gpus"])
+    def __init__(
+        self, files: Mapping[str, tuple[str, dict[str, Any]]], model: dict[str, Any], path: str | Path | None,
+        gpus: int | None, command_line: Settings,
+    ) -> None:  # fmt: skip
+        self.names = {tool: name for tool, (name, _) in files.items()}
+        self.values = {tool: _flat(tool, content) for tool, (_, content) in files.items()}
+        self.accelerate, self.deepspeed = self.values.get("Accelerate", {}), self.values.get("DeepSpeed", {})
+        self.model, self.path, self.asked_gpus, self.command_line = model, path, gpus, command_line
+        self.keys: list[FileKey] = []
+        self.settings: Settings = {}
         self.added: list[tuple[str, Any, str]] = []
-        self.in_file = str(self.model.get("dtype") or self.model.get("torch_dtype") or "").removeprefix("torch.")
-        self.stored = loaded_type(job, self.halves, self.in_file)
-        head = str((self.model.get("architectures") or ["ForCausalLM"])[0])
-        self.task_name = next((task for end, task in TASKS.items() if head.endswith(end)), "")
-        self.text = self.task_name in ("hf_causal_lm", "hf_masked_lm", "")
+        self.problems: list[tuple[str, str, str]] = []
+        self.kind = str(self.accelerate.get("distributed_type", ""))
+        stage: Any = self.deepspeed.get("zero_optimization.stage", 0) if self.deepspeed else None
+        if not self.deepspeed and self.kind == "DEEPSPEED":
+            stage = self.accelerate.get("deepspeed_config.zero_stage", 2)
+        self.stage = stage if isinstance(stage, int) and stage in STAGES else None
+        # On CPUs Accelerate shards nothing and trains with DDP.
+        self.on_cpu = str(self.accelerate.get("use_cpu")).lower() == "true"
+        is_fsdp = self.kind == "FSDP" and not self.on_cpu
+        version = str(self.accelerate.get("fsdp_config.fsdp_version", 1))
+        if is_fsdp and not accelerate_release().knows("fsdp_config.fsdp_version"):
+            version = "1"  # that release has FSDP1 alone
+        self.fsdp = int(version) if is_fsdp and version in ("1", "2") else None
+        if is_fsdp and self.fsdp is None:
+            raise ConfigError(f"fsdp_config.fsdp_version={version} is neither FSDP1 nor FSDP2", "set it to 2")
+        if is_fsdp and self.deepspeed:
+            raise ConfigError("the files ask for FSDP and for DeepSpeed at once", "name one of the two files")
+        head = str((model.get("architectures") or ["ForCausalLM"])[0])
+        self.task = next((task for end, task in TASKS.items() if head.endswith(end)), "")
+        self.is_text = self.task in ("hf_causal_lm", "hf_masked_lm", "")
 
-    def set(self, setting: str, value: Any, reason: str) -> None:
+    def job(self) -> ForeignJob:
+        for tool, values in self.values.items():
+            self.keys += [self._read(tool, self.names[tool], key, value) for key, value in values.items()]
+        self._add_defaults()
+        self._settle()
+        machines, said_gpus = self.settings.pop("machines", 1), self.settings.pop("gpus", None)
+        gpus = max(1, self.asked_gpus or said_gpus or 1)
+        half = self._engine_and_precision(gpus)
+        self._batch(gpus)
+        self._task_and_loop()
+        self._drop_what_does_nothing()
+        left_out = [*self._left_out(half)]
+        if SHARDING[self.settings["parallel.strategy"]].state and not (self.asked_gpus or said_gpus):
+            left_out.append(("more than one rank to shard over: name them with --gpus N", 0, 0))
+        return ForeignJob(
+            " + ".join(Path(file).name for file in self.names.values()), tuple(self.keys), self.settings,
+            tuple(entry for entry in self.added if entry[0] in self.settings), tuple(left_out), tuple(self.problems),
+            gpus, gpus // machines if gpus % machines == 0 else None,
+        )  # fmt: skip
+
+    def _read(self, tool: str, file: str, key: str, value: Any, fate: str = "mapped") -> FileKey:
+        """What becomes of one key."""
+        is_known, convert = find(tool, key)
+        is_installed = tool == "DeepSpeed" or accelerate_release().knows(key)
+        settings: Settings = {}
+        note = unplanned_effect(key, value)
+        if not note and is_installed and not is_known and tool == "Accelerate":
+            note = "shardkit does not know the effect of this key of the installed Accelerate"
+        if note:
+            fate = "unplanned"
+        elif not (is_known and is_installed):
+            near = get_close_matches(key, [name.removesuffix(".*") for name in KEYS[tool] if name != key], 1, 0.85)
+            fate, note = "unknown", f"did you mean {near[0]}?" if near else f"no key of {tool}"
+        elif note := self._ignored(tool, key):
+            fate = "ignored"
+        elif convert is None:
+            fate = "absent"
+        elif value == "auto":
+            settings, note = self._filled(file, key)
+        else:
+            try:
+                settings = convert(value)
+            except NoCounterpart as error:
+                fate, note = "unplanned", str(error)
+            except WrongValue as error:
+                raise ConfigError(f"{file}: {key}={shown(value)} is wrong: {error}", "correct it") from None
+        return FileKey(file, tool, key, value, fate, settings, note)
+
+    def _ignored(self, tool: str, key: str) -> str:
+        """Why the tool does not read a key in this job; empty if it does."""
+        section, _, name = key.partition(".")
+        is_of_stage_3 = name.startswith(("stage3_", "offload_param")) or name == "sub_group_size"
+        if is_of_stage_3 and section in ("zero_optimization", "deepspeed_config") and (self.stage or 0) < 3:
+            return f"it belongs to stage 3, and the stage is {self.stage}"
+        kind = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.get(section, self.kind)
+        if tool == "Accelerate" and self.kind != kind:
+            return f"distributed_type is {self.kind}"
+        if section == "fsdp_config" and self.on_cpu:
+            return "on CPUs Accelerate shards nothing and trains with DDP"
+        if section == "fsdp_config" and name.removeprefix("fsdp_") in _FSDP1_ONLY and self.fsdp == 2:
+            return "FSDP2 has no such setting"
+        if name == "fsdp_reshard_after_forward" and self.fsdp == 1:
+            return "FSDP1 goes by fsdp_sharding_strategy"
+        if section == "deepspeed_config" and self.deepspeed and find(tool, key)[1] is not None:
+            return "the DeepSpeed file decides it"
+        return ""
+
+    def _filled(self, file: str, key: str) -> tuple[Settings, str]:
+        """The settings that an `auto` becomes, as Accelerate fills it in, with the source; else it is a problem."""
+        name = key.rpartition(".")[2]
+        setting = {
+            "train_micro_batch_size_per_gpu": "train.micro_batch_size", "enabled": "precision.mode",
+            "gradient_accumulation_steps": "train.grad_accum_steps",
+        }.get(name, f"{PASSED}{key}")  # fmt: skip
+        sizes = self.model.get("text_config") or self.model
+        hidden = next((sizes[size] for size in ("hidden_size", "n_embd", "d_model", "dim") if sizes.get(size)), 0)
+        factors = {"reduce_bucket_size": hidden, "stage3_prefetch_bucket_size": 0.9 * hidden}
+        factors["stage3_param_persistence_threshold"] = 10
+        if setting in self.command_line:
+            return {}, f"from the command line: {setting}"
+        if name == "train_batch_size":
+            return {}, "micro-batch × accumulation × ranks"
+        if name == "gradient_clipping":
+            return {"train.max_norm": 1.0}, "planned with clipping, which the script decides"
+        if self.accelerate and name == "enabled":
+            half = key.partition(".")[0].replace("bfloat16", "bf16")
+            return {half: self.accelerate.get("mixed_precision") == half}, "from mixed_precision"
+        if self.accelerate and name == "gradient_accumulation_steps":
+            return {setting: self.accelerate.get(f"deepspeed_config.{name}", 1)}, "Accelerate's"
+        if hidden and name in factors:
+            return {setting: int(factors[name] * hidden)}, f"from the model's hidden size {hidden}"
+        value = {"train.micro_batch_size": "4", "train.grad_accum_steps": "1", "precision.mode": "bf16"}.get(setting)
+        fix = f"add it to the command, such as {setting}={value}" if value else "write its value"
+        fix = "pass --model, whose hidden size decides it" if name in factors and not self.model else fix
+        self.problems.append((f'{file}: {key}="auto", but no file says what it becomes', fix, setting))
+        return {}, ""
+
+    def _add_defaults(self) -> None:
+        """Defaults of the tools, for keys here that no file sets."""
+        chosen: list[tuple[str, str, Any]] = []
+        if self.kind == "FSDP":
+            options = accelerate_release().options.items()
+            chosen += [
+                ("Accelerate", f"fsdp_config.{k}", v) for k, v in options if k.startswith("fsdp_") and v is not None
+            ]
+        if self.stage:
+            values = {**DEEPSPEED_DEFAULTS, "zero_optimization.overlap_comm": self.stage == 3}
+            values |= {"zero_optimization.stage3_prefetch_bucket_size": 50_000_000} if self.stage == 3 else {}
+            values |= {"gradient_clipping": 0.0} if self.deepspeed else {}
+            chosen += [("DeepSpeed", key, value) for key, value in values.items()]
+        claimed = {setting for entry in self.keys for setting in entry.settings}
+        in_files = {(entry.tool, entry.key) for entry in self.keys}
+        for tool, key, value in chosen:
+            if (tool, key) not in in_files and find(tool, key)[1] is not None:
+                entry = self._read(tool, f"{tool}'s default", key, value, "default")
+                if entry.settings and not claimed & entry.settings.keys():
+                    self.keys.append(entry)
+
+    def _settle(self) -> None:
+        """One value for each setting; two different ones in the files are a problem."""
+        claims: dict[str, FileKey] = {}
+        for entry in (entry for entry in self.keys if entry.settings):
+            for setting, value in entry.settings.items():
+                first = claims.setdefault(setting, entry)
+                if setting in ("fp16", "bf16"):
+                    # One file that turns half precision on wins over another's `no`, as in Accelerate.
+                    self.settings[setting] = self.settings.get(setting, False) or value
+                    continue
+                if first.settings[setting] != value:
+                    cause = f"{first.key}={shown(first.value)} contradicts {entry.key}={shown(entry.value)}"
+                    fix = f"make them equal; to plan anyway, set {setting} on the command line"
+                    self.problems.append((cause, fix, setting))
+                self.settings[setting] = value
+
+    def _set(self, setting: str, value: Any, reason: str) -> None:
         self.settings[setting] = value
         self.added.append((setting, value, reason))
 
-    @property
-    def sharding(self) -> Sharding:
-        """What the job's strategy shares out among ranks."""
-        return SHARDING[self.settings["parallel.strategy"]]
+    def _engine_and_precision(self, gpus: int) -> bool:
+        """Settle engine and precision; whether a half-precision type is on."""
+        settings, engine = self.settings, self.settings.pop("engine", None)
+        if self.stage is not None:
+            settings["parallel.strategy"] = STAGES[self.stage]
+        elif self.fsdp is not None:
+            settings.setdefault("parallel.strategy", engine)
+        elif "parallel.strategy" not in settings:
+            reason = f"no file shards anything; the number of ranks is {gpus}"
+            self._set("parallel.strategy", "ddp" if gpus > 1 else "single", reason)
+        halves = [half for half in ("fp16", "bf16") if settings.pop(half, None)]
+        if len(halves) == 2:
+            cause, fix = "fp16 and bf16 are both on: only one half-precision type can be", "turn one of the two off"
+            self.problems.append((cause, fix, "precision.mode"))
+        if self.stage == 0 and halves:
+            cause = "zero_optimization.stage=0: DeepSpeed in half precision then keeps fp32 copies of its own"
+            self.problems.append((cause, "set stage 1 or higher, or rehearse the program", "parallel.strategy"))
+        by_fsdp = SHARDING[settings["parallel.strategy"]].by_fsdp
+        settings.setdefault("precision.mode", halves[0] if halves else "fp32")
+        stored = str(self.model.get("dtype") or self.model.get("torch_dtype") or "").removeprefix("torch.")
+        if stored == "bfloat16" and halves != ["fp16"] and self.stage is None and not (halves and by_fsdp):
+            reason = "the model's dtype is bfloat16, which from_pretrained keeps for weights, gradients and moments"
+            self._set("precision.mode", "pure_bf16", reason)
+        elif halves and by_fsdp:
+            self._set("precision.reduce_dtype", halves[0], "Accelerate reduces FSDP's gradients in that type")
+            if self.fsdp == 1:
+                self._set("precision.autocast", True, "Accelerate runs FSDP1's forward under autocast too")
+        return bool(halves)
 
-    @property
-    def of_the_trainer(self) -> bool:
-        """Whether the Trainer makes the optimizer."""
-        return self.job.has("trainer") and not self.job.value("deepspeed", "optimizer.type")
-
-    def strategy(self) -> None:
-        stage, named = self.job.stage, self.settings.get("parallel.strategy")
-        if stage is not None and self.job.fsdp_version() is not None:
-            self.job.problem(
-                "contradiction", "the files ask for FSDP and for DeepSpeed at once",
-                "remove one of the two, or set parallel.strategy on the command line", "parallel.strategy",
-            )  # fmt: skip
-        for tool, key in (("accelerate", "fsdp_config.fsdp_version"), ("trainer", "fsdp_config.version")):
-            version = self.job.value(tool, key)
-            if version is not None and str(version) not in ("1", "2"):
-                self.job.problem(
-                    "wrong value", f"{key}={version} is neither FSDP1 nor FSDP2",
-                    "set it to 2, or parallel.strategy on the command line", "parallel.strategy", (key,),
-                )  # fmt: skip
-        on_cpu = self.job.is_on("accelerate", "use_cpu")
-        if stage is not None and self.job.has("trainer") and self.job.kind in ("NO", "MULTI_CPU") and on_cpu:
-            self.job.problem(
-                "contradiction",
-                f"use_cpu=true with distributed_type={self.job.kind} in Accelerate's file: Accelerate then leaves "
-                "DeepSpeed out, and trains with DDP",
-                "remove use_cpu from Accelerate's file and set it in the Trainer's, or remove the DeepSpeed file",
-                "parallel.strategy", ("use_cpu", "deepspeed"),
-            )  # fmt: skip
-        if stage == 0 and self.halves:
-            self.job.problem(
-                "no counterpart", "zero_optimization.stage is 0: DeepSpeed in half precision then keeps whole fp32 "
-                "copies in an optimizer of its own, which shardkit does not have",
-                "set stage 1 or higher, or parallel.strategy on the command line",
-                "parallel.strategy", ("zero_optimization.stage",),
-            )  # fmt: skip
-        if stage is not None:
-            named = tables.STAGES[stage]
-        elif named is None and self.engine and SHARDING[self.engine].by_fsdp and not self.job.on_cpu:
-            named = self.engine
-        if named is not None:
-            self.settings["parallel.strategy"] = named
-            return
-        unsharded = "ddp" if self.gpus > 1 else "single"
-        self.set("parallel.strategy", unsharded, f"no file shards anything; the number of ranks is {self.gpus}")
-
-    def precision(self) -> None:
-        if len(self.halves) == 2:
-            keys = self.job.file_keys
-            switches = [next(str(key) for key in keys if key.settings.get(half)) for half in self.halves]
-            self.job.problem(
-                "contradiction", f"{switches[0]} and {switches[1]}: only one half-precision type can be on",
-                "turn one of the two off", "precision.mode", ("fp16", "bf16"),
-            )  # fmt: skip
-        half = self.halves[0] if self.halves else ""
-        self.settings.setdefault("precision.mode", half or ("tf32" if self.tf32 else "fp32"))
-        upcast = self.job.stage is not None or (half and self.sharding.by_fsdp) or self.job.adapted
-        if self.stored == "bfloat16" and half != "fp16" and not upcast:
-            whose = "the model's dtype is bfloat16, which from_pretrained keeps"
-            if self.job.recipe:
-                whose = f"{family(self.job.recipe)} loads the weights in bfloat16, which is kept"
-            self.set("precision.mode", "pure_bf16", f"{whose} for weights, gradients and moments")
-        elif half and self.sharding.by_fsdp:
-            self.set("precision.reduce_dtype", half, "Accelerate reduces FSDP's gradients in that type")
-            if self.job.fsdp_version() == 1:
-                self.set("precision.autocast", True, "Accelerate runs FSDP1's forward under autocast too")
-
-    def batch(self) -> None:
-        total, micro = self.settings.pop("train.global_batch_size", None), self.settings.get("train.micro_batch_size")
-        accum = self.settings.get("train.grad_accum_steps")
-        if total is not None and micro and accum and total != micro * accum * self.gpus:
-            product = micro * accum * self.gpus
-            self.job.problem(
-                "contradiction",
-                f"train_batch_size={total}, but micro-batch × accumulation × ranks = "
-                f"{micro} × {accum} × {self.gpus} = {product}",
-                f"set train_batch_size={product}, or leave it out; --gpus sets the ranks",
-                "train.micro_batch_size", ("train_batch_size",),
-            )  # fmt: skip
+    def _batch(self, gpus: int) -> None:
+        total = self.settings.pop("train.global_batch_size", None)
+        micro, accum = self.settings.get("train.micro_batch_size"), self.settings.get("train.grad_accum_steps")
+        if total is not None and micro and accum and total != micro * accum * gpus:
+            cause = f"train_batch_size={total} is not micro-batch × accumulation × ranks = {micro} × {accum} × {gpus}"
+            fix = f"set it to {micro * accum * gpus}; --gpus sets the ranks"
+            self.problems.append((cause, fix, "train.micro_batch_size"))
         elif total is not None and not micro:
-            self.settings["train.micro_batch_size"] = max(1, total // (self.gpus * (accum or 1)))
+            self.settings["train.micro_batch_size"] = max(1, total // (gpus * (accum or 1)))
         elif total is not None and micro and not accum:
-            self.settings["train.grad_accum_steps"] = max(1, total // (self.gpus * micro))
-        if "train.micro_batch_size" not in self.settings:
-            self.unsaid("train.micro_batch_size", "how many samples a micro-batch has", 4)
-        if self.text and "train.seq_len" not in self.settings:
-            self.unsaid("train.seq_len", "how many tokens a sample has", 2048)
+            self.settings["train.grad_accum_steps"] = max(1, total // (gpus * micro))
+        if "train.micro_batch_size" not in {*self.settings, *(setting for _, _, setting in self.problems)}:
+            self._ask("how many samples a micro-batch has", "train.micro_batch_size", 4)
 
-    def unsaid(self, setting: str, missing: str, example: int) -> None:
-        if not any(problem.setting == setting for problem in self.job.problems):
-            self.job.problem(
-                "unsaid", f"no file says {missing}", f"add it to the command, such as {setting}={example}", setting
-            )
+    def _ask(self, missing: str, setting: str, example: int) -> None:
+        fix = f"the script decides it: add it to the command, such as {setting}={example}"
+        self.problems.append((f"no file says {missing}", fix, setting))
 
-    def task(self) -> None:
+    def _task_and_loop(self) -> None:
+        """Set the task, and the differences of Accelerate's loop that keys here express."""
         if self.path is None:
-            named = model_named(self.job.files)[1]
-            cause = f"{named} is no folder with a config.json here" if named else "no file says which model it is"
-            self.job.problem("unsaid", cause, "pass --model, its config.json or its folder")
+            self.problems.append(("no file says which model it is", "pass --model, its config.json or its folder", ""))
             return
-        if not self.task_name:
-            ignored_code = ", and code in its folder (auto_map) is never run" if self.model.get("auto_map") else ""
-            self.job.problem(
-                "no counterpart", f"no built-in task has the head of {self.model['architectures'][0]}{ignored_code}",
-                "set task.name=hf_causal_lm on the command line to plan its body with that head", "task.name",
-            )  # fmt: skip
-        self.settings["task.name"] = self.task_name or "hf_causal_lm"
+        if not self.task:
+            cause = f"no built-in task has the head of {self.model['architectures'][0]}"
+            fix = f"set task.name=hf_causal_lm to plan its body with that head; {_REHEARSE}"
+            self.problems.append((cause, fix, "task.name"))
+        self.settings["task.name"] = self.task or "hf_causal_lm"
         self.settings["model.hf_config"] = str(Path(self.path).expanduser().resolve())
+        if self.is_text:
+            self._ask("how many tokens a sample has", "train.seq_len", 2048)
+            self._set("model.loss_chunk_size", 0, "transformers computes the logits of all tokens at once")
+        if self.task == "hf_masked_lm":
+            self._set("data.mask_fraction", 1.0, "transformers computes the logits of every token, masked or not")
+        self._set("optim.decay_norm_bias_embed", True, "an optimizer over model.parameters() has one group")
+        if "optimizer.type" not in self.deepspeed or self.deepspeed.get("optimizer.params.torch_adam"):
+            on_cpu = self.settings.get("run.device") == "cpu"
+            self._set("optim.implementation", "for_loop" if on_cpu else "foreach", "torch's own choice for AdamW")
 
-    def loop(self) -> None:
-        """Set the differences of their loop that keys here can express."""
-        if self.text and "model.loss_chunk_size" not in self.settings:
-            whose = "transformers computes the logits of all tokens at once"
-            if self.job.recipe == "trl":
-                whose += "; TRL with loss_type: chunked_nll does not"
-            self.set("model.loss_chunk_size", 0, whose)
-        if self.task_name == "hf_masked_lm":
-            self.set("data.mask_fraction", 1.0, "transformers computes the logits of every token, masked or not")
-        if not self.of_the_trainer:
-            self.set("optim.decay_norm_bias_embed", True, "an optimizer over model.parameters() has one group")
-        names_optimizer = self.job.value("deepspeed", "optimizer.type") and not self.job.value("deepspeed", _TORCH_ADAM)
-        if not self.job.has("trainer") and not names_optimizer:
-            self.set("optim.implementation", "foreach", "torch's own choice for AdamW on GPUs")
-        if self.settings.get("optim.implementation") == "foreach" and self.settings.get("run.device") == "cpu":
-            self.set("optim.implementation", "for_loop", "on the CPU torch's own choice is one parameter at a time")
-
-    def other_loop(self) -> Settings:
-        """The differences of their loop that are no keys here, in the fields of the planner's `Loop`."""
-        fields: Settings = {"bucket_views": False} | bnb_layers(self.settings)
-        if self.of_the_trainer:
-            fields["embeddings_decay"] = True
-        elif not self.job.has("trainer"):
-            fields["keeps_cache"] = self.model.get("use_cache") is not False  # the Trainer turns it off
-        if self.job.fsdp_version() == 2:
-            fields["tail_unit"] = True
-        if self.job.adapted and self.sharding.stage == 3 and self.halves and makes_config_first(self.job):
-            fields["fp32_adapters"] = True
-            self.added.append(
-                ("adapters", "float32", "peft makes them after zero.Init, and DeepSpeed casts nothing then")
-            )
-        if self.job.adapted and self.sharding.stage == 0:
-            fields["frozen"] = stored = self.stored or "float32"
-            loaded = {"bf16": "bfloat16", "fp16": "float16"}.get(self.settings["precision.mode"], "float32")
-            if stored != loaded:
-                whose = f"{family(self.job.recipe)} loads" if self.job.recipe else "peft leaves"
-                of = "that type" if self.job.recipe else "the type of the model's files"
-                self.added.append(("frozen weights", stored, f"{whose} them in {of}"))
-        return fields
-
-    def transfers(self) -> tuple[Transfer, ...]:
-        """Loading and saving in their loop; none for a model that no file describes."""
-        n_bytes = 2 if self.in_file in ("bfloat16", "float16") else 4
-        return transfers(self.job, self.settings["parallel.strategy"], bool(self.halves), n_bytes)
-
-    def left_out(self) -> Iterator[LeftOut]:
-        """Differences of their loop that no key here can express."""
-        job = self.job
-        yield from map(LeftOut, lora_kernels(job))
-        if self.model.get("auto_map"):
-            yield LeftOut("the model folder's own code (auto_map), which is never run: transformers' class is planned")
-        if job.fsdp_version() == 1:
-            yield LeftOut("FSDP1's flat parameters: planned as FSDP2, which shards each parameter")
-        if self.halves and job.stage is None and job.fsdp_version() != 2 and self.text:
-            vocabulary = int(self.model.get("vocab_size") or 0)
-            yield LeftOut("Accelerate copies half-precision logits to fp32", 4 * vocabulary)
-        if self.sharding.state and not self.ranks_are_said:
-            yield LeftOut("more than one rank to shard over: no file says how many there are; name them with --gpus N")
-        if not job.has("trainer"):
-            yield LeftOut("the script's own loop and optimizer: planned are transformers' forward and one AdamW")
-
-    def drop_an_adapter_that_is_off(self) -> Settings:
-        """Remove and return the adapter's settings unless one is trained: shardkit would refuse them."""
-        if self.job.command_line.get("adapter.type") == "lora":
-            self.settings["adapter.type"] = "lora"
-        if self.settings.get("adapter.type") == "lora":
-            return {}
-        names = [key for key in self.settings if key.startswith("adapter.")]
-        spare = {key: self.settings.pop(key) for key in names}
-        return {key: value for key, value in spare.items() if key != "adapter.type"}
-
-    def drop_what_does_nothing(self) -> None:
+    def _drop_what_does_nothing(self) -> None:
         """Remove settings that have no effect in this job: shardkit would refuse them."""
-        settings, zero = self.settings, self.sharding.stage > 0
-        strategy = settings["parallel.strategy"]
+        settings = self.settings
+        sharding = SHARDING[settings["parallel.strategy"]]
         offloads = [settings.get(f"parallel.offload_{part}") for part in ("optimizer", "param")]
-        adam = str(settings.get("optim.name", "adamw")).startswith("adamw")
-        betas = [settings.pop(f"optim.betas.{index}", None) for index in (0, 1)]
-        if adam and None not in betas:
-            settings["optim.betas"] = betas
-        drop = {  # find_unused and buckets are DDP's own, and one rank reduces nothing
-            "parallel.find_unused": strategy != "ddp",
-            "parallel.bucket_mb": strategy != "ddp",
-            "parallel.dp_shard": not self.sharding.replicates,
-            "parallel.reshard_after_forward": not self.sharding.by_fsdp,
+        drop = {
+            "parallel.dp_shard": not sharding.replicates,
+            "parallel.reshard_after_forward": not sharding.by_fsdp,
             "parallel.nvme_path": "nvme" not in offloads,
-            "parallel.hpz": settings.get("parallel.hpz") is None,
-            "precision.loss_scale_init_power": settings["precision.mode"] != "fp16",
-            "precision.loss_scale_window": settings["precision.mode"] != "fp16",
-            "precision.reduce_dtype": strategy == "single",
+            "precision.reduce_dtype": settings["parallel.strategy"] == "single",
             "activation.block_classes": settings.get("activation.policy") is None,
             "compile.mode": not settings.get("compile.enabled"),
-            "optim.implementation": settings.get("optim.name", "adamw") not in ("adamw", "sgd") or (zero and any(
-                device not in (None, "none") for device in offloads[:1]
-            )),
-            "optim.min_lr_ratio": settings.get("optim.schedule") == "constant",
-            "optim.eps": not adam,
-            "train.seq_len": not self.text,
-        }  # fmt: skip
+            "optim.implementation": sharding.stage > 0 and offloads[0] not in (None, "none"),
+        }
         for key in [*settings]:
-            if drop.get(key) or (key.startswith("parallel.ds_config.") and not zero):
+            if drop.get(key) or (key.startswith(PASSED) and not sharding.stage):
                 del settings[key]
-        self.added = [entry for entry in self.added if entry[0] in settings]
+
+    def _left_out(self, half: bool) -> Iterator[tuple[str, int, int]]:
+        model = self.model
+        yield "the script's own loop: planned are transformers' forward and one AdamW", 0, 0
+        if model.get("auto_map"):
+            yield "the model folder's own code (auto_map), which is never run: transformers' class is planned", 0, 0
+        if not (model.get("dtype") or model.get("torch_dtype")):
+            yield "the type of the weights, which config.json does not name: planned is fp32", 0, 0
+        if self.fsdp == 1:
+            yield "FSDP1's flat parameters: planned as FSDP2, which shards each parameter", 0, 0
+        if self.settings["parallel.strategy"] == "ddp":
+            n_bytes = 2 if self.settings["precision.mode"] == "pure_bf16" else 4
+            yield "DDP's buckets, which hold the gradients a second time", n_bytes, 0
+        if half and self.stage is None and self.fsdp != 2 and self.is_text:
+            yield "fp32 copies of half-precision logits", 0, 4 * int(model.get("vocab_size") or 0)
+        names = ("num_attention_heads", "num_hidden_layers", "hidden_size")
+        heads, layers, hidden = (size if isinstance(size := model.get(name), int) else 0 for name in names)
+        if self.is_text and model.get("use_cache") is not False and hidden and heads and layers:
+            width = int(model.get("head_dim") or hidden // heads) * int(model.get("num_key_value_heads") or heads)
+            text = "copies of keys and values until forward ends, unless the script sets use_cache=False"
+            yield text, 0, 2 * layers * width * (2 if half else 4)

@@ -21,8 +21,7 @@ def watch(
 
     Args:
         model, optimizer: the results of `accelerator.prepare`.
-        settings: `files` (the job's `accelerate.yaml`, so that advice is planned), `model_config`, `cap`, `resume`,
-            `done`, `tensorboard`, `bars`, `total`, as for `shardkit.watch`.
+        settings: `model_config`, `cap`, `resume`, `done`, `tensorboard`, `bars`, `total`, as for `shardkit.watch`.
 
     Raises:
         ConfigError: as `shardkit.watch`.
@@ -30,5 +29,5 @@ def watch(
     half = accelerator.mixed_precision
     precision = {"precision.mode": half} if half in ("bf16", "fp16") else {}
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    chosen = Settings(Path(run_dir), every, tool="accelerate", tool_settings=precision, **settings)
+    chosen = Settings(Path(run_dir), every, tool_settings=precision, **settings)
     return Watching(model, optimizers, chosen)

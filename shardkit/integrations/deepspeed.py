@@ -15,8 +15,6 @@ def watch(engine: Any, *, run_dir: str | Path, every: int = 10, **settings: Any)
         with watch(engine, run_dir="runs/mine") as watching:
             ...
 
-    Advice is planned with the engine's own config, if the model is one of transformers.
-
     Args:
         engine: the result of `deepspeed.initialize`.
         settings: `model_config`, `cap`, `resume`, `done`, `tensorboard`, `bars`, `total`, as for `shardkit.watch`.
@@ -25,8 +23,4 @@ def watch(engine: Any, *, run_dir: str | Path, every: int = 10, **settings: Any)
         ConfigError: as `shardkit.watch`.
     """
     half = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
-    chosen = Settings(
-        Path(run_dir), every, tool="deepspeed", tool_settings={"precision.mode": half},
-        contents=lambda: [dict(engine.config)], **settings,
-    )  # fmt: skip
-    return Watching(engine, (), chosen)
+    return Watching(engine, (), Settings(Path(run_dir), every, tool_settings={"precision.mode": half}, **settings))

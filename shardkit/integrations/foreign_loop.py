@@ -102,22 +102,6 @@ class ForeignLoop:
             self.model, *(optimizer for optimizer in torch_optimizers if isinstance(optimizer, _OPTIMIZER))
         )
 
-    def buffers(self, phase: str | None) -> int:
-        """Bytes of ZeRO's reduce buffers during a phase; they are neither state nor activations."""
-        if self._zero is None or (phase != "backward" and self.stage != 3):
-            return 0
-        return zero_state.reduce_buffer(self._zero)[1]
-
-    def smaller_buckets(self) -> tuple[int, int] | None:
-        """The elements that a reduce bucket needs at most, and the bytes that this size saves; `None` if none."""
-        if self._zero is None:
-            return None
-        elements, n_bytes = zero_state.reduce_buffer(self._zero)
-        trained = (param for param in self.model.parameters() if param.requires_grad)
-        enough = sum(getattr(param, "ds_numel", param.numel()) for param in trained)
-        enough += enough % 2  # DeepSpeed needs an even number
-        return (enough, n_bytes * (elements - enough) // elements) if n_bytes and enough < elements else None
-
     def shards(self) -> Iterator[StateTensor | Shard]:
         """Every local tensor of the state, with its name."""
         named = {plain_name(name): param for name, param in self.model.named_parameters()}

@@ -36,7 +36,6 @@ class ShardkitCallback(WatchesTrainer, Callback):  # type: ignore[misc]
         mode = _PRECISION.get(str(trainer.precision))
         self._steps, self._losses = trainer.global_step, []
         settings = self.watch_settings(
-            "lightning",
             trainer.default_root_dir,
             mode,
             done=trainer.global_step,

@@ -52,14 +52,12 @@ class ShardkitCallback(WatchesTrainer, TrainerCallback):  # type: ignore[misc]
         model = kwargs["model"]
         half = "bf16" if args.bf16 else "fp16" if args.fp16 else None
         settings = self.watch_settings(
-            "trainer",
             args.output_dir,
             half,
             resume=self.resumes or again,
             done=state.global_step,
             bars=bool(args.disable_tqdm),
             total=state.max_steps,
-            contents=lambda: [args],
         )
         self.watching = Watching(model, [kwargs["optimizer"]], settings)
         self.watching.open()

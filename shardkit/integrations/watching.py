@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
-from ..foreign.advice import LIMIT_S, ToolKeys
-from ..foreign.phrases import Tool
-from ..foreign.translate import ForeignJob, read_job
+from ..foreign.translate import TASKS
 from ..launch.failures import failure, job_starts
 from ..memory.ledger import MemoryLedger
 from ..memory.loop_hooks import LoopHooks
 from ..memory.rows import RankRow
 from ..memory.table import write_jsonl
 from ..oom import shortage
-from ..oom.advice import Advice
 from ..oom.cap import MemoryCap, memory_cap
-from ..oom.postmortem import PostMortem
-from ..parallel.blocks import find_blocks
+from ..oom.postmortem import Advice, PostMortem
+from ..parallel.world import rank_env
 from ..run import directory
 from ..run.owner import Owner
-from ..run.planning import target_of
+from ..run.planning import CLAIM, planned_advice, target_of
 from ..telemetry.metrics import MetricsWriter
 from ..telemetry.progress import RunProgress
 from .foreign_loop import ForeignLoop, ObservedConfig
-from .ranks import LoopRanks
-from .step_records import LoopRecords
-
-PLANNING = ".shardkit/planning"
-"""The file by which the first rank that runs out of memory claims the planning of advice."""
 
 
 def watch(
@@ -45,7 +41,6 @@ def watch(
     *,
     run_dir: str | Path,
     every: int = 10,
-    files: Sequence[str | Path] = (),
     model_config: str | Path | None = None,
     cap: str | None = None,
     resume: bool = False,
@@ -53,7 +48,6 @@ def watch(
     tensorboard: bool = True,
     bars: bool = True,
     total: int | None = None,
-    tool: Tool = "torch",
 ) -> Watching:
     """Account for the memory of a loop of any tool, and explain its out-of-memory errors.
 
@@ -71,25 +65,20 @@ def watch(
         optimizer: its optimizer, or a list of them in the order of their steps; DeepSpeed's engine has its own.
         run_dir: a new directory.
         every: optimizer steps between two gathers of every rank's memory.
-        files: the loop's config files (Accelerate's, DeepSpeed's, the Trainer's): advice is then planned.
-        model_config: the model's `config.json` or its folder, for these plans.
+        model_config: the model's `config.json` or its folder, to plan advice; models of transformers have their own.
         cap: run out of memory at this size, as `memory.cap`: "8GiB".
         resume: continue the records in `run_dir` after `done` steps.
         done: optimizer steps that were taken before; default with `resume`: the last one in `run_dir`.
         tensorboard: whether to write its events.
         bars: whether to draw on a terminal, at most once a second, while no bar of tqdm is open.
         total: the last optimizer step, for the bars, if it is known.
-        tool: advice is said in the keys of this tool.
 
     Raises:
-        ConfigError: (on entering) `run_dir` holds a run, or cannot be written; a file cannot be read; no optimizer.
+        ConfigError: (on entering) `run_dir` holds a run, or cannot be written; no optimizer.
     """
     optimizers = () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
-    names = tuple(str(file) for file in files)
     config = None if model_config is None else str(model_config)
-    settings = Settings(
-        Path(run_dir), every, resume, done, tensorboard, tool, cap, names, config, bars=bars, total=total
-    )
+    settings = Settings(Path(run_dir), every, resume, done, tensorboard, cap, config, bars=bars, total=total)
     return Watching(model, optimizers, settings)
 
 
@@ -99,7 +88,6 @@ class Settings:
 
     Attributes:
         tool_settings: shardkit settings that the tool states and that cannot be observed on the model.
-        contents: the tool's settings, in objects that `read_job` takes; called if memory runs out.
         is_marked: whether the caller marks the phases, through `Watching.marks`; else hooks do.
     """
 
@@ -108,12 +96,9 @@ class Settings:
     resume: bool = False
     done: int | None = None
     tensorboard: bool = True
-    tool: Tool = "torch"
     cap: str | None = None
-    files: tuple[str, ...] = ()
     model_config: str | None = None
     tool_settings: Mapping[str, Any] = field(default_factory=dict)
-    contents: Callable[[], Sequence[Any]] | None = None
     is_marked: bool = False
     bars: bool = True
     total: int | None = None
@@ -133,8 +118,6 @@ class Watching:
             raise ConfigError(f"watch() got every={settings.every}", "pass the steps between two gathers, 1 or more")
         self._settings, self._ranks = settings, LoopRanks()
         self._loop = ForeignLoop(model, optimizers, self._ranks.rank, self._ranks.size)
-        if settings.files:  # an unreadable file is an error now, not once memory has run out
-            read_job(settings.files, settings.model_config, self._ranks.size)
         self._inside = ExitStack()
         self._records: LoopRecords | None = None
         self._is_open = self._is_broken = self._is_described = False
@@ -207,7 +190,7 @@ class Watching:
             shortage.observe(device)
             self.ledger.risk.on_risk = lambda row: self._post_mortem(planned=False).at_risk(row)
             if ranks.is_main:
-                (path / PLANNING).unlink(missing_ok=True)
+                (path / CLAIM).unlink(missing_ok=True)
                 shown = RunProgress(settings.total, steps_before, every=None) if settings.bars else None
                 self._records = LoopRecords(
                     MetricsWriter(path, settings.tensorboard, steps_before), self._loop.optimizers[0],
@@ -307,7 +290,7 @@ class Watching:
             write_jsonl(self.run_dir / "memory.jsonl", step, rows)
             self._records.writer.write_memory(step, rows)
 
-    def _config(self) -> ObservedConfig:
+    def _config(self, more: Mapping[str, Any] | None = None) -> ObservedConfig:
         settings = self._settings
         overrides = {
             "run.dir": str(settings.run_dir),
@@ -316,7 +299,7 @@ class Watching:
         }
         if settings.cap is not None:
             overrides["memory.cap"] = settings.cap
-        return self._loop.config(overrides)
+        return self._loop.config({**overrides, **(more or {})})
 
     def _describe(self) -> None:
         """Write the observed config to `config.yaml`; a failure is printed and does not end the loop."""
@@ -327,45 +310,27 @@ class Watching:
             say(f"shardkit: {self.run_dir}/config.yaml is not complete: {printable(str(error).partition(chr(10))[0])}")
 
     def _post_mortem(self, planned: bool) -> PostMortem:
-        config, model, ranks = self._config().config, self._loop.model, self._ranks
-        has_checkpointing = any(hasattr(module, "gradient_checkpointing_enable") for module in model.modules())
-        tool_keys = ToolKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
-        return PostMortem(
-            config, self.ledger, self._loop, ranks.local_size, self._cap,
-            lambda model: len(find_blocks(model)), self._loop.buffers,
-            lambda advice: tool_keys.words(advice, self._loop.smaller_buckets()),
-            (lambda advice: self._planned(tool_keys, advice)) if planned else None,
-        )  # fmt: skip
+        config, ranks = self._config().config, self._ranks
+        plan = self._planned if planned else None
+        return PostMortem(config, self.ledger, self._loop, ranks.local_size, self._cap, plan)
 
-    def _planned(self, tool_keys: ToolKeys, advice: list[Advice]) -> list[Advice]:
-        """Plan the advice if this is the first rank that ran out of memory; else return it unplanned."""
-        with tempfile.TemporaryDirectory(prefix="shardkit-") as folder:
-            job = self._job(Path(folder))
-            if job is None or not _is_first_to_plan(self.run_dir / PLANNING):
-                return advice
-            if job.not_planned:
-                say(f"shardkit: no change is planned: {'; '.join(job.not_planned)}")
-                return advice
-            say(f"shardkit: planning changes that would make room, {LIMIT_S:g} s at most")
-            seen, cap = self._loop.settings(), self._config().config.memory.cap_bytes
-            keys = [key for key in ("train.seq_len", "train.micro_batch_size") if key not in job.settings]
-            keys += ["run.device"] if seen["run.device"] == "cpu" else []
-            overrides = [f"{key}={seen[key]}" for key in keys if key in seen]
-            target = target_of(self._loop.device, self._ranks.size, self._ranks.local_size, cap)
-            return tool_keys.planned(advice, job, target, overrides)
-
-    def _job(self, folder: Path) -> ForeignJob | None:
-        """The job that the tool's files and objects describe; a model config without a file is written to `folder`."""
-        contents = self._settings.contents
-        names = [*self._settings.files, *(() if contents is None else contents())]
-        described = self._settings.model_config
+    def _planned(self) -> list[Advice]:
+        """Planned changes of a loop that trains a model of transformers with a head that a built-in task has."""
         model_config: Any = next(
             (module.config for module in self._loop.model.modules() if hasattr(module, "config")), None
         )
-        if described is None and hasattr(model_config, "to_json_file"):
-            model_config.to_json_file(folder / "config.json")
-            described = str(folder / "config.json")
-        return read_job(names, described, self._ranks.size) if names and described is not None else None
+        described = self._settings.model_config
+        heads = [type(module).__name__ for module in self._loop.model.modules()]
+        task = next((task for head in heads for end, task in TASKS.items() if head.endswith(end)), None)
+        if task is None or (described is None and not hasattr(model_config, "to_json_file")):
+            return []
+        with tempfile.TemporaryDirectory(prefix="shardkit-") as folder:
+            if described is None:
+                model_config.to_json_file(described := f"{folder}/config.json")
+            config = self._config({"task.name": task, "model.hf_config": described, "model.loss_chunk_size": 0}).config
+            cap = config.memory.cap_bytes
+            target = target_of(self._loop.device, self._ranks.size, self._ranks.local_size, cap)
+            return planned_advice(config, target, self.run_dir)
 
 
 def _claimed(config: ObservedConfig, ranks: LoopRanks) -> tuple[Path, Owner | None]:
@@ -398,13 +363,12 @@ class WatchesTrainer:
         self.resumes, self._tensorboard = resume, tensorboard
         self.watching: Watching | None = None
 
-    def watch_settings(self, tool: Tool, default_root: str, precision: str | None, **settings: Any) -> Settings:
-        """The options as settings, with what the trainer states: its tool's name, directory and precision, and more."""
+    def watch_settings(self, default_root: str, precision: str | None, **settings: Any) -> Settings:
+        """The options as settings, with what the trainer states: its directory and precision, and more."""
         return Settings(
             Path(self._run_dir or Path(default_root) / "shardkit"),
             every=self._every,
             tensorboard=self._tensorboard,
-            tool=tool,
             cap=self._cap,
             tool_settings={} if precision is None else {"precision.mode": precision},
             **{"resume": self.resumes, **settings},
@@ -429,10 +393,107 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _is_first_to_plan(path: Path) -> bool:
-    """Whether this rank is the first to ask: the first one creates the file."""
-    try:
-        path.touch(exist_ok=False)
-    except OSError:
-        return False
-    return True
+class LoopRanks:
+    """The ranks of a loop's own process group, with a gloo group beside it."""
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
+        if dist.is_initialized():
+            env = rank_env()
+            self.rank, self.size = env.rank, env.world_size
+            self.local_rank, self.local_size = env.local_rank, env.local_world_size
+        elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise ConfigError(
+                f"watch() was called in one of WORLD_SIZE={os.environ['WORLD_SIZE']} ranks, before they had a process "
+                "group",
+                "call it after torch.distributed.init_process_group, deepspeed.initialize or Accelerator()",
+            )
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def join(self) -> None:
+        """Make the gloo group; collective."""
+        if self.size > 1:
+            self.group = dist.new_group(backend="gloo")
+
+    def leave(self) -> None:
+        """Close the group: ranks that wait in it learn that this one is gone."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+    def gather(self, value: object) -> list[object]:
+        gathered: list[object] = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+
+class LoopRecords:
+    """Writes rank 0's record of each step, in order, once the GPU has computed its values."""
+
+    def __init__(
+        self, writer: MetricsWriter, optimizer: Any, show: Callable[[Mapping[str, float]], None] | None
+    ) -> None:
+        self.writer, self._optimizer, self._show = writer, optimizer, show
+        self._now: dict[str, Any] | None = None
+        self._early: dict[str, Any] = {}
+        self._queue: deque[tuple[dict[str, Any], Any]] = deque()
+        self._event: Any = None
+        self._tokens = 0.0
+
+    def begin(self, step: int, seconds: float, waited: float) -> None:
+        """Begin the record of a step that has ended; `add` extends it until the next forward."""
+        self.flush()
+        self._now = {"step": step, **self._early, "step_time_s": seconds, "data_wait_s": waited}
+        self._early = {}
+        rate = self._optimizer.param_groups[0].get("lr")
+        if isinstance(rate, (int, float)):
+            self._now.setdefault("lr", float(rate))
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add values to the record of the step that ended, or of the one that runs."""
+        into = self._early if self._now is None else self._now
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                into[key] = value.detach().to("cpu", non_blocking=True)
+                if value.is_cuda:
+                    self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    self._event.record()
+            elif isinstance(value, (int, float)) or hasattr(value, "item"):
+                into[key] = float(value)
+            else:
+                raise TypeError(f"log() got {key} of type {type(value).__name__}; it takes numbers")
+
+    def flush(self) -> None:
+        """Close the current record, and write all records whose values have arrived."""
+        if self._now is not None:
+            self._queue.append((self._now, self._event))
+            self._now = self._event = None
+        while self._queue and (self._queue[0][1] is None or self._queue[0][1].query()):
+            self._write(self._queue.popleft()[0])
+
+    def close(self) -> None:
+        self.flush()
+        for record, event in self._queue:
+            try:
+                event.synchronize()
+            except RuntimeError:  # the device failed: the values are lost
+                break
+            self._write(record)
+        self.writer.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        plain = {key: value if key == "step" else float(value) for key, value in record.items()}
+        if "tokens" in plain:
+            self._tokens += plain["tokens"]
+            plain |= {"tokens_total": self._tokens, "tokens_per_s": plain["tokens"] / plain["step_time_s"]}
+        self.writer.write(plain)
+        if self._show is not None:
+            try:
+                self._show(plain)
+            except OSError:  # the terminal is gone
+                self._show = None

@@ -18,7 +18,6 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..errors import ConfigError, importing
-from .bnb_layers import follow_peft_over_bitsandbytes, refuse_other_layers
 from .hf import HFModel
 from .packed_experts import PackedWeight
 from .quantized import is_packed
@@ -70,7 +69,6 @@ class AdaptedModel(HFModel):
         expert_targets: names of the packed weights of experts that have LoRA for each expert.
         frozen_dtype: the type that `build` gives the frozen parameters.
         quantizer: packs the frozen linear layers; None without `model.quantize`.
-        bnb_layers: packed layers do as bitsandbytes' own, and their adapters as peft's for them.
 
     Raises:
         ConfigError: peft is not installed, or `adapter.targets` names no linear layer, or layers that cannot have LoRA;
@@ -94,17 +92,6 @@ class AdaptedModel(HFModel):
         names = find_targets(self.reference, config.adapter.targets, experts)
         self.targets = [name for name in names if name not in experts]
         self.expert_targets = [name for name in names if name in experts]
-        self.bnb_layers = False
-
-    def use_bnb_layers(self) -> None:
-        """Build the packed layers as transformers, peft and bitsandbytes do, for the plan of their loop.
-
-        Raises:
-            NotPlannedError: transformers packs other layers of this model.
-        """
-        if self.quantizer is not None:
-            refuse_other_layers(self.reference, self.quantizer)
-            self.bnb_layers = True
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -139,8 +126,6 @@ class AdaptedModel(HFModel):
             weight = model.get_submodule(name)
             assert isinstance(weight, PackedWeight)
             weight.adapt(settings)
-        if self.bnb_layers:
-            follow_peft_over_bitsandbytes(model)
         for fqn, param in model.named_parameters():
             if base_name(fqn) is not None and param.is_floating_point() and not hasattr(param, "ds_tensor"):
                 param.data = param.data.to(self.frozen_dtype)

@@ -1,13 +1,9 @@
-"""Changes of a configuration that lower its memory, with the bytes that each one saves.
-
-The savings are rules over counted bytes, not a plan: for state they are as exact as the count, for activations they are
-estimates, and for a run that failed in the middle of a forward pass they are lower bounds.
-"""
+"""Changes of a config that lower its memory, each with its price. The bytes that one saves come from a plan alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,56 +11,114 @@ from pydantic import ValidationError
 from ..config import capability
 from ..config.load import as_override, resolve_batch
 from ..config.schema import RunConfig
-from ..errors import ConfigError, gib
-from .advice_rules import Numbers, Used, outside, rules
+from ..errors import ConfigError
 
-__all__ = ["Advice", "Used", "advise"]
-
-
-@dataclass(frozen=True)
-class Advice:
-    """One change.
-
-    Attributes:
-        change: settings as on the command line, `activation.policy=full`, separated by spaces; or an instruction.
-        saving_bytes: bytes saved on the rank and memory in question; `None` if it helps by an unknown amount.
-        cost: its price, in time or otherwise.
-        why: the source of the saving.
-        planned: the memory with this change, in words; empty if it was not planned.
-        verdict: of the plan.
-    """
-
-    change: str
-    saving_bytes: int | None
-    cost: str
-    why: str
-    planned: str = ""
-    verdict: str = ""
-
-    @property
-    def effect(self) -> str:
-        """The plan's result, else the saving; empty if neither is known."""
-        return self.planned or (f"saves {gib(self.saving_bytes)}" if self.saving_bytes else "")
-
-    def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value or key not in ("planned", "verdict")}
+Change = tuple[dict[str, Any], str]
+"""Settings by dotted key, and their cost in words."""
+_ON_CPU = "the update runs on the CPU; gradients and parameters cross PCIe in each step"
+_STRONGER = {
+    "ddp": ("fsdp", "zero2", "zero1"),
+    "zero1": ("fsdp", "zero3", "zero2"),
+    "zero2": ("fsdp", "zero3"),
+    "hsdp": ("fsdp",),
+}
+_SHARD_COST = {
+    "zero1": "the same traffic as ddp",
+    "zero2": "the same traffic as ddp; gradients are reduced in every micro-batch",
+    "zero3": "parameters are gathered for each forward and backward: 1.5 times ddp's traffic",
+    "fsdp": "parameters are gathered for each forward and backward: 1.5 times ddp's traffic",
+}
 
 
-def advise(config: RunConfig, world_size: int, local_world_size: int, device: str, used: Used) -> list[Advice]:
-    """Changes that would lower the memory in use, the largest saving first; unknown savings come last.
+def candidates(
+    config: RunConfig,
+    world_size: int,
+    local_world_size: int,
+    device: str,
+    *,
+    short_of: str = "device",
+    parts: Sequence[str] = ("activations", "state"),
+    packable: tuple[float, float] = (0.0, 0.0),
+) -> list[tuple[str, str]]:
+    """Changes that may lower the memory in question, roughly the cheapest first: (settings, their cost).
 
-    Changes that the capability table refuses, or that are set already, are left out.
+    Changes that are set already, or that the capability table refuses, are left out.
 
     Args:
         device: "cpu" or "cuda".
+        short_of: "device" or "host".
+        parts: "activations", "state" or both: whose memory to lower, in the order in which the changes are listed.
+        packable: shares of the model's values in frozen linear layers and in frozen experts, as `model.quantize` would
+            pack them.
     """
-    n = Numbers(config, world_size, resolve_batch(config, world_size), device, used)
-    advice = [Advice(*rule) for rule in outside(n)] if used.short_of == "device" else []
-    for settings, saving, cost, reason in rules(n):
-        if (saving is None or saving >= 1) and _allowed(config, settings, world_size, local_world_size, device):
-            change = " ".join(f"{key}={as_override(value)}" for key, value in settings.items())
-            advice.append(Advice(change, None if saving is None else round(saving), cost, reason))
-    return sorted(advice, key=lambda advice: -(advice.saving_bytes or 0))
+    changes: list[Change] = list(_for_host(config, device)) if short_of == "host" else []
+    if short_of == "device" or device == "cpu":
+        accum = resolve_batch(config, world_size)
+        for part in parts:
+            changes += _for_activations(config, accum) if part == "activations" else _for_state(config, accum, packable)
+    return [
+        (" ".join(f"{key}={as_override(value)}" for key, value in settings.items()), cost)
+        for settings, cost in changes
+        if _allowed(config, settings, world_size, local_world_size, device)
+    ]
+
+
+def _for_activations(config: RunConfig, accum: int) -> Iterator[Change]:
+    micro = config.train.micro_batch_size
+    if config.activation.policy == "none":
+        yield {"activation.policy": "selective"}, "attention runs twice: a few percent more compute"
+    if config.task.factory is None and config.model.loss_chunk_size == 0:
+        yield {"model.loss_chunk_size": 1024}, "none to speak of"
+    yield {"activation.policy": "full"}, "forward runs twice: about a third more compute"
+    divisors = [size for size in range(micro // 2, 0, -1) if micro % size == 0]
+    for smaller in dict.fromkeys([*divisors[:1], *divisors[-1:]]):  # a plan tells which of them is enough
+        settings: dict[str, Any] = {"train.micro_batch_size": smaller}
+        if config.train.global_batch_size is None or config.train.grad_accum_steps is not None:
+            settings["train.grad_accum_steps"] = accum * (micro // smaller)
+        yield settings, f"{micro // smaller} times as many passes for the same samples per step"
+    if config.precision.mode in ("fp32", "tf32"):
+        rounded = "weights stay fp32" if config.adapter.type == "none" else "the frozen base is rounded to bf16"
+        yield {"precision.mode": "bf16"}, f"8 bits of mantissa in forward and backward; {rounded}"
+    yield {"activation.offload": "cpu"}, "as much pinned host memory, copied out and back in each micro-batch"
+
+
+def _for_state(config: RunConfig, accum: int, packable: tuple[float, float]) -> Iterator[Change]:
+    parallel = config.parallel
+    for strategy in _STRONGER.get(parallel.strategy, ()):
+        settings: dict[str, Any] = {"parallel.strategy": strategy}
+        if parallel.sharding.replicates:
+            sizes = {"parallel.dp_replicate": parallel.dp_replicate, "parallel.dp_shard": parallel.dp_shard}
+            settings |= {key: None for key, size in sizes.items() if size is not None}
+        yield settings, _SHARD_COST[strategy]
+    if parallel.sharding.by_fsdp:
+        yield {"parallel.reshard_after_forward": True}, "parameters are gathered again in backward"
+        yield {"parallel.no_sync": False}, "gradients are reduced in every micro-batch"
+    if parallel.sharding.stage:
+        yield {"parallel.offload_optimizer": "cpu"}, _ON_CPU
+    elif not parallel.sharding.state:
+        yield {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"}, _ON_CPU
+    if parallel.sharding.parameters:
+        yield {"parallel.offload_param": "cpu"}, f"parameters cross PCIe in each pass; {_ON_CPU}"
+    if any(packable) and config.adapter.type == "lora" and config.model.quantize is None and find_spec("bitsandbytes"):
+        packed = {"model.quantize.bits": 4} | ({"model.quantize.experts": True} if packable[1] else {})
+        yield packed, "each forward and backward unpacks a layer; the base is rounded to 16 numbers a block"
+    in_8_bits = {"torchao": "adamw8bit", "bitsandbytes": "adamw_bnb_8bit"}
+    if config.optim.name == "adamw":
+        names = [name for library, name in in_8_bits.items() if find_spec(library) is not None]
+        yield from (({"optim.name": name}, "moments in 8 bits") for name in names[:1])
+    if config.train.max_norm is None and accum == 1:
+        yield {"optim.in_backward": True}, "no clipping, no accumulation"
+    if config.train.ema_decay is not None:
+        yield {"train.ema_decay": None}, "evaluation uses the last weights"
+
+
+def _for_host(config: RunConfig, device: str) -> Iterator[Change]:
+    if config.data.workers:
+        yield {"data.workers": config.data.workers // 2}, "fewer processes load data"
+    yield {"checkpoint.async_save": False}, "training waits for saves"
+    if device == "cuda":  # without a GPU all of it is host memory anyway
+        for key in ("parallel.offload_param", "parallel.offload_optimizer", "activation.offload"):
+            yield {key: "none"}, "as much memory of the GPU"
 
 
 def _allowed(config: RunConfig, settings: Mapping[str, Any], world: int, local_world: int, device: str) -> bool:
@@ -72,7 +126,10 @@ def _allowed(config: RunConfig, settings: Mapping[str, Any], world: int, local_w
     changed = config.model_dump()
     for key, value in settings.items():
         section, name, *inner = key.split(".")
-        changed[section][name] = {inner[0]: value} if inner else value
+        if not inner:
+            changed[section][name] = value
+        else:
+            changed[section][name] = {**(changed[section][name] or {}), inner[0]: value}
     try:
         new = RunConfig.model_validate(changed)
         capability.check(new, device=device, world_size=world, local_world_size=local_world)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -25,7 +26,7 @@ from ..memory.ledger import MemoryLedger
 from ..memory.phases import phase_of
 from ..memory.rows import RankRow, StateKind
 from . import shortage as shortages
-from .advice import Advice, Used, advise
+from .advice import candidates
 from .cap import MemoryCap
 from .live import Live, NamedShard, biggest, snapshot_blocks
 from .shortage import Shortage, module_of, raised_at
@@ -35,9 +36,32 @@ FOLDER = "oom"
 TENSORS = 20
 """Number of the largest tensors to list."""
 
+_FRAGMENTED = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _LOG = logging.getLogger(__name__)
 _DOING = {"init": "while loading the task", "wrap": "while wrapping the model", "save": "while saving step {step}"}
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change that lowers the memory in question.
+
+    Attributes:
+        change: settings as on the command line, separated by spaces; or a variable of the environment.
+        saving_bytes: bytes saved; None if the change was not planned.
+        cost: its price, in time or otherwise.
+        planned: the memory with this change, in words; empty if it was not planned.
+        verdict: of the plan.
+    """
+
+    change: str
+    saving_bytes: int | None
+    cost: str
+    planned: str = ""
+    verdict: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value or key not in ("planned", "verdict")}
 
 
 class Subject(Protocol):
@@ -58,13 +82,11 @@ class PostMortem:
         subject: its model may not exist yet.
         local_world_size: ranks on this machine.
         cap: the rank's memory cap on the CPU.
-        count_blocks: counts the blocks of the model that can be recomputed.
-        buffers: bytes of an engine's communication buffers during a phase, which are no activations.
-        words: translates advice into another tool's keys, and drops changes that the tool lacks.
-        planned: plans advice; takes seconds, so the file is written before, too.
 
     Attributes:
         packable: the shares of the model's values that `model.quantize` would pack: in linear layers, in experts.
+        planned: plans changes, where the run's model can be planned. Planning takes seconds, so the file is written
+            before, too.
     """
 
     def __init__(
@@ -74,14 +96,11 @@ class PostMortem:
         subject: Subject,
         local_world_size: int = 1,
         cap: MemoryCap | None = None,
-        count_blocks: Callable[[nn.Module], int] = lambda model: 0,
-        buffers: Callable[[str | None], int] = lambda phase: 0,
-        words: Callable[[list[Advice]], list[Advice]] = list,
-        planned: Callable[[list[Advice]], list[Advice]] | None = None,
+        planned: Callable[[], list[Advice]] | None = None,
     ) -> None:
-        self._buffers, self._words, self._planned = buffers, words, planned
+        self.planned = planned
         self._config, self._ledger, self._subject, self._cap = config, ledger, subject, cap
-        self._count_blocks, self.packable = count_blocks, (0.0, 0.0)
+        self.packable = (0.0, 0.0)
         self._local_world_size = local_world_size
         self._gaps: list[str] = []
         shortages.observe(ledger.device)
@@ -104,7 +123,7 @@ class PostMortem:
         phase = phase_of(error) or self._ledger.open_phase
         row = self._row()
         shortage = self._completed(observed, row)
-        advice = self._advice(shortage, row, phase, model)
+        advice = self._advice(shortage, row, phase)
         record = {
             **self._head(shortage, row),
             "phase": phase,
@@ -116,9 +135,12 @@ class PostMortem:
             "snapshot": self._save_snapshot(shortage),
         }
         problem = self._write(record)
-        if self._planned is not None:
-            plan = self._planned
-            advice = self._attempt("planned advice", lambda: plan(advice), advice)
+        if self.planned is not None and shortage.kind != "host":
+            plans: list[Advice] = self._attempt("planned advice", self.planned, list[Advice]())
+            planned_changes = {tip.change for tip in plans}
+            n_fitting = sum(tip.verdict != "does not fit" for tip in plans)
+            advice = [tip for tip in advice if tip.change not in planned_changes]
+            advice = plans[:n_fitting] + advice + plans[n_fitting:]
             problem = self._write({**record, "advice": [tip.to_json() for tip in advice]})
         return OutOfMemoryError(_cause(record, self._config.memory.cap), _fix(advice, self.path, problem))
 
@@ -128,7 +150,7 @@ class PostMortem:
         memory = row.host_mem
         used = memory.in_use or 0
         shortage = Shortage("host-risk", limit=memory.limit, free=max(0, memory.limit - used), allocated=memory.rss)
-        advice = self._advice(shortage, row, None, None)
+        advice = self._advice(shortage, row, None)
         record = {**self._head(shortage, row), "phase": None, "module": None, "at": None}
         problem = self._write(
             {**record, "message": None, "tensors": [], "advice": [tip.to_json() for tip in advice], "snapshot": None}
@@ -180,26 +202,28 @@ class PostMortem:
             shortage = replace(shortage, limit=cap, free=max(0, cap - (shortage.reserved or 0)))
         return shortage
 
-    def _advice(self, shortage: Shortage, row: RankRow, phase: str | None, model: nn.Module | None) -> list[Advice]:
+    def _advice(self, shortage: Shortage, row: RankRow, phase: str | None) -> list[Advice]:
+        """Changes that may help, not planned: those of the larger part of the memory first."""
         on_host = shortage.kind in ("host", "host-risk")
-        not_state = 0 if on_host else (shortage.allocated or 0) - (row.state_on_device or 0)  # RSS is not tensors alone
-        not_state -= 0 if on_host else self._attempt("buffers", lambda: self._buffers(phase), 0)
-        blocks = 0 if model is None else self._attempt("blocks", lambda: self._count_blocks(model), 0)
-        used = Used(
-            short_of="host" if on_host else "device",
-            state=row.state,
-            not_state=max(0, not_state + (shortage.request or 0)),
-            phase=phase,
-            missing=shortage.missing,
-            fragmentation=shortage.fragmentation or 0,
-            n_blocks=blocks,
-            packable=self.packable,
-            workers=row.host_mem.children_rss or 0,
-            staging=row.host_mem.staging,
-        )
-        size, local_size, device = self._ledger.world_size, self._local_world_size, self._ledger.device.type
-        make_advice = lambda: self._words(advise(self._config, size, local_size, device, used))  # noqa: E731
-        return self._attempt("advice", make_advice, [])
+        state = row.state_on_device or 0
+        not_state = (shortage.allocated or 0) - state + (shortage.request or 0)
+        parts: tuple[str, ...] = ("activations", "state") if not_state > state else ("state", "activations")
+        if phase not in ("forward", "backward", None):
+            parts = ("state",)  # activations are gone, or were never there
+
+        def changes() -> list[Advice]:
+            found = candidates(
+                self._config, self._ledger.world_size, self._local_world_size, self._ledger.device.type,
+                short_of="host" if on_host else "device", parts=parts, packable=self.packable,
+            )  # fmt: skip
+            return [Advice(settings, None, cost) for settings, cost in found]
+
+        advice = self._attempt("advice", changes, list[Advice]())
+        settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        idle, missing = shortage.fragmentation or 0, max(1, shortage.missing or 0)
+        if shortage.kind == "device" and idle >= missing and "expandable_segments:True" not in settings:
+            advice.insert(0, Advice(_FRAGMENTED, idle, "none to speak of"))
+        return advice
 
     def _tensors(self, shortage: Shortage) -> list[Live]:
         device, subject = self._ledger.device, self._subject
@@ -264,7 +288,9 @@ def _cause(record: dict[str, Any], cap: str | None) -> str:
 
 
 def _fix(advice: list[Advice], path: Path, problem: str | None) -> str:
-    best = [f"{tip.change} ({tip.effect})" for tip in advice[:2] if tip.effect and tip.verdict != "does not fit"]
-    tips = "set " + ", or ".join(best) if best else "use more ranks, or a smaller model"
+    best = [
+        tip.change + (f" ({tip.planned})" if tip.planned else "") for tip in advice if tip.verdict != "does not fit"
+    ]
+    tips = "set " + ", or ".join(best[:2]) if best else "use more ranks, or a smaller model"
     file = f"see {path}" if problem is None else f"{path} could not be written: {problem}"
     return f"{tips}; {file}"

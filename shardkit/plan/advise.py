@@ -1,27 +1,24 @@
-"""Changes that make a job fit: candidates from the memory rules, each one planned."""
+"""Changes that make a job fit: the candidates of `oom.advice`, each one planned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from ..config.load import Layers, split_override
 from ..config.schema import RunConfig
+from ..config.yaml import Document
 from ..errors import ShardkitError
-from ..memory.rows import KINDS, StateBytes
-from ..oom.advice import Used, advise
+from ..oom.advice import candidates
 from .client import Planner
-from .model.estimate import CategoryEstimate, MemoryEstimate
+from .model.estimate import ROUGHLY, MemoryEstimate
 
-N_PLANNED = 6
+MOST, ENOUGH = 6, 2
+"""Most changes to plan, and most pairs of them; and how many that fit are enough, the cheapest being planned first."""
 LIMIT_S = 60.0
 """Most seconds for the plans of changes."""
-ROUGHLY = 0.1
-"""Relative error of a change that is planned from a few layers."""
-Changed = Callable[[Sequence[str]], tuple[RunConfig, Mapping[str, Any] | None]]
-"""The config with more overrides, and its loop if that is not the planner's; raises a ShardkitError for overrides that
-it cannot have."""
 _ORDER = {"fits": 0, "tight": 1, "does not fit": 2, None: 0}
+_OF_ACTIVATIONS = ("activations", "workspace", "unattributed")
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,6 @@ class Change:
         saving: bytes saved on the device, or on the host if host memory was short.
         cost: the price of the change, in words.
         estimate: the memory with the change.
-        in_the_files: the change in the keys of another tool's files; empty for a config.
         rough: planned from a few layers of a deep model.
     """
 
@@ -41,26 +37,20 @@ class Change:
     saving: int
     cost: str
     estimate: MemoryEstimate
-    in_the_files: str = ""
     rough: bool = False
-
-    @property
-    def text(self) -> str:
-        """The change as its reader writes it."""
-        return self.in_the_files or self.settings
 
 
 class Changes(list[Change]):
     """Planned changes.
 
     Attributes:
-        left_out: changes that were not planned for lack of time, as their reader writes them.
+        left_out: settings that were not planned for lack of time.
     """
 
     left_out: Sequence[str] = ()
 
 
-def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Planner, changed: Changed) -> Changes:
+def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Planner) -> Changes:
     """Changes that save memory, those that fit first; pairs of changes too if no single one fits.
 
     Changes of a deep model are predicted from a few of its layers, and corrected by what that misses of the job itself.
@@ -70,18 +60,55 @@ def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Plann
         config: without changes; `estimate` is its prediction.
     """
     target = planner.target
-    scarce = "host" if estimate.device_memory is None or estimate.needed <= estimate.device_memory else "device"
-    kind = "cpu" if estimate.device == "cpu" else "cuda"
-    candidates = [
-        (advice.change, advice.cost)
-        for advice in advise(config, target.world_size, target.ranks_per_node, kind, _used(estimate, scarce))
-        if "=" in advice.change
-    ]
-    if config.activation.policy == "none" and scarce == "device":
-        candidates.insert(0, ("activation.policy=selective", "attention runs twice: a few percent more compute"))
+    is_device_short = estimate.device_memory is not None and estimate.needed > estimate.device_memory
+    scarce = "device" if is_device_short else "host"
+    categories = estimate.categories.items()
+    activations = sum(category.device for name, category in categories if name in _OF_ACTIVATIONS)
+    parts = ("activations", "state") if 2 * activations > estimate.peak.allocated else ("state", "activations")
+    singles = candidates(
+        config, target.world_size, target.ranks_per_node, "cpu" if estimate.device == "cpu" else "cuda",
+        short_of=scarce, parts=parts,
+        packable=(estimate.n_packable / max(estimate.n_params, 1),
+                  estimate.n_packable_experts / max(estimate.n_params, 1)),
+    )  # fmt: skip
+    left_out: list[str] = []
+    # A job that was predicted from a few layers itself needs no correction.
+    job_roughly = estimate if estimate.extrapolated_from else None
+
+    def planned(settings: str) -> MemoryEstimate:
+        nonlocal job_roughly
+        changed = with_settings(config, settings.split(" "))
+        rough = planner.rough(changed)
+        if rough is None:
+            return planner.predict(changed)
+        job_roughly = job_roughly or planner.rough(config)
+        return rough if job_roughly is None else corrected(rough, job_roughly, estimate)
+
+    def savings(changes: Sequence[tuple[str, str]]) -> list[Change]:
+        """Those of the changes that save memory, the largest saving first."""
+        found: list[Change] = []
+        n_planned = 0
+        for settings, cost in changes:
+            if planner.is_stopped:
+                left_out.append(settings)
+                continue
+            n_fitting = sum(change.estimate.verdict in ("fits", "tight") for change in found)
+            if n_planned == MOST or n_fitting == ENOUGH:
+                break
+            try:
+                after = planned(settings)
+            except ShardkitError:  # settings that conflict or cannot be traced are no advice
+                left_out.extend([settings] if planner.is_stopped else [])
+                continue
+            n_planned += 1
+            saving = estimate.needed - after.needed if is_device_short else estimate.host_peak - after.host_peak
+            if saving > 0:
+                rough = bool(after.extrapolated_from) and not estimate.extrapolated_from
+                found.append(Change(settings, saving, cost, after, rough))
+        return sorted(found, key=lambda change: -change.saving)
+
     with planner.stopping_after(LIMIT_S):
-        plans = _Plans(config, estimate, planner, changed, scarce)
-        changes = plans.of(candidates)
+        changes = savings(singles)
         if changes and not any(change.estimate.verdict in ("fits", "tight") for change in changes):
             pairs = [
                 (f"{change.settings} {later.settings}", f"{change.cost}; {later.cost}")
@@ -89,58 +116,23 @@ def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Plann
                 for later in changes[index + 1 : 4]
                 if not _keys(change.settings) & _keys(later.settings)
             ]
-            changes = plans.of(pairs) + changes
-    planned = Changes(sorted(changes, key=lambda change: (_ORDER[change.estimate.verdict], -change.saving)))
-    planned.left_out = plans.left_out
-    return planned
+            changes = savings(pairs) + changes
+    planned_changes = Changes(sorted(changes, key=lambda change: (_ORDER[change.estimate.verdict], -change.saving)))
+    planned_changes.left_out = left_out
+    return planned_changes
 
 
-class _Plans:
-    """Plans changes of one job, one after the other."""
+def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """The config with more overrides.
 
-    def __init__(
-        self, config: RunConfig, estimate: MemoryEstimate, planner: Planner, changed: Changed, scarce: str
-    ) -> None:
-        self._config, self._estimate, self._planner, self._changed = config, estimate, planner, changed
-        self._scarce = scarce
-        self._rough: MemoryEstimate | None = None
-        self.left_out: list[str] = []
-
-    def of(self, candidates: Sequence[tuple[str, str]]) -> list[Change]:
-        """Those of the (settings, cost) that save memory, the largest saving first."""
-        changes: list[Change] = []
-        planned = 0
-        for settings, cost in candidates:
-            if planned > N_PLANNED:
-                break
-            try:
-                after = None if self._planner.is_stopped else self._predicted(*self._changed(settings.split(" ")))
-            except ShardkitError:
-                if not self._planner.is_stopped:
-                    continue  # do not advise settings that conflict or cannot be traced
-                after = None
-            if after is None:
-                self.left_out.append(settings)
-                continue
-            planned += 1
-            saving = self._saving(after)
-            if saving > 0:
-                rough = bool(after.extrapolated_from) and not self._estimate.extrapolated_from
-                changes.append(Change(settings, saving, cost, after, rough=rough))
-        return sorted(changes, key=lambda change: -change.saving)
-
-    def _saving(self, after: MemoryEstimate) -> int:
-        estimate = self._estimate
-        return estimate.host_peak - after.host_peak if self._scarce == "host" else estimate.needed - after.needed
-
-    def _predicted(self, config: RunConfig, loop: Mapping[str, Any] | None) -> MemoryEstimate:
-        """The memory with a change: exact, or rough and corrected by the error of a rough estimate of the job."""
-        rough = self._planner.rough(config, loop)
-        if rough is not None and self._rough is None:
-            self._rough = self._planner.rough(self._config)
-        if rough is None or self._rough is None:
-            return self._planner.predict(config, loop=loop)
-        return corrected(rough, self._rough, self._estimate)
+    Raises:
+        ConfigError: it cannot have them.
+    """
+    layers = Layers()
+    layers.add_file("the config", Document(config.model_dump(mode="json")))
+    for setting in settings:
+        layers.add_override(*split_override(setting), raw=True)
+    return layers.resolve()[0]
 
 
 def corrected(rough: MemoryEstimate, job_roughly: MemoryEstimate, job: MemoryEstimate) -> MemoryEstimate:
@@ -161,23 +153,3 @@ def corrected(rough: MemoryEstimate, job_roughly: MemoryEstimate, job: MemoryEst
 
 def _keys(settings: str) -> set[str]:
     return {item.partition("=")[0] for item in settings.split(" ")}
-
-
-def _used(estimate: MemoryEstimate, scarce: str) -> Used:
-    state = {
-        kind: StateBytes(category.device, category.host)
-        for kind in KINDS
-        for category in [estimate.categories.get(kind, CategoryEstimate(0, 0))]
-    }
-    unclassified = sum(c.device for name, c in estimate.categories.items() if name not in KINDS)
-    return Used(
-        short_of="host" if scarce == "host" else "device",
-        state=state,
-        not_state=unclassified,
-        phase=estimate.peak.phase,
-        n_blocks=estimate.n_blocks,
-        packable=(
-            estimate.n_packable / max(estimate.n_params, 1),
-            estimate.n_packable_experts / max(estimate.n_params, 1),
-        ),
-    )

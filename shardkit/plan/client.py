@@ -33,15 +33,13 @@ class Planner:
 
     Args:
         niceness: of these processes.
-        loop: how another tool's loop differs, in the fields of `simulate.engines.LoopTraits`; default: shardkit's own.
 
     Raises:
         ShardkitError: (from `predict`) the config cannot run on the target, or its step cannot be traced.
     """
 
-    def __init__(self, target: Target, niceness: int = 0, loop: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, target: Target, niceness: int = 0) -> None:
         self.target = target
-        self._loop = dict(loop or {})
         self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._lock, self._stopped = threading.Lock(), False
@@ -67,7 +65,6 @@ class Planner:
         all_layers: bool = False,
         timed: bool = False,
         rough: bool = False,
-        loop: Mapping[str, Any] | None = None,
     ) -> MemoryEstimate:
         """Predict the memory of the target's rank, or of the one that takes the most, with the target's limits.
 
@@ -75,47 +72,43 @@ class Planner:
             all_layers: trace every layer of a deep model.
             timed: also predict how long a step takes.
             rough: trace less, for a first look (see `predict.predict`): of rank 0 alone.
-            loop: in place of the planner's.
         """
-        answer = self._ask_for(config, {"all_layers": all_layers, "timed": timed, "rough": rough}, loop)
+        answer = self._ask_for(
+            config, {"all_layers": all_layers, "timed": timed, "rough": rough, "evaluates": not rough}
+        )
         estimate = self._limited(answer)
         if rough or answer["alike"] or self.target.rank is not None:
             return estimate
-        last_estimate = self._of_last_rank().predict(config, all_layers=all_layers, timed=timed, loop=loop)
+        last_estimate = self._of_last_rank().predict(config, all_layers=all_layers, timed=timed)
         return max(estimate, last_estimate, key=lambda candidate: candidate.needed)
 
     def first_look(self, config: RunConfig) -> MemoryEstimate | None:
-        """Predict roughly, before a slow `predict`; `None` where this would be no faster, far off, or fails."""
+        """Predict from a few layers, before a slow `predict`; `None` where this is no faster, far off, or fails."""
         try:
             return self.rough(config, look="good")
         except ShardkitError:
             return None  # `predict` raises what is wrong with the config itself
 
-    def rough(
-        self, config: RunConfig, loop: Mapping[str, Any] | None = None, look: Look = "any"
-    ) -> MemoryEstimate | None:
+    def rough(self, config: RunConfig, look: Look = "any") -> MemoryEstimate | None:
         """Predict from traces of a few layers; `None` where an exact prediction is as fast, or `look` asks for more.
 
         Args:
             look: "any" also where the buckets of ZeRO span layers: such predictions are comparable only to each other.
         """
-        answer = self._ask_for(config, {"rough": True}, loop, look)
+        answer = self._ask_for(config, {"rough": True, "evaluates": look == "good"}, look)
         return None if answer["estimate"] is None else self._limited(answer)
 
     def _limited(self, answer: dict[str, Any]) -> MemoryEstimate:
         estimate = MemoryEstimate.from_json(answer["estimate"])
         return estimate.limited(self.target.device_memory, self.target.host_memory)
 
-    def _ask_for(
-        self, config: RunConfig, how: Mapping[str, bool], loop: Mapping[str, Any] | None, look: Look | None = None
-    ) -> dict[str, Any]:
+    def _ask_for(self, config: RunConfig, how: Mapping[str, bool], look: Look | None = None) -> dict[str, Any]:
         """The worker's answer to a config; an error there is raised here."""
         if self._process is None:
             self._start()
         request = {
             "config": config.model_dump(mode="json"),
             "how": dict(how),
-            "loop": self._loop if loop is None else dict(loop),
             "look": look or "",
         }
         answer = self._talk(json.dumps(request))
@@ -156,7 +149,7 @@ class Planner:
         with self._lock:
             if self._last_rank_planner is None:
                 target = replace(self.target, rank=self.target.world_size - 1)
-                self._last_rank_planner = Planner(target, self._niceness, self._loop)
+                self._last_rank_planner = Planner(target, self._niceness)
                 self._last_rank_planner._stopped = self._stopped
             return self._last_rank_planner
 
@@ -242,9 +235,7 @@ def _environment() -> dict[str, str]:
     return {**inherited, **offline, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 
 
-def plan(
-    config: RunConfig, target: Target, *, all_layers: bool = False, loop: Mapping[str, Any] | None = None
-) -> MemoryEstimate:
+def plan(config: RunConfig, target: Target, *, all_layers: bool = False) -> MemoryEstimate:
     """Predict the memory of one rank; see `Planner`."""
-    with Planner(target, loop=loop) as planner:
+    with Planner(target) as planner:
         return planner.predict(config, all_layers=all_layers)

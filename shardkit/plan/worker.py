@@ -25,7 +25,6 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
 
         from .model.depth import has_first_look, is_slow
         from .model.predict import predict, prepare, ranks_alike
-        from .simulate.engines import LoopTraits
         from .simulate.unplannable import Untraceable, explained
         from .target import Target
 
@@ -44,7 +43,7 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
                     if looks is not None and not looks(config):
                         answer({"estimate": None})
                         continue
-                    estimate = predict(config, target, method, LoopTraits(**request["loop"]), **request["how"])
+                    estimate = predict(config, target, method, **request["how"])
                     alike = ranks_alike(config, target.world_size, estimate.n_params)
                     answer({"estimate": estimate.to_json(), "alike": alike})
             except ShardkitError as error:

@@ -11,8 +11,8 @@ from ..files import write_whole
 from ..plan.model.cost import SPEED_ERROR
 from ..plan.search.ladder import HEAD, Step, cells
 from ..plan.search.search import SearchResult, named
+from ..plan.search.show import FRONT_HEAD, front_rows, reasons
 from ..plan.search.trial import writing
-from ..plan.show import FRONT_HEAD, front_rows, reasons
 from .html import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
 
 _BAD = "#b3261e"

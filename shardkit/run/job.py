@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..config import capability, libraries
-from ..config.load import LoadedConfig, resolve_batch
+from ..config.load import LoadedConfig, load_config, resolve_batch
 from ..config.schema import RunConfig
 from ..data.tokenize.tokenizer import with_local_folders
 from ..errors import ConfigError
@@ -38,7 +38,6 @@ from .optimizer_step import OptimizerStep
 from .sources import check_sources
 from .sum_check import SumCheck
 from .unused_parameters import refuse_unused
-from .user_config import load_user_config
 
 T = TypeVar("T")
 
@@ -83,9 +82,7 @@ class Job:
 
     def __post_init__(self) -> None:
         local_size = self.world.env.local_world_size
-        self.post_mortem = PostMortem(
-            self.config, self.ledger, self.strategy, local_size, self.cap, lambda model: len(find_blocks(model))
-        )
+        self.post_mortem = PostMortem(self.config, self.ledger, self.strategy, local_size, self.cap)
         self.ledger.risk.on_risk = self.post_mortem.at_risk
 
     @property
@@ -260,7 +257,7 @@ def start(
         LaunchError: the environment contradicts itself, or ranks cannot find each other.
         OutOfMemoryError: memory ran out inside and the caller did not handle it; `RUN_DIR/oom` has details.
     """
-    loaded = config if isinstance(config, LoadedConfig) else load_user_config(config, overrides)
+    loaded = config if isinstance(config, LoadedConfig) else load_config(config, overrides)
     loaded = replace(loaded, config=with_local_folders(loaded.config))
     check_sources(loaded.config)
     env = rank_env()

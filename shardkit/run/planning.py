@@ -19,6 +19,8 @@ from ..files.cgroups import n_cpus
 from ..hardware.cards import DEFAULT, GPUS
 from ..memory.limits import tightest_limit
 from ..memory.state import local_tensors
+from ..oom.postmortem import Advice
+from ..plan.advise import changes_that_fit
 from ..plan.client import Planner
 from ..plan.history import digest
 from ..plan.model.estimate import MemoryEstimate
@@ -28,6 +30,8 @@ from .job import Job
 
 LIMIT_S = 60.0
 """Most seconds for a plan; it is then abandoned."""
+CLAIM = ".shardkit/planning"
+"""The file by which the first rank that runs out of memory claims the planning of advice."""
 RANKS = 4
 """Most ranks to plan: one for each size of shards, and the last one under ZeRO-1 and 2."""
 _HOST_BYTES = 8 * 2**30
@@ -83,6 +87,15 @@ class RunPlan:
         self._thread = threading.Thread(target=self._plan, args=arguments, daemon=True)
         self._thread.start()
 
+    def explain(self, job: Job) -> None:
+        """Let a post-mortem of the job plan changes of its config, where `memory.plan` would plan the job itself."""
+        setting = job.config.memory.plan
+        if setting is True or (setting == "auto" and job.world.device.type == "cuda"):
+            run_dir = Path(job.config.run.dir)
+            if job.world.is_main:
+                (run_dir / CLAIM).unlink(missing_ok=True)
+            job.post_mortem.planned = lambda: planned_advice(job.config, _target(job), run_dir)
+
     def wait(self, config: RunConfig) -> None:
         """Wait for a plan that `memory.plan=true` asked for; an `auto` plan is not waited for."""
         if config.memory.plan is True and self._thread is not None:
@@ -127,6 +140,26 @@ def describe(estimate: MemoryEstimate) -> str:
         return f"{gib(estimate.needed)} predicted"
     on = "" if estimate.device == "cpu" else " on each GPU"
     return f"{gib(estimate.needed)} of {gib(estimate.device_memory)}{on} predicted ({estimate.verdict})"
+
+
+def planned_advice(config: RunConfig, target: Target, run_dir: Path) -> list[Advice]:
+    """Planned changes of a job that ran out of memory, those that fit first; only on the first rank that asks.
+
+    Raises:
+        ShardkitError: the job cannot be planned.
+    """
+    try:
+        (run_dir / CLAIM).touch(exist_ok=False)
+    except OSError:
+        return []
+    print(f"shardkit: planning changes that would make room, {LIMIT_S:g} s at most", file=sys.stderr, flush=True)
+    with Planner(target) as planner, planner.stopping_after(LIMIT_S):
+        changes = changes_that_fit(config, planner.predict(config), planner)
+    return [
+        Advice(change.settings, change.saving, change.cost, f"planned: {describe(change.estimate)}", verdict)
+        for change in changes
+        if (verdict := change.estimate.verdict) is not None
+    ]
 
 
 def _shard_bytes(job: Job) -> int:

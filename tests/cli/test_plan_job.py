@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.cli.job_words import ConfigJob
-from shardkit.cli.plan import CardOptions
+from shardkit.cli.plan import _note_refused_start
+from shardkit.config.load import load_config
 
 
 def noted(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     """What the command says on stderr before it plans the defaults with these overrides."""
-    ConfigJob("-", ("run.device=cpu", *overrides)).to_plan(CardOptions(), as_json=False)
+    _note_refused_start(load_config(None, overrides).config.run)
     return capsys.readouterr().err
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -27,13 +26,9 @@ LLAMA_8B = {
 ZERO3: dict[str, Any] = {
     "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_accumulation_steps": 16,
 }  # fmt: skip
-TRAINER: dict[str, Any] = {
-    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "bf16": True, "gradient_checkpointing": True,
-}  # fmt: skip
 JOBS: dict[str, tuple[dict[str, Any], str, float]] = {
     "zero3": ({**ZERO3, "train_micro_batch_size_per_gpu": 1}, "fits", 60.0),
     "zero3 that does not fit": ({**ZERO3, "train_micro_batch_size_per_gpu": 8}, "does not fit", 60.0),
-    "trainer": (TRAINER, "does not fit", 120.0),
 }
 """Of each file: the job, its verdict, and the CPU seconds in which it comes."""
 
@@ -91,12 +86,5 @@ def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(n
     assert f"verdict    {verdict}" in process.stdout
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < cpu_s
     first, *_ = process.stderr.splitlines()
-    assert first.startswith("planning job.json: tracing one step of the whole model (")
+    assert first.startswith("planning job.json: tracing one step (")
     assert int(first.rpartition("(")[2].split()[0]) < took / 2
-    looks = [line for line in process.stderr.splitlines() if line.startswith("first look")]
-    assert len(looks) == (name == "trainer"), "ZeRO's buckets span layers: a rough trace would be far off"
-    if looks:
-        assert looks[0].startswith("first look, from traces with 2 and 3 layers: about ")
-        assert "; the trace of all layers follows" in looks[0]
-        rough, exact = (float(re.search(r"([\d.]+) GiB of ", text)[1]) for text in (looks[0], process.stdout))  # type: ignore[index]
-        assert rough == pytest.approx(exact, rel=0.1)

@@ -6,7 +6,6 @@ import pytest
 
 from shardkit.config.errors import section_fields, suggest
 from shardkit.config.names import HERE, OTHER_NAMES
-from shardkit.foreign import tools
 
 
 def test_a_name_is_declared_once_for_a_key_that_exists() -> None:
@@ -21,11 +20,3 @@ def test_another_tools_name_suggests_the_key_here(name: str) -> None:
     key = ".".join(HERE[name].split(".")[:2])
     assert suggest(tuple(name.split("."))[:2]) == key or name.count(".") > 1
     assert "." in name or suggest(("adapter" if key.startswith("adapter.") else "optimizer", name)) == key
-
-
-def test_no_tool_gives_a_name_another_meaning() -> None:
-    """`Key.only` is the key here that a plan sets."""
-    for tool, table in tools.KEYS.items():
-        for key, entry in table.items():
-            name = key if key in HERE else key.rpartition(".")[2]
-            assert not entry.only or HERE.get(name, entry.only) == entry.only, (tool, key)

@@ -1,4 +1,4 @@
-"""Files of other tools that have no fault, and helpers that write them and read a job."""
+"""Files of Accelerate and DeepSpeed that have no fault, and helpers that write them and read a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(folder: Path, **files: Any) -> list[str]:
 
 
 def fates(job: ForeignJob) -> dict[str, str]:
-    return {said.key: said.fate for said in job.file_keys}
+    return {entry.key: entry.fate for entry in job.file_keys}
 
 
 MODEL = {
@@ -38,7 +38,6 @@ ZERO3 = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }  # fmt: skip
-TRAINER = "output_dir: out\nbf16: true\nlearning_rate: 2.0e-5\nlr_scheduler_type: cosine\nrun_name: '7'\n"
 FSDP2 = """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -60,18 +59,10 @@ BY_FILE = """
 compute_environment: LOCAL_MACHINE
 deepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}
 distributed_type: DEEPSPEED
+mixed_precision: bf16
 num_machines: 1
 num_processes: 8
 """
-DUMMIES = {
-    **ZERO3,
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"},
-    },
-}
-"""As Accelerate's own templates have it: `DummyOptim` and `DummyScheduler` in the script fill it in."""
 DDP = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: 'no'\n"
 ZERO2 = """
 compute_environment: LOCAL_MACHINE

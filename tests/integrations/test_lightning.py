@@ -54,4 +54,4 @@ def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
     assert done.returncode == 1
     cause, fix = done.stderr.rstrip().splitlines()[-2:]
     assert cause.startswith("shardkit: rank 0 ran out of memory in backward of step 1")
-    assert "batch_size=2 in the DataLoader, Trainer(accumulate_grad_batches=" in fix
+    assert "train.micro_batch_size=2 train.grad_accum_steps=" in fix or "activation.policy=" in fix

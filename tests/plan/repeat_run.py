@@ -16,7 +16,6 @@ from shardkit.memory.tracing.traced_step import Tracing
 from shardkit.plan.model.allocator import ROUND, replay
 from shardkit.plan.model.depth import edges
 from shardkit.plan.model.predict import Scenario, prepare, trace
-from shardkit.plan.simulate.engines import LoopTraits
 from shardkit.plan.target import choose_target
 
 SMALL = ["model.preset=debug", "train.grad_accum_steps=2", "train.micro_batch_size=2"]
@@ -28,7 +27,7 @@ def main(jobs: list[dict[str, Any]]) -> None:
     device = torch.device("cuda" if prepare(target) == "cuda" else "cpu", 0)
     for job in jobs:
         config = load_config(None, [*SMALL, *job["settings"]]).config
-        scenario = Scenario(target, device, LoopTraits(**job["loop"]))
+        scenario = Scenario(target, device)
         repeats, answers = Tracing.repeats, list[bool]()
 
         def noted(self: Tracing, answers: list[bool] = answers, repeats: Callable[[Tracing], bool] = repeats) -> bool:

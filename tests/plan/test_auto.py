@@ -24,7 +24,7 @@ from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEsti
 from shardkit.plan.search import search as searching
 from shardkit.plan.search.axes import Combination, combinations, micro_batches
 from shardkit.plan.search.search import Search, SearchResult, Setting, pareto
-from shardkit.plan.show import reasons, show_found
+from shardkit.plan.search.show import reasons, show_found
 from shardkit.plan.target import Target, choose_target
 
 GIB = 2**30

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardkit.cli.__main__ import main
-from shardkit.cli.job_words import ConfigJob
+from shardkit.cli.plan import ConfigJob
 from shardkit.config import capability
 from shardkit.config.load import load_config, resolve_batch
 from shardkit.config.schema import ModelConfig

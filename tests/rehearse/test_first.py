@@ -97,20 +97,3 @@ def test_submit_rehearses_the_config_and_not_its_snapshot(
     calls = rehearsals(DOES_NOT_FIT)
     assert shardkit(*SUBMIT, "config.yaml", "optim.lr=0.001") == 4
     assert calls[0]["command"][-4:] == ["shardkit.train", "--config", "config.yaml", "optim.lr=0.001"]
-
-
-def test_what_no_plan_models_is_left_to_the_rehearsal(
-    rehearsals: Callable[[str], Rehearsals], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = rehearsals(FITS)
-    (tmp_path / "args.yaml").write_text("per_device_train_batch_size: 1\ntp_size: 2\nmax_steps: 9\n")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(
-        '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, '
-        '"num_attention_heads": 4, "vocab_size": 256}'
-    )
-    words = ["--from", "args.yaml", "--model", "model", "train.seq_len=64", "--", "train.py"]
-    assert shardkit(*SUBMIT[:-3], *SUBMIT[-2:], *words) == 7, "without --rehearse there is no verdict"
-    capsys.readouterr()
-    assert shardkit(*SUBMIT, *words) == 0 and len(calls) == 1
-    assert "tp_size=2" in capsys.readouterr().err

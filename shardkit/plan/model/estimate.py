@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ...config.schema import RunConfig
 
 SCHEMA = 1
+ROUGHLY = 0.1
+"""Relative error of an estimate from a few layers of a deep model."""
 Verdict = Literal["fits", "tight", "does not fit"]
 Method = Literal["cuda", "cpu"]
 EvaluationPhase = Literal["evaluate", "sample"]
@@ -87,7 +89,6 @@ class MemoryEstimate:
         uncertainty: expected relative error, 0 to 1.
         time: the time of a step; `None` = not asked.
         n_packable, n_packable_experts: values that `model.quantize` would pack in linear layers, and in experts.
-        largest, largest_block: values in the largest parameter, and in the largest repeated block.
     """
 
     device: str
@@ -109,8 +110,6 @@ class MemoryEstimate:
     extrapolated_from: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
     time: TimeEstimate | None = None
-    largest: int = 0
-    largest_block: int = 0
     n_packable: int = 0
     n_packable_experts: int = 0
 
@@ -129,6 +128,14 @@ class MemoryEstimate:
             return None
         order: list[Verdict] = ["fits", "tight", "does not fit"]
         return max(verdicts, key=order.index)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether an estimate from a few layers, off by `ROUGHLY` at most, tells the verdict of an exact one."""
+        pairs = [(self.needed, self.device_memory), (self.host_peak, self.host_memory)]
+        limits = [(need, limit) for need, limit in pairs if limit is not None]
+        fits = all(need * (1 + ROUGHLY + self.uncertainty) <= limit for need, limit in limits)
+        return bool(limits) and (fits or any(need * (1 - ROUGHLY) > limit for need, limit in limits))
 
     @property
     def needed(self) -> int:

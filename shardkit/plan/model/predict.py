@@ -27,7 +27,6 @@ from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts, load_task, read_prompts
 from ..simulate import shim
 from ..simulate.compat import PLANS, call_directly
-from ..simulate.engines import SHARDKIT, LoopTraits
 from ..simulate.fake_weights import FakeWeights
 from ..simulate.fake_world import fake_world
 from ..simulate.fakes import Fakes
@@ -75,20 +74,20 @@ def predict(
     config: RunConfig,
     target: Target,
     method: Method,
-    loop: LoopTraits = SHARDKIT,
     all_layers: bool = False,
     timed: bool = False,
     rough: bool = False,
+    evaluates: bool = True,
 ) -> MemoryEstimate:
     """Predict one rank's memory for a config.
 
     Args:
         method: the result of `prepare`, or "cpu" (less accurate) for a GPU job if the fake CUDA device fails.
-        loop: the training loop that is planned.
         all_layers: trace every layer of a deep model.
         timed: also predict how long a step takes.
-        rough: trace less: two micro-batches per step, no evaluation, and deep models under ZeRO at two depths, which
-            makes their buckets inexact.
+        rough: trace less: two micro-batches per step, and deep models at two depths, under ZeRO too, where this makes
+            buckets inexact.
+        evaluates: trace an evaluation too.
 
     Raises:
         ConfigError: the config cannot run on that world or card, or its task cannot be built.
@@ -105,10 +104,10 @@ def predict(
         raise ConfigError(f"precision.mode=fp8 on {target.gpu.name}: {reason}", "use a newer card")
     micro_batches = resolve_batch(config, target.world_size)
     few = FEW if rough or (is_slow(config) and not timed) else MICRO_BATCHES
-    config, notes = _traceable(config, min(micro_batches, few), rough)
+    config, notes = _traceable(config, min(micro_batches, few), evaluates)
     speeds = speeds_of(target) if timed else None
     device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
-    scenario = Scenario(target, device, loop, speeds)
+    scenario = Scenario(target, device, speeds)
     depth = None if all_layers else find_depth(config, rough)
     if depth is None:
         traced: tuple[int, ...] = ()
@@ -161,8 +160,6 @@ def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
         n_params=line(depth, (shallower.n_params, deeper.n_params)),
         n_blocks=depth.layers,
         n_recurrent=deeper.n_recurrent,
-        largest=deeper.largest,
-        largest_block=deeper.largest_block,
         n_packable=line(depth, (shallower.n_packable, deeper.n_packable)),
         n_packable_experts=line(depth, (shallower.n_packable_experts, deeper.n_packable_experts)),
         device=device,
@@ -175,12 +172,12 @@ def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
     )
 
 
-def _traceable(config: RunConfig, micro_batches: int, rough: bool) -> tuple[RunConfig, tuple[str, ...]]:
+def _traceable(config: RunConfig, micro_batches: int, evaluates: bool) -> tuple[RunConfig, tuple[str, ...]]:
     """The config without settings that fake tensors do not support, and a note for each on how it changes the plan."""
     changes: dict[str, Any] = {}
     notes = []
     few: dict[str, Any] = {"grad_accum_steps": micro_batches, "global_batch_size": None}
-    if rough:
+    if not evaluates:
         few["eval_samples"] = 0
     changes["train"] = config.train.model_copy(update=few)
     if config.compile.enabled:
@@ -199,8 +196,6 @@ class _Trace(Replay):
     n_params: int
     n_blocks: int
     n_recurrent: int
-    largest: int
-    largest_block: int
     n_packable: int
     n_packable_experts: int
     device: Edges
@@ -219,13 +214,11 @@ class Scenario:
 
     Attributes:
         device: the device of the fake tensors.
-        loop: the training loop that is planned.
         speeds: the target hardware's speeds; without them a trace counts no work.
     """
 
     target: Target
     device: torch.device
-    loop: LoopTraits = SHARDKIT
     speeds: Speeds | None = None
 
 
@@ -328,7 +321,7 @@ def _follow(
 ) -> dict[str, int]:  # fmt: skip
     """Take the steps and the evaluation; every tensor of the run is freed when this returns."""
     batch = on_fake(inputs.batch)
-    with wrapped(config, world, task, weights, scenario.loop) as strategy:
+    with wrapped(config, world, task, weights) as strategy:
         tracing.wrapped(strategy, strategy.model)
         counts = count_model(strategy, task)
         for number in range(steps):
@@ -390,8 +383,6 @@ def _estimate(
         extrapolated_from=extrapolated_from,
         notes=notes,
         time=time,
-        largest=trace.largest,
-        largest_block=trace.largest_block,
         n_packable=trace.n_packable,
         n_packable_experts=trace.n_packable_experts,
     )  # fmt: skip

@@ -39,7 +39,6 @@ class Step:
         predicted: bytes on the device; `None` if the rung cannot be planned, with the reason in `refused`.
         trial: `None` if it was not tried.
         same_loss: whether its losses agree with those of the first rung that ran, within 2 %.
-        in_the_files: the rung in the keys of another tool's files; `None` for a config.
     """
 
     rung: Rung
@@ -49,7 +48,6 @@ class Step:
     refused: str = ""
     trial: Trial | None = None
     same_loss: bool | None = None
-    in_the_files: str | None = None
 
 
 def default_rungs(world_size: int, config: RunConfig | None = None) -> list[Rung]:
@@ -158,7 +156,6 @@ def _predicted(planner: Planner, load: Load, overrides: Sequence[str]) -> tuple[
 
 
 HEAD = ("rung", "predicted", "measured", "reserved", "tokens/s", "loss", "")
-_THEIR_HEAD = ("rung", "predicted", "", "in the files")
 
 
 def cells(step: Step) -> list[str]:
@@ -179,12 +176,8 @@ def cells(step: Step) -> list[str]:
 
 
 def table(steps: Sequence[Step]) -> str:
-    """The ladder as a Markdown table; of other tools' files with their keys, and without what only a run shows."""
-    if any(step.in_the_files is not None for step in steps):
-        foreign_rows = [[row[0], row[1], row[-1], step.in_the_files or "–"] for step in steps for row in [cells(step)]]
-        rows: list[Sequence[str]] = [_THEIR_HEAD, ["---"] * len(_THEIR_HEAD), *foreign_rows]
-    else:
-        rows = [HEAD, ["---"] * len(HEAD), *map(cells, steps)]
+    """The ladder as a Markdown table."""
+    rows: list[Sequence[str]] = [HEAD, ["---"] * len(HEAD), *map(cells, steps)]
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
 

@@ -13,7 +13,7 @@ from ...config.schema import ModelConfig
 from ...errors import ConfigError, ShardkitError
 from ..client import Planner
 from ..model.estimate import DoesNotFit, MemoryEstimate
-from ..submit_check import misfit
+from ..show import misfit
 from ..target import Target
 from .ladder import Load, Try
 from .trial import Trial

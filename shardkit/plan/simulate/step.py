@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from ...memory.phases import Phases
 from ...memory.tracing.traced_step import Tracing
 from ...parallel.blocks import find_blocks, n_values, packable_values
-from ...parallel.optim import SPARED, make_optimizer
+from ...parallel.optim import make_optimizer
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies import Strategy, make_strategy
@@ -25,22 +25,18 @@ from ...strategies.build import parallelize
 from ...strategies.step import train_step
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts
-from .engines import SHARDKIT, LoopTraits
+from .engines import planned_engine
 
 
 @contextmanager
-def wrapped(
-    config: RunConfig, world: World, task: Task, weights: Weights, loop: LoopTraits = SHARDKIT
-) -> Iterator[Strategy]:
-    """The task's model, wrapped as the loop does it, on fake tensors."""
+def wrapped(config: RunConfig, world: World, task: Task, weights: Weights) -> Iterator[Strategy]:
+    """The task's model, wrapped as a run does it, on fake tensors."""
     blocks = getattr(task, "block_classes", ())
-    spared = () if loop.embeddings_decay else SPARED
-    strategy = make_strategy(config, world, loop.engine())
-    loop.change_task(task)
+    strategy = make_strategy(config, world, planned_engine)
     try:
         parallelize(
-            config, world.device, strategy, lambda: loop.change_model(task.build_model()),
-            lambda model: make_optimizer(config.optim, model, blocks, spared),
+            config, world.device, strategy, task.build_model,
+            lambda model: make_optimizer(config.optim, model, blocks),
             weights, blocks, getattr(task, "attention_classes", ()),
         )  # fmt: skip
         yield strategy
@@ -83,18 +79,13 @@ def take_evaluation(
 
 def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
     """{"n_params": parameters of the wrapped model, "n_blocks": repeated blocks, "n_recurrent": LSTMs and the like,
-    "largest", "largest_block": values in the largest parameter, and in the largest block, "n_packable",
-    "n_packable_experts": see `packable_values`}."""
-
-    def numel(module: nn.Module) -> list[int]:
-        return [n_values(name, param) for name, param in module.named_parameters()]
-
-    blocks, every = find_blocks(strategy.model, getattr(task, "block_classes", ())), numel(strategy.model)
+    "n_packable", "n_packable_experts": see `packable_values`}."""
+    blocks = find_blocks(strategy.model, getattr(task, "block_classes", ()))
     in_linear, in_experts = packable_values(blocks)
     recurrent = sum(isinstance(module, nn.RNNBase) for module in strategy.model.modules())
     return {
-        "n_params": sum(every), "n_blocks": len(blocks), "n_recurrent": recurrent, "largest": max(every, default=0),
-        "largest_block": max((sum(numel(block)) for block in blocks), default=0),
+        "n_params": sum(n_values(name, param) for name, param in strategy.model.named_parameters()),
+        "n_blocks": len(blocks), "n_recurrent": recurrent,
         "n_packable": in_linear, "n_packable_experts": in_experts,
     }  # fmt: skip
 
