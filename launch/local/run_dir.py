@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import ConfigError
-from . import restart
 
 MARK = ".shardkit"
 """The folder that marks a run directory as shardkit's."""
@@ -63,8 +62,11 @@ def refuse_without_run(path: Path, resume: bool | str, environ: Mapping[str, str
             f"run.dir={path} {kind} ({foreign_entry}{', …' * (len(entries) > 1)}): nothing is written there",
             "set run.dir to a new or an empty directory",
         )
-    typed = restart.this_start(environ).job is None and restart.wrote(path, environ) is not True
-    if resume is True and typed:
+    if resume is not True:
+        return
+    from . import restart  # not for every `plan` and start: it imports what the launcher needs
+
+    if restart.this_start(environ).job is None and restart.wrote(path, environ) is not True:
         state = "holds no run: no step was recorded there" if path.is_dir() else "does not exist"
         raise ConfigError(
             f"run.resume=true, but run.dir={path} {state}",
