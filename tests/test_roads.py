@@ -68,9 +68,9 @@ main(["model.preset=debug", "parallel.strategy=fsdp", "run.device=cpu", "run.dir
       "logging.tensorboard=false"])
 """
 ROADS = {
-    "plan: main to its verdict": (f"record()\n{PLAN}end()\n", "", 35),
-    "a row of JSON lines to a batch": (f"{ROWS}end()\n", "", 26),
-    "main to the first forward of fsdp": (f"record()\n{FSDP}", "models/transformer.py", 130),
+    "plan: main to its verdict": (f"record()\n{PLAN}end()\n", "", 20),
+    "a row of JSON lines to a batch": (f"{ROWS}end()\n", "", 21),
+    "main to the first forward of fsdp": (f"record()\n{FSDP}", "models/transformer.py", 99),
 }
 """Road → its program, the module whose first `forward` ends it, and the most files."""
 

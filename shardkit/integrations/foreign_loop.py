@@ -147,7 +147,9 @@ class ForeignLoop:
     def config(self, settings: Mapping[str, Any]) -> ObservedConfig:
         """The observed config, updated by `settings`; keys that cannot be observed keep defaults, for advice only."""
         settings_seen = {**self.settings(), **settings}
-        unknown = _unknown(self._inner()) | ({"model.max_seq_len": self.seq_len} if self.seq_len else {})
+        unknown = _unknown(self._inner())
+        if self.seq_len and "task.name" not in settings:  # shardkit's own model refuses longer sequences
+            unknown["model.max_seq_len"] = self.seq_len
         loaded = load_config(None, {**settings_seen, **unknown})
         hidden = dict.fromkeys(unknown, "default")
         return ObservedConfig(loaded.config, {**loaded.sources, **hidden})

@@ -56,6 +56,8 @@ def candidates(
         accum = resolve_batch(config, world_size)
         for part in parts:
             changes += _for_activations(config, accum) if part == "activations" else _for_state(config, accum, packable)
+    if device == "cpu":  # device and host are one memory there: moving state between them frees nothing
+        changes = [change for change in changes if "cpu" not in change[0].values()]
     return [
         (" ".join(f"{key}={as_override(value)}" for key, value in settings.items()), cost)
         for settings, cost in changes
