@@ -56,8 +56,9 @@ from shardkit.config.load import load_config
 from shardkit.data.loader import StepLoader
 from shardkit.data.order import BatchSchedule
 from shardkit.tasks.load import load_task
-task = load_task(load_config(None, ["data.path=chats.jsonl", "data.tokenizer=tokenizer", "train.seq_len=32", "model.vocab_size=512",
-                                    "data.tokenize_workers=1", "data.cache_dir=cache"]).config)
+settings = ["data.path=chats.jsonl", "data.tokenizer=tokenizer", "train.seq_len=32", "model.vocab_size=512",
+            "data.tokenize_workers=1", "data.cache_dir=cache"]
+task = load_task(load_config(None, settings).config)
 record()
 data = task.dataset("train")
 getattr(task, "collate", lambda samples: samples)([data[0], data[1]])

@@ -156,7 +156,9 @@ def planned_advice(config: RunConfig, target: Target, run_dir: Path) -> list[Adv
     with Planner(target) as planner, planner.stopping_after(LIMIT_S):
         changes = changes_that_fit(config, planner.predict(config), planner)
     return [
-        Advice(change.settings, change.saving, change.cost, f"planned: {describe(change.estimate)}", verdict)
+        Advice(
+            change.settings, change.saving, change.cost, f"planned: {gib(change.estimate.needed)}, {verdict}", verdict
+        )
         for change in changes
         if (verdict := change.estimate.verdict) is not None
     ]
