@@ -127,6 +127,12 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         raise LaunchError("no config was given", "sbatch slurm/train.sbatch CONFIG [section.key=value ...]")
     if "SLURM_JOB_ID" not in environ:
         raise LaunchError("this is not a Slurm job: SLURM_JOB_ID is not set", "sbatch slurm/train.sbatch CONFIG")
+    if "SLURM_GPUS_PER_TASK" in environ and "SLURM_GPUS_PER_NODE" in environ:  # its tasks would not see their node's
+        raise LaunchError(
+            f"--gpus-per-task={environ['SLURM_GPUS_PER_TASK']} beside the template's --gpus-per-node="
+            f"{environ['SLURM_GPUS_PER_NODE']}: each rank takes the GPU of its number on the node",
+            "sbatch --gpus-per-node N without --gpus-per-task",
+        )
     if args[1] == "--script" and len(args) == 3:
         return _read_script(args[0], Path(args[2]), environ)
     style, config, overrides = args[0], None if args[1] == "-" else args[1], list(args[2:])
@@ -457,6 +463,10 @@ def after(
         srun_log(batch), was_bounded, failures, environ.get("SLURM_JOB_NODELIST", ""), batch.n_nodes,
         batch.n_ranks_per_node, tasks_per_node,
     )  # fmt: skip
+    if gone is None and batch.style == "srun" and failures and failures[0].order[0] >= failure.UNSURE:
+        # srun does not report a task that exited with 0.
+        ranks = set(range(batch.n_nodes * batch.n_ranks_per_node)) - {rank_failure.rank for rank_failure in failures}
+        failures = failure.merged(failures, [failure.ended_early(rank) for rank in sorted(ranks)])
     if batch.script is None:
         requeue_reason = requeue.reason(ending, warning.came, failures, stopped, saved and saved[0], gone)
     else:

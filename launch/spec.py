@@ -169,7 +169,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
         LaunchError: the endpoint is not HOST:PORT.
     """
     host, colon, port = endpoint.rpartition(":")
-    if not colon or not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+    if not colon or not host or "/" in host or not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
         raise LaunchError(
             f"--rdzv-endpoint {endpoint!r} is not HOST:PORT",
             "name a host that all nodes reach and a free port on it, e.g. node0:29500",

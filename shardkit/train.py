@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -60,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(loaded.render(), end="")
             return 0
         with failure.reserved():
-            return run(loaded)
+            try:
+                return run(loaded)
+            except SystemExit as error:  # in the middle of a run it fails the job, also with 0: its peers wait for it
+                failure.record(error)
+                traceback.print_exception(error)
+                return failure.exit_code_after(error)
     except ShardkitError as error:
         failure.record(error)
         if debug:
@@ -69,9 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")
         reports_here = local_rank == "0" or isinstance(error, OutOfMemoryError)
         return report(error) if reports_here else error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
+    except KeyboardInterrupt as error:
+        failure.record(error)
+        return failure.exit_code_after(error)
+    except SystemExit:  # of --help
+        raise
+    except BaseException as error:  # a group may hold a KeyboardInterrupt
         failure.record(error)
         raise
 

@@ -40,7 +40,8 @@ _TORCHRUN_ENTRY = re.compile(
     r"\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)",
     re.MULTILINE,
 )
-_FORCED = re.compile(r"Unable to shutdown process (\d+) via")
+# torchrun ends the ranks that still run when it sees the first failure: these processes are no culprits.
+_TOLD_TO_END = re.compile(r"Sending process (\d+) closing signal|Unable to shutdown process (\d+) via")
 # Last lines of NCCL's watchdog and CUDA's libraries before they abort a process, which then writes no error file.
 _LAST_WORDS = re.compile(
     r"Watchdog caught collective operation timeout.*|Operation timed out after \d+ ms"
@@ -64,6 +65,10 @@ _GPU_CAUSE = (
 )
 
 
+UNSURE = 5
+"""The first kind of `Failure.order` that does not name the culprit."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """One rank's end.
@@ -76,7 +81,8 @@ class Failure:
         fix: for user errors.
         node: Slurm's name of the node; empty elsewhere.
         local_rank: the rank's number on its machine, if torchrun reported it.
-        forced: torchrun killed it because it did not end after another rank's failure.
+        forced: torchrun or srun told it to end, or killed it, after another rank's failure.
+        raised: its stderr ends with an exception's traceback.
     """
 
     rank: int
@@ -89,26 +95,29 @@ class Failure:
     node: str = ""
     local_rank: int | None = None
     forced: bool = False
+    raised: bool = False
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sort key, likely origin first: ends that cannot be a consequence of another rank's end, then by time."""
+        """Sort key, likely origin first: ends that cannot be a consequence of another rank's end, then by time.
+
+        From `UNSURE` on, the rank ended because of another one, of which nothing is known here.
+        """
         signum = exit_codes.signal_of(self.exit_code)
         misses_peer = bool(_MISSES_PEER.search(self.message))
-        if (
-            self.is_error and not self.lost_peer and not misses_peer
-        ):  # sorts before a rank that torchrun killed because it did not end
-            kind = -1
+        if self.is_error and not self.lost_peer and not misses_peer:
+            kind = -1  # before a rank that torchrun killed because it did not end
         elif self.forced:
-            kind = 3
-        elif misses_peer or (signum is not None and signum.name not in ("SIGTERM", "SIGABRT", "SIGINT")):
-            kind = 0
-        elif self.lost_peer:
+            # It may have raised its exception just before: its peers then lose it while it ends.
+            kind = 3 if self.raised and not self.lost_peer else UNSURE + 1
+        elif self.exit_code == exit_codes.OK:
             kind = 4
-        elif signum is None:
-            kind = 1
-        else:
-            kind = 2 if signum.name == "SIGABRT" else 3
+        elif self.lost_peer:
+            kind = UNSURE
+        elif misses_peer or (signum is not None and signum.name != "SIGABRT"):
+            kind = 0
+        else:  # NCCL's watchdog aborts a rank that waited too long for another one
+            kind = 1 if signum is None else 2
         return kind, self.when, self.rank
 
     @property
@@ -122,10 +131,10 @@ def record(error: BaseException, environ: Mapping[str, str] = os.environ) -> Pat
     path = _error_file(environ)
     if path is None or getattr(error, "recorded_at", None) == path:  # keep the time of the first record
         return path
-    message = error.cause if isinstance(error, ShardkitError) else f"{type(error).__name__}: {error}"
+    message = error.cause if isinstance(error, ShardkitError) else _in_one_line(error)
     entry: dict[str, Any] = {
         "rank": _rank(environ),
-        "exit_code": error.exit_code if isinstance(error, ShardkitError) else exit_codes.FAILED,
+        "exit_code": exit_code_after(error),
         "when": time.time(),
         "message": message,
         "trace": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
@@ -138,6 +147,32 @@ def record(error: BaseException, environ: Mapping[str, str] = os.environ) -> Pat
     with suppress(AttributeError):  # an exception with slots
         error.recorded_at = path  # type: ignore[attr-defined]
     return path
+
+
+def exit_code_after(error: BaseException) -> int:
+    """The exit code of a rank that an exception ends. A rank that calls sys.exit(0) in the middle has failed, too."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) and error.code else exit_codes.FAILED
+    if isinstance(error, KeyboardInterrupt):
+        return exit_codes.INTERRUPTED
+    return error.exit_code if isinstance(error, ShardkitError) else exit_codes.FAILED
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The exception's last line; a group's also has its members."""
+    if isinstance(error, SystemExit):
+        return f"it ended early, by sys.exit({'' if error.code is None else repr(error.code)})"
+    members = getattr(error, "exceptions", None)  # of an ExceptionGroup, which Python has since 3.11
+    line = f"{type(error).__name__}: {error}"
+    if not isinstance(members, tuple):
+        return line
+    return _with_members(line, [_in_one_line(member) for member in members])
+
+
+def _with_members(line: str, members: list[str]) -> str:
+    """A group's line; a member that only lost its peer is left out beside one that did not."""
+    causes = [member for member in members if not _LOST_PEER.search(member)] or members
+    return f"{line}: {'; '.join(causes)}" if causes else line
 
 
 def record_for(folder: Path, rank: int, message: str, trace: str = "") -> None:
@@ -206,11 +241,11 @@ def read(paths: Iterable[Path]) -> list[Failure]:
 
 def in_torchrun_log(text: str) -> list[Failure]:
     """Failed ranks from torchrun's report, the only trace of a rank that a signal ended."""
-    forced = set(_FORCED.findall(text))
+    told = {pid for pids in _TOLD_TO_END.findall(text) for pid in pids}
     return [
         Failure(
             rank=int(m[2]), exit_code=int(m[4]), when=_local(m[1]), message=exit_codes.describe(int(m[4])),
-            local_rank=int(m[3]), forced=m[5] in forced,
+            local_rank=int(m[3]), forced=m[5] in told,
         )
         for m in _TORCHRUN_ENTRY.finditer(text)
     ]  # fmt: skip
@@ -226,7 +261,7 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
 def in_srun_log(text: str) -> list[Failure]:
     """Failed tasks in srun's log, in order. A task that a signal ended leaves no other trace.
 
-    srun ended those after the first, which count as forced.
+    srun ends those that still run after the first failure, by SIGTERM and SIGKILL.
     """
     failures: list[Failure] = []
     for tasks, code, out_of_memory, ended in _SRUN_ENTRY.findall(text):
@@ -234,9 +269,16 @@ def in_srun_log(text: str) -> list[Failure]:
         if not code and number is None:
             continue
         exit_code = int(code) if code else 128 + int(number or 0)
-        task = int(re.split("[,-]", tasks)[0])
-        failures.append(Failure(task, exit_code, message=exit_codes.describe(exit_code), forced=bool(failures)))
+        message, place = exit_codes.describe(exit_code), len(failures)
+        forced = place > 0 and number in (signal.SIGTERM, signal.SIGKILL) and not out_of_memory
+        failures += [Failure(task, exit_code, place, message, forced=forced) for task in tasks_in(tasks)]
     return failures
+
+
+def tasks_in(text: str) -> list[int]:
+    """Slurm's `0,2-3` → [0, 2, 3]."""
+    bounds = (part.partition("-") for part in text.split(","))
+    return [task for low, _, high in bounds for task in range(int(low), int(high or low) + 1)]
 
 
 def oom_kills_in_srun_log(text: str) -> int:
@@ -256,7 +298,18 @@ def of_launcher(log_dir: Path, recorded: list[Failure] | None = None) -> list[Fa
         reported = []
     for folder in last_attempt:
         reported = with_last_words(reported, folder)
-    return merged(recorded, reported)
+    failures = merged(recorded, reported)
+    numbers = {failure.local_rank: failure.rank for failure in reported if failure.local_rank is not None}
+    if numbers and failures[0].order[0] >= UNSURE:  # torchrun does not report a rank that exited with 0
+        first = min(rank - local for local, rank in numbers.items())
+        silent = [local for folder in last_attempt for local in silent_in(folder) if local not in numbers]
+        failures = merged(failures, [ended_early(first + local, local) for local in silent])
+    return failures
+
+
+def ended_early(rank: int, local_rank: int | None = None) -> Failure:
+    """The end of a rank that exited with 0 while its peers were waiting for it."""
+    return Failure(rank, exit_codes.OK, message="it ended early, with exit code 0", local_rank=local_rank)
 
 
 def has_record(attempt: Path, local_rank: int) -> bool:
@@ -286,12 +339,24 @@ def with_traceback(failure: Failure, log: Path) -> Failure:
         return failure
     text = tail(log)
     signum = exit_codes.signal_of(failure.exit_code)
+    exception, trace = last_traceback(text)
     if signum is None:
-        exception, trace = last_traceback(text)
-        return replace(failure, message=exception or failure.message, trace=trace or last_lines(text))
+        message = exception or failure.message
+        return replace(failure, message=message, trace=trace or last_lines(text), raised=bool(exception))
+    if signum.name == "SIGINT" and exception:
+        return replace(failure, message=f"{failure.message}: {exception}", trace=trace, raised=True)
+    if failure.forced and exception and _is_last(trace, text):  # it was ending already when it was told to
+        code = exit_codes.INTERRUPTED if exception.startswith("KeyboardInterrupt") else exit_codes.FAILED
+        return replace(failure, message=exception, trace=trace, exit_code=code, raised=True)
     last_words = _LAST_WORDS.search(text) if signum.name == "SIGABRT" else None
     message = failure.message if last_words is None else f"{failure.message}: {last_words[0].strip()}"
     return replace(failure, message=message, trace=stacks(text))
+
+
+def _is_last(trace: str, text: str) -> bool:
+    """Whether only warnings of torch follow a traceback: one that the program caught and wrote does not count."""
+    after = text.rpartition(trace.splitlines()[-1])[2]
+    return all(not line.strip() or line.startswith("[W") for line in after.splitlines())
 
 
 def _local(text: str) -> float:
@@ -354,23 +419,40 @@ def explain(
         if gpu_cause is _GPU_CAUSE or _GPU_FULL.search(origin.message):
             lines += gpu_cause
             cause = fix = ""
+        if origin.message.startswith("bdb.BdbQuit") or origin.message.startswith("BdbQuit"):
+            cause = "breakpoint() found no terminal: the ranks of `shardkit launch` read from /dev/null"
+            fix = "call torch.distributed.breakpoint(), and start the script by torchrun itself, or by python alone"
         lines += [f"  likely cause: {cause}"] if cause else []
         lines += memory_lines or ([f"  fix: {fix}"] if fix else [])
-        if origin.lost_peer:
-            lines.append("  this rank lost a peer: the first error is on another node, or was not recorded")
+        if origin.order[0] >= UNSURE:
+            end = "lost a peer" if origin.lost_peer else "was told to end"
+            lines.append(f"  this rank {end}: the first error is on another node, or was not recorded")
     same = [failure for failure in consequences if failure.exit_code == origin.exit_code == exit_codes.OUT_OF_MEMORY]
+    together = [failure for failure in consequences if _may_be_first(failure, origin)]
+    if together:
+        ranks = ", ".join(str(failure.rank) for failure in together)
+        lines.append(f"  rank(s) {ranks} ended in the same way: which was the first is not known")
+        consequences = [failure for failure in consequences if failure not in together]
     if same:
         lines.append(f"  out of memory as well: rank(s) {', '.join(str(failure.rank) for failure in same)}")
         consequences = [failure for failure in consequences if failure not in same]
     if consequences:
         ranks = ", ".join(str(failure.rank) for failure in sorted(consequences, key=lambda f: f.rank))
-        lines.append(f"  {len(consequences)} other rank(s) ended because of it: {ranks}")
+        why = " because of it" if origin.order[0] < UNSURE else ""
+        lines.append(f"  {len(consequences)} other rank(s) ended{why}: {ranks}")
     return printable_lines("\n".join([*lines, f"  logs: {log_dir}"]))
 
 
+def _may_be_first(failure: Failure, origin: Failure) -> bool:
+    """Whether this rank's end is like the origin's, and only torchrun's whole seconds tell their order, or nothing."""
+    is_signal = exit_codes.signal_of(origin.exit_code) is not None
+    is_alike = failure.exit_code == origin.exit_code and failure.order[0] == origin.order[0] < UNSURE
+    return is_alike and (is_signal or origin.exit_code == exit_codes.OK)
+
+
 def exit_code_of(failures: list[Failure]) -> int:
-    """The job's exit code: the first failing rank's."""
-    return exit_codes.shell_code(failures[0].exit_code)
+    """The job's exit code: the first failing rank's, or 1 after one that ended early with 0."""
+    return exit_codes.shell_code(failures[0].exit_code) or exit_codes.FAILED
 
 
 def _own_record(data: object) -> Failure | None:
@@ -417,6 +499,8 @@ _LINES = 20
 _MOST_LINES = 200
 _PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _BEGIN = "Traceback (most recent call last):"
+_GROUP_BEGIN = "  + Exception Group Traceback (most recent call last):"
+_GROUP_MEMBER = re.compile(r"^(?:  )+\| (?!Traceback \()(\w[\w.]*(?:: .*)?)$")
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -440,7 +524,7 @@ def tail(path: Path) -> str:
 def last_traceback(text: str) -> tuple[str, str]:
     """(the exception's line, the last traceback with the ones that it was raised from); empty without a traceback."""
     lines = text.splitlines()
-    begins = [index for index, line in enumerate(lines) if line == _BEGIN]
+    begins = [index for index, line in enumerate(lines) if line in (_BEGIN, _GROUP_BEGIN)]
     if not begins:
         return "", ""
     chain = begins[-1:]
@@ -449,13 +533,20 @@ def last_traceback(text: str) -> tuple[str, str]:
             break
         chain.insert(0, begin)
     first_line, last_begin = chain[0], chain[-1]
-    end = next((i for i in range(last_begin + 1, len(lines)) if lines[i] and not lines[i].startswith(" ")), None)
-    if end is None:  # cut short: the process died while it wrote
+    after = range(last_begin + 1, len(lines))
+    if lines[last_begin] == _GROUP_BEGIN:
+        end = next((i for i in after if not lines[i].startswith("  ")), len(lines)) - 1
+        members = [match[1] for line in lines[last_begin:end] if (match := _GROUP_MEMBER.match(line))]
+        exception = _with_members(members[0], members[1:]) if members else ""
+    else:
+        end = next((i for i in after if lines[i] and not lines[i].startswith(" ")), -1)
+        exception = lines[end]
+    if end < 0 or not exception:  # cut short: the process died while it wrote
         return "", ""
     shown = lines[first_line : end + 1]
     if len(shown) > _MOST_LINES:
         shown = [*shown[: _MOST_LINES // 2], "  …", *shown[-_MOST_LINES // 2 :]]
-    return lines[end], "\n".join(shown)
+    return exception, "\n".join(shown)
 
 
 def _last_line(lines: list[str]) -> str:

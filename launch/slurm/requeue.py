@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ..failures import exit_codes, job_starts
-from ..failures.failure import Failure
+from ..failures.failure import Failure, tasks_in
 from . import commands
 
 MAX_IDLE_STARTS = 3
@@ -339,12 +339,7 @@ class Bound:
 
 def ended_tasks(srun_log: str) -> set[int]:
     """The tasks whose failed end srun reports."""
-    ended: set[int] = set()
-    for tasks in _ENDED.findall(srun_log):
-        for part in tasks.split(","):
-            low, _, high = part.partition("-")
-            ended |= set(range(int(low), int(high or low) + 1))
-    return ended
+    return {task for tasks in _ENDED.findall(srun_log) for task in tasks_in(tasks)}
 
 
 def lost_processes(

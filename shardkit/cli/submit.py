@@ -79,6 +79,11 @@ class ClusterOptions:
         for option in self.sbatch or []:
             if not option.startswith("-"):
                 raise LaunchError(f"--sbatch {option!r} is not an option", f"write it as --sbatch=--{option}")
+            if self.gpus_per_node and re.match(r"--gpus|-G", option):  # Slurm may give a node another number of them
+                raise LaunchError(
+                    f"--sbatch={option} contradicts --gpus-per-node {self.gpus_per_node}",
+                    "pass --gpus-per-node alone: ranks share a node's GPUs, one each",
+                )
         if self.style not in ("torchrun", "srun"):
             raise LaunchError(f"--style {self.style!r} is not a way to start ranks", "pass torchrun or srun")
         if self.time is not None and self.time.startswith("-"):

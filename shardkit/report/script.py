@@ -76,7 +76,7 @@ def read_script(path: Path) -> ScriptRun | None:
 def _start(folder: Path) -> ScriptStart:
     parts = _TIME.fullmatch(folder.name)
     began = "{}-{}-{} {}:{}:{}".format(*parts.groups()[:6]) if parts else ""
-    failures = [failed for failed in failure.of_launcher(folder) if failed.exit_code not in (0, exit_codes.PREEMPTED)]
+    failures = [failed for failed in failure.of_launcher(folder) if failed.exit_code != exit_codes.PREEMPTED]
     return ScriptStart(folder, began, parts[7] if parts else "", len(failure.attempts(folder)), failures)
 
 

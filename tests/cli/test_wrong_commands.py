@@ -214,6 +214,8 @@ WRONG = [
     (f"{LAUNCH} 0", "--nproc-per-node '0' is not a number of ranks", "a number from 1"),
     (f"{LAUNCH} 2 --nnodes 2:1", "--nnodes '2:1' is not a number of nodes", "1 <= MIN <= MAX"),
     (f"{LAUNCH} 2 --nnodes 2 --rdzv-endpoint host", "--rdzv-endpoint 'host' is not HOST:PORT", "node0:29500"),
+    (f"{LAUNCH} 2 --nnodes 2 --rdzv-endpoint tcp://host:1", "'tcp://host:1' is not HOST:PORT", "node0:29500"),
+    (f"{SUBMIT} --sbatch=--gpus-per-task=1", "contradicts --gpus-per-node 4", "pass --gpus-per-node alone"),
     (f"{LAUNCH} 2 --max-restarts -1", "--max-restarts -1 is negative", "0 or more"),
     (f"{LAUNCH} 2 run.resume=true", "run.resume=true, but run.dir=runs/first_hour does not exist", "run.resume=auto"),
     (f"{LAUNCH} 2 run.dir=models/base", "run.dir=models/base is a model folder", "a new or an empty directory"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -69,6 +70,10 @@ class Troubled:
             threading.Event().wait()
         if self.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self.how == "exit":
+            sys.exit(0)
+        if self.how == "interrupt":
+            raise KeyboardInterrupt
         if self.how == "abort":
             os.abort()
         if self.how == "lose":  # the GPU that EMUCUDA_LOST names

@@ -356,3 +356,9 @@ def test_the_indices_of_an_array(array: str, indices: list[int], tmp_path: Path)
     assert submit.array_indices(array) == indices
     (tmp_path / f"array_{indices[-1]}").mkdir()
     assert submit.array_folders(tmp_path, array) == [tmp_path / f"array_{indices[-1]}"]
+
+
+def test_gpus_of_each_task_beside_those_of_a_node_are_refused() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_PER_NODE": "8"}
+    with pytest.raises(LaunchError, match="--gpus-per-task=1"):
+        read_batch(["srun", "-"], environ)
