@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 from ..errors import ConfigError
@@ -12,6 +13,7 @@ from .catalog import METRICS
 Family = Any
 """A metric of prometheus_client, with its samples: the library is an extra, imported where it is used."""
 Sample = tuple[Sequence[str], float | None]
+Kind = Literal["gauge", "counter"]
 _RANK = ("rank", "host")
 _HOST = {"rss": "resident now", "peak_rss": "resident, peak so far", "uss": "freed if the process ended",
          "children_rss": "resident in data-loader workers", "limit": "the process may use"}  # fmt: skip
@@ -64,10 +66,9 @@ class MetricsServer:
         for metric in METRICS:
             if metric.prometheus and metric.key in record:
                 yield _family(metric.prometheus, metric.meaning, (), [((), record[metric.key])], metric.kind)
-        for families in (_times, _memory, _state, _phases):
-            for family in families(rows):
-                if family.samples:
-                    yield family
+        for family in _families_of_ranks(rows):
+            if family.samples:
+                yield family
 
     def close(self) -> None:
         self._server.shutdown()
@@ -75,61 +76,42 @@ class MetricsServer:
         self._thread.join()
 
 
-def _times(rows: Sequence[RankRow]) -> Iterator[Family]:
-    yield _per_rank("rank_step_seconds", "Mean step of a rank.", rows, lambda row: row.step_time_s)
-    waiting = "Part of a rank's mean step that waits for data."
-    yield _per_rank("rank_data_wait_seconds", waiting, rows, lambda row: row.data_wait_s)
+def _families_of_ranks(rows: Sequence[RankRow]) -> Iterator[Family]:
+    def per_rank(name: str, text: str, figure: Callable[[RankRow], float | None], kind: Kind = "gauge") -> Family:
+        return _family(f"rank_{name}", text, _RANK, [(_labels(row), figure(row)) for row in rows], kind)
 
-
-def _memory(rows: Sequence[RankRow]) -> Iterator[Family]:
+    yield per_rank("step_seconds", "Mean step of a rank.", attrgetter("step_time_s"))
+    yield per_rank("data_wait_seconds", "Part of a rank's mean step that waits for data.", attrgetter("data_wait_s"))
     for key, text in _HOST.items():
-        name = f"rank_host_{key}_bytes"
-        yield _per_rank(name, f"Host memory {text}.", rows, lambda row, key=key: getattr(row.host_mem, key))  # type: ignore[misc]
+        yield per_rank(f"host_{key}_bytes", f"Host memory {text}.", attrgetter(f"host_mem.{key}"))
+    on_device = [row for row in rows if row.device_mem is not None]
     for key, text in _DEVICE.items():
-        name = f"rank_device_{key}_bytes"
-        yield _per_rank(name, f"Device memory {text}.", rows, lambda row, key=key: getattr(row.device_mem, key, None))  # type: ignore[misc]
+        samples = [(_labels(row), getattr(row.device_mem, key)) for row in on_device]
+        yield _family(f"rank_device_{key}_bytes", f"Device memory {text}.", _RANK, samples)
     retries = "Times the allocator freed its cache."
-    yield _per_rank("rank_alloc_retries_total", retries, rows, lambda row: row.alloc_retries, "counter")
-
-
-def _state(rows: Sequence[RankRow]) -> Iterator[Family]:
-    samples = [
+    yield per_rank("alloc_retries_total", retries, attrgetter("alloc_retries"), "counter")
+    state = [
         ((*_labels(row), kind, location), float(getattr(n_bytes, location)))
         for row in rows
         for kind, n_bytes in (row.state or {}).items()
         for location in ("device", "host")
     ]
-    labels = (*_RANK, "category", "place")
-    yield _family("rank_state_bytes", "Bytes of state by category and place.", labels, samples)
-
-
-def _phases(rows: Sequence[RankRow]) -> Iterator[Family]:
-    samples = [
+    text = "Bytes of state by category and place."
+    yield _family("rank_state_bytes", text, (*_RANK, "category", "place"), state)
+    peaks = [
         ((*_labels(row), phase, kind), peak)
         for row in rows
         for phase, memory in row.phases.items()
         for kind, peak in (("allocated", memory.peak_allocated), ("rss", memory.peak_rss))
     ]
-    yield _family("rank_phase_peak_bytes", "Largest peak in each phase.", (*_RANK, "phase", "kind"), samples)
-
-
-def _per_rank(
-    name: str,
-    text: str,
-    rows: Sequence[RankRow],
-    figure: Callable[[RankRow], float | None],
-    kind: Literal["gauge", "counter"] = "gauge",
-) -> Family:
-    return _family(name, text, _RANK, [(_labels(row), figure(row)) for row in rows], kind)
+    yield _family("rank_phase_peak_bytes", "Largest peak in each phase.", (*_RANK, "phase", "kind"), peaks)
 
 
 def _labels(row: RankRow) -> tuple[str, str]:
     return str(row.identity.rank), row.identity.host
 
 
-def _family(
-    name: str, text: str, labels: Sequence[str], samples: Sequence[Sample], kind: Literal["gauge", "counter"] = "gauge"
-) -> Family:
+def _family(name: str, text: str, labels: Sequence[str], samples: Sequence[Sample], kind: Kind = "gauge") -> Family:
     """One metric with a sample for each set of label values; samples without a figure are left out."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
