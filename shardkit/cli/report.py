@@ -22,7 +22,7 @@ def report(
 ) -> None:
     """Write one HTML file that shows a run, or compares two: loss, every rank's memory, the plan.
 
-    Of a script's run directory it shows the starts, and the failed rank with its log.
+    For a script's run directory, it shows the starts, and the failed rank with its log.
     """
     from ..report.compare import compare_page
     from ..report.measure import status

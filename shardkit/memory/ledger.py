@@ -169,6 +169,7 @@ class MemoryLedger:
         than everything else here. Its peak over the whole run misses nothing.
         """
         self.step, self._due = step, self.due(step) if due is None else due
+        # Until the first gather every step reads the host: the phases have no older figures that a row could show.
         self._phases.reads_host = self._due or not self.gather_s
 
     def sample_state(self, source: HasState | nn.Module, *optimizers: torch.optim.Optimizer) -> None:
@@ -206,6 +207,7 @@ class MemoryLedger:
     ) -> None:
         """End the step; pass its times, as in `time_step`, if they are already known."""
         began = time.perf_counter()
+        # The first step creates the optimizer's state after `sample_state`, and may have dropped the gradients by now.
         if self._source is not None and self._state is not None and self._state["optimizer"].total == 0:
             grads = self._state["grads"]
             self._state = {**count_state(self._source.state_tensors(), self.device), "grads": grads}
@@ -274,6 +276,7 @@ class MemoryLedger:
             ) from error
         rows = []
         for rank_step, rank_row in map(pickle.loads, received):
+            # Steps that differ would put figures of two moments into one line of memory.jsonl.
             if rank_step != step:
                 raise RuntimeError(f"rank {rank_row.name} gathers memory at step {rank_step}, rank 0 at step {step}")
             rows.append(rank_row)
@@ -339,6 +342,7 @@ class MemoryLedger:
         if began >= self._slow_next:
             self._slow = self._host_probe.uss(), self._host_probe.children_rss(), self._device_probe.in_use()
             ended = time.perf_counter()
+            # The pause grows with the cost of a reading: USS walks the page tables, which is slow in large processes.
             self._slow_next = ended + (ended - began) / SLOW_PROBE_SHARE
         return self._slow
 

@@ -41,6 +41,7 @@ class HostLimit:
             stat = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
         except OSError:
             return 0
+        # The two files are read one after the other, so the caches may exceed the usage read before.
         return max(0, used - sum(int(stat.get(name, 0)) for name in caches))
 
 

@@ -84,6 +84,7 @@ class LoopHooks:
             self._model.register_forward_pre_hook(_uncompiled(self._on_forward), with_kwargs=True),
             self._model.register_forward_hook(_uncompiled(self._on_backward)),
         ]
+        # A model may have several optimizers, which all step in a training step: the last one ends it.
         last_index = len(self._optimizers) - 1
         for index, optimizer in enumerate(self._optimizers):
             ends = self.step_ends if index == last_index else self._close_phase
@@ -176,6 +177,7 @@ class LoopHooks:
         self._first_forward, self._forward_s = None, 0.0
         if self._ledger.due(self._step):
             self._gather()
+        # Not `now`: the gather above is the ledger's time, not the next step's.
         self._began = time.perf_counter()
 
     def _gather(self) -> None:
@@ -194,6 +196,7 @@ class LoopHooks:
             self._ledger.begin(name)
 
     def _close_phase(self) -> None:
+        # A phase that the user's own code opened around the loop is left open.
         if self._ledger.open_phase in _WATCHED:
             self._ledger.end()
 

@@ -38,6 +38,7 @@ class _Peaks:
     stale_host: bool = False
 
     def add(self, device: DeviceCounters | None, host: HostCounters | None) -> None:
+        # Peaks are the largest over all runs of the phase; the other figures are those of its last end.
         if device is not None:
             if self.device is not None:
                 allocated = max(device.peak_allocated, self.device.peak_allocated)
@@ -113,6 +114,7 @@ class PhaseMeter:
 
     def change(self, name: PhaseName) -> None:
         """`end`, and `begin` at the same moment: one reading serves both."""
+        # Read before the pop: the peak since the last reading belongs to the phase that ends.
         self._read()
         self._open.pop()
         self._enter(name)
@@ -141,6 +143,7 @@ class PhaseMeter:
 
     def start_interval(self) -> None:
         """From now on, a phase's first run replaces its figures."""
+        # Figures become stale and are not dropped: a phase that does not run again is still in the next row.
         for name, peaks in self._phases.items():
             peaks.stale = peaks.stale_host = name not in self._open
 
@@ -149,6 +152,7 @@ class PhaseMeter:
         if self.reads_host:
             host = host or self._host.read()
         self._overall.add(device, host)
+        # Every open phase gets the reading: the peaks of an outer phase cover those of the phases within it.
         for name in self._open:
             self._phases[name].add(device, host)
 

@@ -95,6 +95,7 @@ class HostProbe:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
+        # Both files stay open. The kernel computes their content anew at each read from offset 0.
         self._status = _open("/proc/self/status", os.O_RDONLY)
         self._clear_refs = _open("/proc/self/clear_refs", os.O_WRONLY)
         for descriptor in (self._status, self._clear_refs):
@@ -106,8 +107,10 @@ class HostProbe:
 
     def read(self) -> HostCounters:
         rss, peak = self._rss_and_peak()
+        # ru_maxrss has not grown since the reset, so the peak in between is unknown: take the larger of both ends.
         if not self.resettable and self._at_reset is not None and peak == self._at_reset[1]:
             peak = max(rss, self._at_reset[0])
+        # ru_maxrss and psutil's RSS are read at two moments, so RSS may be the larger one.
         return HostCounters(rss, max(rss, peak))
 
     def reset_peak(self) -> None:

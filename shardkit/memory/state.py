@@ -28,7 +28,8 @@ def module_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterat
     Parameters that only an optimizer holds (fp32 masters of a mixed-precision wrapper) are `master_params`.
     """
     model_params = set()
-    for param in nn.Module.parameters(model):  # Megatron's DDP has a list in place of `buffers`
+    # The functions of the class, not the methods: Megatron's DDP has a list in place of the method `buffers`.
+    for param in nn.Module.parameters(model):
         model_params.add(id(param))
         yield from weight_state(param)
         if param.grad is not None:
@@ -106,6 +107,7 @@ def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch
                 continue
             # Two storages over the same memory (DLPack, set_) share the address; those of fakes, on meta, have none.
             key = ("fake", id(storage)) if storage.device.type == "meta" else (local_device, storage.data_ptr())
+            # Pinned memory is rounded up once for each storage, as torch allocates it, not for each tensor.
             counted = seen.get(key)
             if counted is None or order < counted[0]:
                 on_host = elsewhere and local_device.type == "cpu"

@@ -69,6 +69,7 @@ def render_table(rows: Sequence[RankRow], width: int | None = None) -> str:
         emoji=False,
         markup=False,
     )
+    # `soft_wrap` keeps lines whole that are longer than the console, where rich would break them.
     console.print(_fitting(rows, console), soft_wrap=True)
     for line in _summary_lines(rows):
         console.print(line, soft_wrap=True)

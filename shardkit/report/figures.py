@@ -39,6 +39,7 @@ def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[fl
     """At most about `POINTS` points of a line: the smallest and largest of each stretch, and the last point."""
     if len(xs) <= POINTS:
         return list(xs), list(ys)
+    # Each stretch keeps two points, so half as many stretches as points.
     width = -(-2 * len(xs) // POINTS)
     shown = set[int]()
     for start in range(0, len(xs), width):
@@ -91,6 +92,7 @@ def _axis(panel: int) -> str:
 def smoothed(values: Sequence[float]) -> list[float]:
     """An exponential moving average over about a fiftieth of a line, without bias towards the first value."""
     keep = 1 - 1 / max(5, len(values) // 50)
+    # Dividing by the sum of the weights removes the bias towards zero of the first averages (Adam does the same).
     means, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = keep * total + value, keep * weight + 1

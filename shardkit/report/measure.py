@@ -195,6 +195,7 @@ def last_start(run: Run) -> list[Gather]:
     """The gathers of the run's last start, which may have other ranks than earlier ones."""
     began = _time(run.environment.get("time"))
     recent = [gather for gather in run.gathers if began is not None and gather.time >= began] or list(run.gathers)
+    # Without the time of the start, a step that does not grow or another number of ranks shows where it began.
     start = len(recent) - 1
     while (
         start > 0
@@ -221,6 +222,7 @@ def step_times(run: Run) -> dict[int, RankStepTime]:
         for row in gather.rows:
             if row.step_time_s is not None:
                 waiting = row.data_wait_s or 0.0
+                # Without a time of its own work, a rank's `busy_s` is its whole step, which says nothing of forward.
                 forward = max(0.0, (row.busy_s or 0.0) - waiting) if row.busy_s != row.step_time_s else 0.0
                 by_rank.setdefault(row.identity.rank, []).append((row.step_time_s, waiting, forward))
     means = {rank: [sum(v) / len(v) for v in zip(*figures, strict=True)] for rank, figures in by_rank.items()}

@@ -143,7 +143,7 @@ def _yaml(text: str, notes: list[str]) -> dict[str, Any]:
 
 
 def _json(path: Path, notes: list[str], required: bool = False) -> dict[str, Any] | None:
-    """One object from a file, or None; a failure is noted unless the file is absent and not `wanted`."""
+    """One object from a file, or None; a failure is noted unless the file is absent and not `required`."""
     if not path.exists() and not required:
         return None
     try:
@@ -177,6 +177,7 @@ def _lines(path: Path, notes: list[str], every: int = 1) -> Iterator[dict[str, A
                     torn.append(number)
     except OSError as error:
         notes.append(f"{path.name}: {error.strerror}")
+    # Only the last line can be a write that a kill cut short; any other torn line is damage.
     if torn == [number]:
         notes.append(f"{path.name}: the last line was cut short, and is left out")
     elif torn:

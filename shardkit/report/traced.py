@@ -101,6 +101,7 @@ def bands(trace: Mapping[str, Any]) -> list[Band]:
     longest = sorted(parsed, key=lambda b: b[0] - b[1])[:BANDS]
     placed, open_until = [], list[float]()
     for begin, end, module, phase in sorted(longest, key=lambda b: (b[0], -b[1])):
+        # `open_until` holds the ends of the bands around this one, so its length is the lane.
         while open_until and open_until[-1] <= begin:
             open_until.pop()
         if len(open_until) < LANES:

@@ -156,11 +156,13 @@ class EventLog:
             made = self.allocations[index]
             freed = []
             if n_bytes > 0 and made.op == "aten::add" and made.phase == "backward" and not made.recorded:
+                # The sum's two addends die right behind it, unless something else still refers to one of them.
                 for freed_index, change in events[at + 1 : at + 3]:
                     if change != -n_bytes or self.allocations[freed_index].device != made.device:
                         break
                     freed.append(freed_index)
             if freed:
+                # Autograd adds into the gradient that it has held for longest.
                 oldest = min(freed)
                 memory_of[index] = memory_of.get(oldest, oldest)
                 self.allocations[memory_of[index]].label = self.allocations[memory_of[index]].label or made.label
@@ -234,6 +236,7 @@ class EventLog:
                     continue
                 size = sizes.get(index, 0)
                 sizes[index] = size + change
+                # The difference of both sizes rounded up: `-(-n // r) * r` rounds n up, `n // -r * r` is its negative.
                 change = -(-(size + change) // rounding) * rounding + size // -rounding * rounding
                 total += change
                 sums[allocation.category] += change
@@ -276,7 +279,8 @@ def following_modules(log: EventLog, model: nn.Module, prefix: str = "") -> Iter
         name = names.get(id(module))
         if name is None:
             return
-        while stack and stack.pop() != name:  # an exception skipped some
+        # A module whose forward raised never left the stack.
+        while stack and stack.pop() != name:
             pass
         log.mark(module=stack[-1] if stack else "")
         for tensor in tensors(out):

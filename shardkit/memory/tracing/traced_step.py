@@ -130,6 +130,7 @@ def traced_step(
         listeners = _LedgerAndTracer(ledger, tracing, device)
         yield listeners
         tracing.stepped(source)
+    # The buckets of DDP and the workspaces of products lived before the step, though it first showed them.
     log.older_first()
     save(summary(log, str(device), step, listeners.most))
 
@@ -144,6 +145,7 @@ def summary(log: EventLog, device: str, step: int, most: int | None = None) -> d
     Args:
         most: the allocator's peak in the step; bytes beyond the tracer's peak are unattributed.
     """
+    # The CUDA allocator rounds every block up to 512 bytes (kMinBlockSize); malloc's overhead on CPUs is not counted.
     rounding = 512 if device.startswith("cuda") else 1
     peaks = log.peaks(device, rounding)
     peak = max(peaks.values(), key=lambda candidate: candidate.n_bytes)

@@ -129,14 +129,16 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         Patches.release(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A wrapper's own dispatch runs first, and calls this mode again with the tensors inside.
         for cls in types:
             if _wraps(cls):
-                return NotImplemented  # its own dispatch runs, and calls this mode again with the tensors inside
+                return NotImplemented
         if func is DEVICE:  # only a query, but as frequent as all operators together
             return getattr(args[0], "fake_device", None) or func(*args)
         out = func(*args, **(kwargs or {}))
         if not Patches.in_propagation():
             traits = _traits(func)
+            # The planner's allocator replays allocations in this order, which decides which free block each one gets.
             self._see_result(reversed(out) if traits.is_last_first else out, traits.name, traits.is_older)
             if self.log is not None:
                 if traits.may_take_scratch:

@@ -161,6 +161,7 @@ def _scripts(figures: list[list[Any]]) -> list[str]:
         raise ConfigError(
             f"a page is drawn with Plotly, which does not import: {error}", "pip install 'shardkit[report]'"
         ) from error
+    # "<" is escaped because a run's text such as "</script>" would end the script.
     drawn = to_json_plotly({"figures": figures, "settings": SETTINGS}).replace("<", "\\u003c")
     return [get_plotlyjs(), f"const REPORT = {drawn};{DRAW}"]
 
