@@ -59,9 +59,9 @@ def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
     lists = (nn.ModuleList, nn.ModuleDict)
     named = module.named_children()
     inside = [child for name, child in named if not (isinstance(child, lists) and holds_experts(name))]
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        counted = Counter(plain_type(m) for m in module)
-        for repeated in (kind for kind, count in counted.items() if count > 1):
+        repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and Counter(map(plain_type, module))
+        if repeats and max(repeats.values()) > 1:
+            return name
             members = [m for m in inside if plain_type(m) is repeated]
             is_layer = not any(True for _ in members[0].children())
             # Nothing calls a list inside a list: it has no forward.
@@ -108,6 +108,67 @@ def chosen_members(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, n
                 if counted[plain_type(member)] > 1 and not any(id(inner) in block_ids for inner in member.modules()):
                     members[f"{prefix}.{name}" if prefix else name] = member
     return members
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_parts(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The parts of a model with several towers (vision, audio, language), by name; empty for every other model.
+
+    A rank whose micro-batch has no picture skips the vision tower and its projector. A tower is a module that holds a
+    stack of blocks and further layers of its own, such as an embedding: stages in a row (`layer1`, `layer2`) hold
+    blocks alone, and every forward goes through them. Beside the towers, the parts are what the modules around them
+    hold: projectors, a head, stacks of blocks of their own. An encoder-decoder of transformers calls both in every
+    forward.
+    """
+    if any(getattr(getattr(m, "config", None), "is_encoder_decoder", None) is True for m in (model, *model.children())):
+        return {}
+    modules = dict(model.named_modules())
+    names = {id(module): name for name, module in modules.items()}
+    stacks = {_stack_of(names[id(block)], modules) for block in blocks}
+    tops = {stack: _top(stack, stacks) for stack in stacks}
+    if len(stacks) < 2 or not any(_is_tower(modules[tops[stack]], modules[stack]) for stack in stacks):
+        return {}
+    around = {""} | {before for top in tops.values() for before in _above(top)}
+    parts: dict[str, nn.Module] = {}
+    for name, module in modules.items():  # parents come first
+        parent = name.rpartition(".")[0]
+        if name in around or not any(True for _ in module.parameters()):
+            continue
+        if parent in around and isinstance(module, (nn.ModuleList, nn.ModuleDict)) and name not in tops.values():
+            around.add(name)  # nothing calls a list: its members are called
+        elif parent in around:
+            parts[name] = module
+    return parts
+
+
+def _above(name: str) -> list[str]:
+    """The names of the modules around a module, outermost first, without the model itself."""
+    words = name.split(".")
+    return [".".join(words[:end]) for end in range(1, len(words))]
+
+
+def _stack_of(block: str, modules: dict[str, nn.Module]) -> str:
+    """The outermost list of equal modules around a block; the module around it if there is none."""
+    for name in _above(block):
+        module = modules[name]
+        repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and Counter(map(plain_type, module))
+        if repeats and max(repeats.values()) > 1:
+            return name
+    return block.rpartition(".")[0]
+
+
+def _top(stack: str, stacks: Iterable[str]) -> str:
+    """The outermost module around a stack that holds no other one."""
+    others = [other for other in stacks if other != stack]
+    above = [*_above(stack), stack] if stack else [stack]
+    return next(name for name in above if not any(f"{other}.".startswith(f"{name}.") for other in others))
+
+
+def _is_tower(top: nn.Module, stack: nn.Module) -> bool:
+    in_stack = {id(param) for param in stack.parameters()}
+    return not isinstance(top, _LISTS) and any(id(param) not in in_stack for param in top.parameters())
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import nn
 from ..config.schema import RunConfig
 from ..config.strategy import SHARDING, StrategyName
 from ..errors import ConfigError, listed
-from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, plain_type
+from ..parallel.blocks import chosen_by_data, chosen_members, find_parts, is_sharded, plain_type
 from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.clocks import GatherWaits
@@ -38,6 +38,7 @@ class BlockCalls:
         blocks: the model's repeated blocks by name.
     Attributes:
         waits: the waits of forward for gathered parameters.
+        may_differ: names of the parameters that ranks may use differently.
         allowed: names of the parameters that ranks were found to use differently, in blocks that every rank calls.
     """
 
@@ -50,15 +51,21 @@ class BlockCalls:
         self._called: list[int] = []
         self._forwards = 0
         self._names = {id(module): plain(name) or "the model" for name, module in model.named_modules()}
-        alone, compiles = world.size == 1, config.compile.enabled
-        self._same_calls = not alone and facts.needs_same_calls and not compiles
+        alone, self._compiles = world.size == 1, config.compile.enabled
+        compiles = self._compiles
+        parts = {} if alone or config.parallel.find_unused is False else find_parts(model, self._blocks)
+        # ZeRO-1 and 2 gather nothing in forward, and reduce in one order what a rank of a model with towers lacks.
+        is_paired = facts.needs_same_calls and (facts.shards_parameters or not parts)
+        self._same_calls = not alone and is_paired and not compiles
         self._same_uses = not alone and not facts.reduces_missing_grads
         sharded = [module for module in model.modules() if is_sharded(module)]
         gathering = [*model.modules()] if facts.gathers_by_layer else sharded
         unknown = compiles and bool(gathering) and not alone  # hooks would be compiled with the blocks
         self.waits = GatherWaits(None if unknown else [] if alone else gathering, world.device)
         counts_as_zero = facts.counts_unused_as_zero
-        self._may_differ = {plain(fqn) for fqn in chosen_by_data(model, self._blocks)} if counts_as_zero else set[str]()
+        self.may_differ = {plain(fqn) for fqn in chosen_by_data(model, self._blocks)} if counts_as_zero else set[str]()
+        if parts and facts.needs_same_calls:
+            self.may_differ = {plain(fqn) for fqn, param in model.named_parameters() if param.requires_grad}
         # ZeRO-3 gathers such a member whole, fsdp by units of its own.
         members = chosen_members(model, self._blocks).values() if counts_as_zero and not sharded else ()
         self._not_gathered_alone = {id(module) for member in members for module in member.modules()}
@@ -80,6 +87,12 @@ class BlockCalls:
             for module in gathered or self._callable(model):
                 # Prepended after the engine's own hooks: it runs before their gather.
                 self._hooks.append(module.register_forward_pre_hook(self._compare_call, prepend=True))
+        self._parts = {plain(name): part for name, part in parts.items()} if facts.shards_parameters else {}
+        self._in_forward = False
+        self._inside = ""
+        """The part in which this rank is; empty outside of all."""
+        if self._parts:
+            self._watch_parts(model, gathering)
         if self._same_uses and not compiles:
             self._hooks += [module.register_forward_pre_hook(self._note_leaves) for module in sharded]
 
@@ -92,13 +105,66 @@ class BlockCalls:
         callable_modules = {id(m): m for m in [model, *self._blocks, *members]}
         return [m for key, m in callable_modules.items() if key not in self._not_gathered_alone]
 
+    def _watch_parts(self, model: nn.Module, gathering: Sequence[nn.Module]) -> None:
+        """Compare ranks at the entry of each part that gathers, and at the end of each forward, in every step.
+
+        A call inside a part that is not running is an entry too, by the name of what is called: an embedding of a
+        language model, before that itself is called.
+        """
+        model.register_forward_pre_hook(self._begin_forward)
+        model.register_forward_hook(self._end_parts)
+        gathering_ids = {id(module) for module in gathering if any(True for _ in module.parameters())}
+        for name, part in self._parts.items():
+            inside = [module for module in part.modules() if id(module) in gathering_ids and module is not part]
+            if not inside and id(part) not in gathering_ids:
+                continue
+            # A stack of blocks that no module calls has no end: it is left where another part is entered.
+            callable_part = not isinstance(part, (nn.ModuleList, nn.ModuleDict))
+            if callable_part:  # hooks on compiled blocks would be compiled with them
+                inside = [part, *(() if self._compiles else inside)]
+            for module in inside:
+                entry = self._names[id(module)] if callable_part and self._facts.gathers_by_layer else name
+                enter = torch.compiler.disable(partial(self._enter, entry))  # type: ignore[no-untyped-call]
+                module.register_forward_pre_hook(enter, prepend=True)
+                if callable_part:
+                    leave = torch.compiler.disable(partial(self._leave, entry, module))  # type: ignore[no-untyped-call]
+                    module.register_forward_hook(leave, always_call=True)
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._in_forward, self._inside = True, ""
+
+    def _enter(self, entry: str, module: nn.Module, *_: Any) -> None:
+        is_running = self._inside != "" and (entry == self._inside or entry.startswith(f"{self._inside}."))
+        if self._in_forward and not is_running:
+            if not self._engine.is_held(module) and not self._engine.is_held(self._parts.get(entry, module)):
+                self._compare(entry, enters=True)
+            self._inside = entry
+
+    def _leave(self, entry: str, module: nn.Module, *_: Any) -> None:
+        if self._inside == entry and module is self._parts.get(entry, module):
+            self._inside = ""
+
+    def _end_parts(self, *_: Any) -> None:
+        self._compare(_END)
+        self._in_forward = False
+        if not torch.is_grad_enabled():
+            self._engine.release()
+
+    def _smallest(self, entries: Sequence[str]) -> str | None:
+        """The smallest of these modules: every rank gathers it, and the others wait for their turn."""
+
+        def numel(name: str) -> int:
+            return sum(int(getattr(param, "ds_numel", param.numel())) for param in self._modules[name].parameters())
+
+        return min(entries, key=lambda name: (numel(name), name), default=None)
+
     @property
     def last_called(self) -> str:
         """Name of the block that this rank called last; empty before the first call, and where no engine compares."""
         return self._order[self._called[-1]] if self._called else ""
 
     def _note(self, index: int, block: nn.Module, *_: Any) -> None:
-        if block.training:
+        if block.training and not self._engine.is_held(block):
             self._called.append(index)
 
     def _count_forward(self, *_: Any) -> None:
@@ -113,14 +179,24 @@ class BlockCalls:
         prefix = "" if module is self._model else self._names[id(module)] + "."
         self._leaves |= {id(param): prefix + name for name, param in module.named_parameters()}
 
-    def _compare(self, name: str) -> None:
+    def _compare(self, name: str, enters: bool = False) -> None:
         """Raise on every rank if the ranks are at different calls; collective.
 
-        Calls inside a block may differ where the engine can gather that part of the block on every rank: then this
-        rank's next call is compared with those of the other ranks.
+        A part that some rank enters is gathered by all of them. Calls inside a block may differ where the engine can
+        gather that part of the block on every rank. Then this rank's next call is compared with those of the others.
+
+        Args:
+            enters: this is the entry of a part of a model with towers.
         """
-        while not self._agreed(name):
-            names = [str(called) for called in self._world.gather(name)]
+        while not self._agreed(f"{name} {enters}"):
+            called: list[Any] = self._world.gather((name, enters))
+            names = [str(called_name) for called_name, _ in called]
+            entry = self._smallest([entered for entered, is_entry in called if is_entry])
+            if entry is not None:
+                self._engine.hold(self._modules[entry])
+                if name == entry:
+                    return
+                continue
             parts = self._parts_of_blocks(names)
             if not parts or not self._gathers_with_block:
                 raise self._refusal(names)
@@ -215,8 +291,8 @@ class BlockCalls:
             ) from error
 
     def _compare_uses(self, loss: Any) -> None:
-        used = {self._leaves.get(id(leaf)) for leaf in leaves_of(loss)} - {None} - self._may_differ
-        rows = {name: names for name in self._rows.modules if (names := self._trained_in(name) - self._may_differ)}
+        used = {self._leaves.get(id(leaf)) for leaf in leaves_of(loss)} - {None} - self.may_differ
+        rows = {name: names for name in self._rows.modules if (names := self._trained_in(name) - self.may_differ)}
         reports: list[Any] = [(used, rows)]
         if not self._agreed("\n".join([*sorted(map(str, used)), *sorted(rows)])):
             reports = self._world.gather((used, rows))
@@ -232,7 +308,7 @@ class BlockCalls:
                 self._differing_blocks.append(self._modules[block])
         if different and self._allows:
             self._engine.allow_differing_use(different)
-            self._may_differ |= different
+            self.may_differ |= different
             self.allowed |= different
             self._end_forward()
 
@@ -267,7 +343,7 @@ class BlockCalls:
 
     def _unused_alike(self) -> list[str]:
         """The parameters to which this rank gave no gradient in this step, without those that ranks may choose."""
-        return [name for name in self._engine.unused() if name not in self._may_differ]
+        return [name for name in self._engine.unused() if name not in self.may_differ]
 
     def agree(self, sums: Sequence[float]) -> None:
         """Compare this step's calls by the sums of `flags`, and begin the next step; collective if they differ.

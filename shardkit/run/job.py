@@ -23,7 +23,7 @@ from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
 from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
-from ..parallel.blocks import chosen_by_data, find_blocks, packable_shares
+from ..parallel.blocks import find_blocks, packable_shares
 from ..parallel.optim import make_optimizer as default_optimizer
 from ..parallel.precision import set_matmul_precision
 from ..parallel.weights import Init, Weights
@@ -143,8 +143,8 @@ class Job:
             self.blocks = {names[id(block)]: block for block in blocks}
             self.calls = BlockCalls(self.strategy, self.blocks, self.config, self.world)
             self.strategy.compare_gathers(self.calls.compare_reach)
-            chosen = chosen_by_data(wrapped, blocks)
-            refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, chosen, self.calls.allowed)
+            may_skip = self.calls.may_differ
+            refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, may_skip, self.calls.allowed)
             check_masters(self.config.precision, self.strategy)
         if self.cap is not None:  # the model may have been built before the cap began
             self.cap.see([tensor for _, tensor in self.strategy.state_tensors()])

@@ -194,6 +194,13 @@ class Strategy:
 
     # What ranks tell each other where they may call different modules; `run/block_calls.py` calls these.
 
+    def hold(self, part: nn.Module) -> None:
+        """Gather all parameters of a part of the model, which some ranks skip in this forward, and leave them gathered
+        until its backward has reduced their gradients; called on every rank alike, in forward."""
+
+    def release(self) -> None:
+        """Free what `hold` has gathered, after a forward without gradients; called on every rank alike."""
+
     def is_held(self, module: nn.Module) -> bool:
         """Whether calls of a module gather nothing, since its parameters stay gathered for the whole step."""
         return False

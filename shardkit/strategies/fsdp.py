@@ -17,7 +17,7 @@ from ..config.capability import mesh_shape
 from ..config.schema import RunConfig
 from ..errors import ConfigError
 from ..memory.rows import StateKind
-from ..parallel.blocks import Unit, chosen_by_data, find_units
+from ..parallel.blocks import Unit, chosen_by_data, find_parts, find_units
 from ..parallel.compat import accumulated_hooks_of, hooks_of
 from ..parallel.compat_fsdp import gathered_params, shard, unreduced_grads
 from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
@@ -86,7 +86,10 @@ class FSDP(TorchStates):
         if is_on_meta:
             self._materialise(model, weights)
         if self._world.size > 1:
-            self._may_differ = sorted(chosen_names)
+            # In a model with towers any parameter may be unused on some rank: a projector, a part of a tower.
+            is_optional = bool(find_parts(model, blocks)) and self._config.parallel.find_unused is not False
+            trained = (name for name, param in model.named_parameters() if param.requires_grad)
+            self._may_differ = sorted(trained if is_optional else chosen_names)
             self._unused = UnusedParameters(model)
         self._wrapped = self.model = self._bare = model
         self.optimizer = make_optimizer(model)
@@ -171,6 +174,12 @@ class FSDP(TorchStates):
         units = [module for module in model.modules() if hooks and isinstance(module, FSDPModule)]
         handles = [unit.register_forward_pre_hook(register) for unit in units]
         self._reach.gathered = register
+
+    def hold(self, part: nn.Module) -> None:
+        self._reach.hold_now(part)
+
+    def release(self) -> None:
+        self._reach.release(self.reshards)
 
     def is_held(self, module: nn.Module) -> bool:
         return self._reach.is_held(module)
@@ -260,6 +269,7 @@ class FSDP(TorchStates):
         try:
             self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             self._reach.finish_backward(self._reduces)
+            self.release()
         except (RuntimeError, AssertionError) as error:
             raise self.explained(error) from error
 

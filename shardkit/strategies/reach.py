@@ -63,6 +63,10 @@ class Reach(TorchFunctionMode):
         self._late: list[Any] = []
         """Units that got more gradients after FSDP2 had reduced theirs: these are reduced at the end of backward."""
         self.held_units: list[FSDPModule] = []
+        self._passing: list[FSDPModule] = []
+        """Units that are held up to the end of the next backward."""
+        self._passing_parts: set[int] = set()
+        self._hooked: set[int] = set()
         self._observes = observes
         self._steps = 0
         self.agree: Callable[[str], None] = lambda words: None
@@ -106,14 +110,43 @@ class Reach(TorchFunctionMode):
         assert isinstance(unit, FSDPModule)
         if unit not in self.held_units:
             self.held_units.append(unit)
-            # FSDP2 frees it after an outer call of itself, if it calls itself.
-            again = torch.compiler.disable(lambda *_: unit.unshard())  # type: ignore[no-untyped-call]
-            unit.register_forward_hook(again)  # type: ignore[attr-defined]
+            if id(unit) not in self._hooked:
+                self._hooked.add(id(unit))
+                # FSDP2 frees it after an outer call of itself, if it calls itself.
+                again = torch.compiler.disable(  # type: ignore[no-untyped-call]
+                    lambda *_: unit.unshard() if unit in self.held_units else None
+                )
+                unit.register_forward_hook(again)  # type: ignore[attr-defined]
         self._keep(unit)
 
+    def hold_now(self, part: nn.Module) -> None:
+        """Gather the units in a part of the model now, and hold them up to the end of the next backward."""
+        self._passing_parts.add(id(part))
+        for unit in part.modules():
+            if isinstance(unit, FSDPModule) and unit not in self.held_units:
+                self.hold(unit)
+                self._passing.append(unit)
+                unit.unshard()
+        self.gathered()
+
+    def release(self, reshards: bool) -> None:
+        """Let the units of `hold_now` be gathered and freed by their own calls again.
+
+        Args:
+            reshards: whether a unit's gathered parameters are freed after its forward.
+        """
+        for unit in self._passing:
+            self.held_units.remove(unit)
+            unit.set_reshard_after_forward(reshards, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.reshard()
+        self._passing.clear()
+        self._passing_parts.clear()
+
     def is_held(self, module: nn.Module) -> bool:
-        """Whether calls of a module gather nothing, since its unit is held."""
-        return id(module) in map(id, self.held_units)
+        """Whether calls of a module gather nothing, since its unit, or all units in it, are held."""
+        return id(module) in self._passing_parts or id(module) in map(id, self.held_units)
 
     def keep_held(self) -> None:
         """Hold the held units after a change of the whole model's settings."""

@@ -5,7 +5,7 @@ DeepSpeed pairs the ranks' gathers and reductions by their order alone, and upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,20 +38,30 @@ class ChosenParts:
 
     Args:
         model: the model without the engine's wrapper.
-        blocks: modules that every rank calls.
+        blocks: modules that every rank calls, or those of towers.
+        parts: of a model with towers, which ranks may skip whole; see `find_parts`.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, world: World) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        parts: Mapping[str, nn.Module],
+        config: RunConfig,
+        world: World,
+    ) -> None:
         members = {} if config.parallel.find_unused is False else chosen_members(model, blocks)
         self._model, self._members, self._world = model, members, world
         self._strategy: StrategyName = config.parallel.strategy
         self._accumulates_on_host = (
             config.parallel.offload_optimizer != "none" and resolve_batch(config, world.size) > 1
         )
-        self._member_of: dict[int, str] = {}
+        self._member_of = _owners(model, parts)
         for name in sorted(members, key=len):  # the innermost member comes last
             self._member_of |= {id(p): name for p in members[name].parameters() if p.requires_grad}
-        self._names = {id(p): fqn for fqn, p in model.named_parameters() if id(p) in self._member_of}
+        self._names = {
+            id(p): fqn for fqn, p in model.named_parameters() if id(p) in self._member_of or (parts and p.requires_grad)
+        }
         self._used: set[int] = set()
         self._skipped: set[int] = set()
         self._copies: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -173,6 +183,23 @@ class ChosenParts:
                 update(index)
 
         return update_used
+
+
+def _owners(model: nn.Module, parts: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Map each trained parameter, by id, to the part of a model with towers that owns it; those of the largest part
+    belong together with what no part owns."""
+    if not parts:
+        return {}
+    sizes = {name: sum(_numel(param) for param in part.parameters()) for name, part in parts.items()}
+    largest = max(sizes, key=sizes.__getitem__)
+    owners = {id(param): fqn for fqn, param in model.named_parameters() if param.requires_grad}  # of modules around
+    for name, part in parts.items():
+        owners |= {id(param): name for param in part.parameters() if param.requires_grad}
+    return {key: name for key, name in owners.items() if name != largest}
+
+
+def _numel(param: Any) -> int:
+    return int(getattr(param, "ds_numel", param.numel()))
 
 
 def masters_of(zero: Any) -> list[list[nn.Parameter]]:

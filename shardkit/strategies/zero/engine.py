@@ -19,6 +19,7 @@ from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...memory.rows import StateKind
 from ...parallel import compat
+from ...parallel.blocks import find_parts
 from ...parallel.precision import engine_forward
 from ...parallel.weights import Weights
 from ...parallel.world import World
@@ -119,7 +120,8 @@ class ZeRO(Strategy):
         optimizer = make_optimizer(model)
         if self._config.parallel.offload_optimizer != "none":
             optimizer = self._on_cpu(optimizer)
-        self._chosen = ChosenParts(model, blocks, self._config, self._world)
+        parts = {} if self._config.parallel.find_unused is False else find_parts(model, blocks)
+        self._chosen = ChosenParts(model, blocks, parts, self._config, self._world)
         self._chosen.split_groups(optimizer)
         self._engine, self._zero, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self._ds_config(sizes), dist_init_required=False
@@ -130,6 +132,8 @@ class ZeRO(Strategy):
         self._reused = KeepReused(self._zero.parameter_offload) if self.stage == 3 else None
         self._differing = DifferingBlocks(model, self._zero.parameter_offload) if self.stage == 3 else None
         if self.stage == 3:
+            if parts and self._differing is not None:
+                self._differing.expect()
             keep_behind_other_outputs(model)
             gather_persistent_in_turn(self._zero)
         self._norms = FiniteNorms(self._zero, self._world.device)
@@ -160,6 +164,17 @@ class ZeRO(Strategy):
 
     def allow_differing_use(self, names: Collection[str]) -> None:
         self._chosen.allow(names)
+
+    def hold(self, part: nn.Module) -> None:
+        if self._differing is not None:
+            self._differing.hold(part)
+
+    def release(self) -> None:
+        if self._differing is not None:
+            self._differing.release(frees=True)
+
+    def is_held(self, module: nn.Module) -> bool:
+        return self._differing is not None and self._differing.is_held(module)
 
     def gather_with_block(self, block: nn.Module, part: nn.Module) -> None:
         if self._differing is not None:
@@ -205,6 +220,8 @@ class ZeRO(Strategy):
         self._norms.forget()
         with skipping(self._zero.optimizer, self._norms.bad):
             self._engine.step()
+        if self._differing is not None:
+            self._differing.release(frees=False)
         if self._config.precision.mode != "fp16":
             norm = self._norms.checked(torch.as_tensor(self._engine.get_global_grad_norm()))
             return Update(norm, updated=True)

@@ -114,14 +114,46 @@ class DifferingBlocks:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._gathered_ids: set[int] = set()
         self._differing: list[nn.Module] = []
+        self._passing: list[Any] = []
+        self._passing_ids: set[int] = set()
+
+    def expect(self) -> None:
+        """Learn that ranks may skip parts of the model: DeepSpeed must not gather ahead into one."""
+        self._model.register_forward_pre_hook(self._forget_trace)  # after DeepSpeed's own hook, which begins a trace
 
     def gather(self, block: nn.Module, part: nn.Module) -> None:
         """Gather the part, which only some ranks call in this forward; collective."""
+        self._fetch(part)
+        self._differing.append(block)
+
+    def _fetch(self, part: nn.Module) -> None:
         self._forget_trace()
         keep(part.parameters())
         for module in part.modules():
             self._offload.get_param_coordinator().fetch_sub_module(module, forward=True)
-        self._differing.append(block)
+
+    def hold(self, part: nn.Module) -> None:
+        """Gather a part, which only some ranks call in this forward, and keep it to `release`; collective."""
+        self._passing += [param for param in part.parameters() if not param.is_external_param]  # type: ignore[attr-defined]
+        self._passing_ids.update(id(module) for module in part.modules())
+        self._fetch(part)
+
+    def is_held(self, module: nn.Module) -> bool:
+        return id(module) in self._passing_ids
+
+    def release(self, frees: bool) -> None:
+        """Let the parts of `hold` be gathered and freed by their own calls again.
+
+        Args:
+            frees: free them now. The update does it after a backward.
+        """
+        for param in self._passing:
+            param.is_external_param = False
+            if frees and not param.ds_persist and param.ds_status.name == "AVAILABLE":
+                param.ds_active_sub_modules.clear()
+                param.partition()
+        self._passing.clear()
+        self._passing_ids.clear()
 
     def end_forward(self) -> None:
         """Gather the blocks in which `gather` was called; collective then. Before, ranks were inside and outside of
