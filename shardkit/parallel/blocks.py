@@ -59,9 +59,9 @@ def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
     lists = (nn.ModuleList, nn.ModuleDict)
     named = module.named_children()
     inside = [child for name, child in named if not (isinstance(child, lists) and holds_experts(name))]
-        repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and Counter(map(plain_type, module))
-        if repeats and max(repeats.values()) > 1:
-            return name
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        counted = Counter(plain_type(m) for m in module)
+        for repeated in (kind for kind, count in counted.items() if count > 1):
             members = [m for m in inside if plain_type(m) is repeated]
             is_layer = not any(True for _ in members[0].children())
             # Nothing calls a list inside a list: it has no forward.

@@ -55,6 +55,8 @@ class FSDP(TorchStates):
         """Whether ranks may call units in different orders, since the data choose."""
         self._unused: UnusedParameters | None = None
         """The parameters that this rank did not use in the step; `None` on a single rank."""
+        self._parts: dict[str, nn.Module] = {}
+        """The parts of a model with towers, which ranks may skip whole."""
         self._inner_units: list[FSDPModule] = []
         """Units that several others call, and that are not held."""
         self._blocks: Sequence[nn.Module] = ()
@@ -67,6 +69,8 @@ class FSDP(TorchStates):
         self._scalars = weights.scalars
         is_on_meta = any(p.is_meta for p in model.parameters())
         chosen_names = chosen_by_data(model, blocks)
+        if self._world.size > 1 and self._config.parallel.find_unused is not False:
+            self._parts = find_parts(model, blocks)
         units = find_units(model, blocks)  # innermost first; the model, with all that no other unit owns, is the last
         parameter_hooks = take_hooks(model)
         engine_forward(model, self._world.device, self._config.precision, self.name)
@@ -87,9 +91,8 @@ class FSDP(TorchStates):
             self._materialise(model, weights)
         if self._world.size > 1:
             # In a model with towers any parameter may be unused on some rank: a projector, a part of a tower.
-            is_optional = bool(find_parts(model, blocks)) and self._config.parallel.find_unused is not False
             trained = (name for name, param in model.named_parameters() if param.requires_grad)
-            self._may_differ = sorted(trained if is_optional else chosen_names)
+            self._may_differ = sorted(trained if self._parts else chosen_names)
             self._unused = UnusedParameters(model)
         self._wrapped = self.model = self._bare = model
         self.optimizer = make_optimizer(model)
@@ -142,16 +145,24 @@ class FSDP(TorchStates):
         """Gather the parameters of `parallel.prefetch` blocks ahead; torch's default is one in backward.
 
         By default torch gathers the unit whose forward ended before. Where ranks call different units (shared experts),
-        each rank would gather in another order: then the blocks are named here, and no other unit gathers ahead.
+        each rank would gather in another order: then the blocks are named here, and no other unit gathers ahead. Nor
+        does a block of one tower gather one of another, which some ranks skip.
         """
         ahead = self._config.parallel.prefetch
-        if ahead == 1 and not self._order_differs:
+        differs = self._order_differs or bool(self._parts)
+        if ahead == 1 and not differs:
             return
-        if ahead != 1:
-            _gather_ahead(list(blocks), ahead, FSDPModule.set_modules_to_forward_prefetch)
-        _gather_ahead(list(reversed(blocks)), ahead, FSDPModule.set_modules_to_backward_prefetch)
-        if self._order_differs:
-            nothing_ahead = [m for m in model.modules() if isinstance(m, FSDPModule) and m not in blocks[1:]]
+        part_of = {id(module): name for name, part in self._parts.items() for module in part.modules()}
+        stacks: dict[str, list[nn.Module]] = {}
+        for block in blocks:
+            stacks.setdefault(part_of.get(id(block), ""), []).append(block)
+        for stack in stacks.values():
+            if ahead != 1:
+                _gather_ahead(stack, ahead, FSDPModule.set_modules_to_forward_prefetch)
+            _gather_ahead(stack[::-1], ahead, FSDPModule.set_modules_to_backward_prefetch)
+        if differs:
+            behind_others = [block for stack in stacks.values() for block in stack[1:]]
+            nothing_ahead = [m for m in model.modules() if isinstance(m, FSDPModule) and m not in behind_others]
             for unit in nothing_ahead:
                 unit.set_modules_to_backward_prefetch([unit])  # gathered by then; an empty list is torch's default
 

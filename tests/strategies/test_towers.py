@@ -1,0 +1,87 @@
+"""Models with towers train whichever ranks enter which tower in which step; `tests.strategies.towers` draws them."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from shardkit.parallel.blocks import find_blocks, find_parts
+from tests.strategies.foreign import Expert, Experts
+from tests.strategies.towers import Block, Case, Language, Tower, verdicts
+
+
+def told(seeds: range, engines: list[str]) -> list[str]:
+    return [
+        f"{outcome} {seed} {engine}: {words}"
+        for seed, engine, outcome, words in verdicts(seeds, engines)
+        if outcome != "equal"
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.timeout(600)
+def test_towers_that_some_ranks_skip_train_as_in_one_process() -> None:
+    # Seed 2: two towers, of which one rank skips one, so that FSDP2 would gather ahead in different orders in backward.
+    assert not told(range(2, 5), ["fsdp", "zero3"])
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.timeout(1800)
+def test_random_towers_train_as_in_one_process_under_every_engine() -> None:
+    assert not told(range(5, 25), ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"])
+
+
+class Stages(nn.Module):
+    """Stages of a vision model, as torchvision's ResNet has them: lists of blocks that every forward goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.layer1, self.layer2 = (nn.Sequential(Block(), Block()) for _ in range(2))
+
+
+class Listed(nn.Module):
+    """Encoders in a dict, beside blocks of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleDict({"vision": Tower(2, True), "audio": Tower(2, True)})
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        (Language(3), []),
+        (Experts(), []),
+        (Stages(), []),
+        (nn.Sequential(Expert(), Expert()), []),
+        (Listed(), ["encoders.vision", "encoders.audio", "layers", "head"]),
+    ],
+    ids=lambda case: type(case).__name__ if isinstance(case, nn.Module) else "",
+)
+def test_only_towers_make_parts_that_ranks_compare(model: nn.Module, parts: list[str]) -> None:
+    assert [*find_parts(model, find_blocks(model))] == parts
+
+
+def test_the_parts_of_a_model_with_towers_are_these_and_what_stands_beside_them() -> None:
+    model = next(built for seed in range(20) if len((built := Case(seed).build()).model.kinds) == 2)
+    parts = find_parts(model, find_blocks(model))
+    assert {"model.language", "head", *(f"model.{kind}" for kind in model.model.kinds)} <= {*parts}
+    projectors = {
+        f"model.{kind}_projector"
+        for kind in model.model.kinds
+        if isinstance(getattr(model.model, f"{kind}_projector"), nn.Linear)
+    }
+    assert {name for name in parts if name.endswith("projector")} <= projectors
+
+
+def test_an_encoder_and_a_decoder_of_transformers_are_no_towers() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, vocab_size=32)
+    model = transformers.T5ForConditionalGeneration(config)
+    assert find_parts(model, find_blocks(model)) == {}
