@@ -273,6 +273,11 @@ class FSDP(TorchStates):
         self._reduces = is_last or not self._no_sync
         if self._no_sync:
             self._wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            # A tower that no rank enters in the last micro-batch has no backward there that could reduce what it got.
+            for part in self._parts.values():
+                for unit in part.modules():
+                    if isinstance(unit, FSDPModule):
+                        unit.set_requires_gradient_sync(True, recurse=False)
             self._reach.keep_held()
         return nullcontext()
 

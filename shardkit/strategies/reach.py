@@ -163,7 +163,7 @@ class Reach(TorchFunctionMode):
         if self._observes:
             self._look_for_gradients(reduces)
         for unit in self.held_units:
-            unit.set_requires_gradient_sync(reduces, recurse=False)
+            unit.set_requires_gradient_sync(reduces or unit in self._passing, recurse=False)
             unit.set_reshard_after_backward(True, recurse=False)
             compat_fsdp.reduce_gradients(unit)
             self._keep(unit)
