@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,12 @@ from . import rng
 from .native import layout
 from .native.manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
 from .native.planner import matching_entry, refuse_leftovers
-from .native.reader import CheckpointReader
-from .shared_reads import SharedReads, key_of
+from .native.reader import CheckpointReader, TensorSpec
+from .node_reads import Destination, Range, read_ranges
 
 T = TypeVar("T")
+BUCKET_BYTES = 64 * 2**20
+"""Host memory of the exchange of what ranks share."""
 
 
 def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]) -> None:
@@ -175,15 +178,25 @@ def _load(
         strategy.create_optimizer_state(stateless(manifest))
         shards = [s for s in strategy.load_targets() if s.name not in left_out and s.local.numel()]
         everyone: list[Any] = [None] * world.size
-        dist.all_gather_object(everyone, ([*map(key_of, shards)], world.env.node_rank), group=group)
+        own = [(shard.name, shard.start, shard.local.numel()) for shard in shards]
+        dist.all_gather_object(everyone, (world.env.node_rank, own), group=group)
         # All ranks' names are needed: with flat partitions, a rank knows only its own.
-        refuse_leftovers(manifest.tensors, [name for keys, _ in everyone for name, _, _ in keys])
-        reads = SharedReads(shards, everyone, world.rank)
+        refuse_leftovers(manifest.tensors, [name for _, ranges in everyone for name, _, _ in ranges])
         generators = _rng_targets(manifest, world)
-        to_read = [*reads.to_read(), *generators.values()]
-        together(group, lambda: [matching_entry(manifest.tensors, shard) for shard in to_read])
-        together(group, lambda: reader.fill(to_read))
-        reads.exchange(group)
+        together(group, lambda: [matching_entry(manifest.tensors, s) for s in (*shards, *generators.values())])
+        holders = Counter(key for node, ranges in everyone if node == world.env.node_rank for key in set(ranges))
+        alone = [shard for shard, key in zip(shards, own, strict=True) if holders[key] == 1]
+        together(group, lambda: reader.fill([*alone, *generators.values()]))
+        shared: dict[Range, Destination] = {}
+        for shard, key in sorted(zip(shards, own, strict=True), key=lambda pair: pair[1]):
+            if holders[key] > 1:
+                spec = TensorSpec(tuple(shard.shape), shard.local.dtype)
+                shared.setdefault(key, Destination(spec)).targets.append(shard.local)
+        sharing = [(node, [key for key in ranges if holders[key] > 1]) for node, ranges in everyone]
+        problem = read_ranges(
+            reader.read_into, shared, sharing, world, group, BUCKET_BYTES, manifest.block_bytes
+        )  # fmt: skip
+        agreed(group, problem)
     strategy.after_load(manifest.scalars)
     if generators:
         rng.restore({kind: shard.local for kind, shard in generators.items()}, world.device)

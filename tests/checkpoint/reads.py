@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from shardkit.checkpoint import shared_reads
+from shardkit.checkpoint import resume
 from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer
 from shardkit.run.job import Job, start
@@ -33,7 +33,7 @@ def _values(strategy: Any) -> dict[str, torch.Tensor]:
     return {f"{shard.name} {shard.start}": shard.local.clone() for shard in strategy.load_targets()}
 
 
-def resumed(root: str, strategies: list[str], message_bytes: int, local_size: int = 0) -> dict[str, Reads]:
+def resumed(root: str, strategies: list[str], bucket_bytes: int, local_size: int = 0) -> dict[str, Reads]:
     """Strategy → bytes that this rank read, bytes of the checkpoint's data, whether all values are the saved ones.
 
     Args:
@@ -42,7 +42,7 @@ def resumed(root: str, strategies: list[str], message_bytes: int, local_size: in
     """
     if local_size:
         os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "LOCAL_RANK": str(int(os.environ["RANK"]) % local_size)}
-    shared_reads.MESSAGE_BYTES = message_bytes
+    resume.BUCKET_BYTES = bucket_bytes
     return {name: _resumed(f"{root}/{name.replace(' ', '_')}", *name.split()) for name in strategies}
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from shardkit.checkpoint.native import layout
+from shardkit.checkpoint.native.manifest import BLOCK_BYTES
 from shardkit.config.load import load_config
 from shardkit.errors import ShardkitError, report
 from shardkit.run.job import start
@@ -58,19 +59,19 @@ def check_bitwise(world: int, names: list[str], root: Path, **extra: Any) -> Non
 
 
 def check_reads(results: list[dict[str, Any]], copies: dict[str, float]) -> None:
-    """Check that all ranks together read a checkpoint as many times as `copies` says, each as much as the others."""
+    """Check that all ranks together read a checkpoint as many times as `copies` says, each an even part up to blocks."""
     for case, times in copies.items():
         reads, total = [result[case][0] for result in results], results[0][case][1]
         assert all(result[case][2] for result in results), (case, "every rank holds the saved values")
         assert sum(reads) == pytest.approx(times * total, rel=2e-3), (case, reads, total)
-        assert max(reads) < 1.01 * min(reads), (case, reads)
+        assert max(reads) - min(reads) < 2.1 * BLOCK_BYTES, (case, reads)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_ranks_of_a_node_read_what_they_share_once(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"root": str(tmp_path), "strategies": ["ddp", "zero2"], "message_bytes": 2**20}
+    arguments: dict[str, Any] = {"root": str(tmp_path), "strategies": ["ddp", "zero2"], "bucket_bytes": 2**22}
     check_reads(run_ranks(2, "tests.checkpoint.reads:resumed", **arguments), {"ddp": 1, "zero2": 1})
 
 
@@ -81,7 +82,7 @@ def test_ranks_of_a_node_read_what_they_share_once(tmp_path: Path) -> None:
 def test_each_of_several_nodes_reads_once(local_size: int, tmp_path: Path) -> None:
     nodes, frozen = 4 // local_size, 4 * WIDTH * (WIDTH + 1)
     strategies = ["ddp", "hsdp 2", "zero1"]
-    arguments: dict[str, Any] = {"root": str(tmp_path), "strategies": strategies, "message_bytes": 2**20}
+    arguments: dict[str, Any] = {"root": str(tmp_path), "strategies": strategies, "bucket_bytes": 2**22}
     results = run_ranks(4, "tests.checkpoint.reads:resumed", local_size=local_size, timeout=200, **arguments)
     frozen_share = frozen / results[0]["zero1"][1]  # under ZeRO-1 every rank holds it
     check_reads(results, {"ddp": nodes, "hsdp 2": nodes, "zero1": 1 + (nodes - 1) * frozen_share})

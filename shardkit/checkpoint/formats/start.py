@@ -1,7 +1,7 @@
 """Start a run from existing weights: `model.init_from`.
 
 Each rank reads only the ranges that it keeps, one bucket at a time. Ranks of a node that keep the same ranges share the
-reading (`buckets`), so a node requests every byte of the source once.
+reading (`node_reads`), so a node requests every byte of the source once.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from ...strategies import Strategy
 from ...strategies.base import Shard
 from ..native.reader import TensorSpec
 from ..native.writer import byte_view
+from ..node_reads import Destination, Range, read_ranges
 from ..resume import agreed
 from ..stored_packed import holds_packed, packed_names, refuse_other_layers
-from .buckets import Destination, Range, read_ranges
 from .detect import open_source
 from .hub_names import as_the_model_names, reference_of
 from .prefix import find_prefix, with_prefix
 from .tensor_source import PIECE_BYTES, Source
 
+BUCKET_BYTES = PIECE_BYTES // 4
+"""Bytes of a bucket. All that a rank holds beyond its shard fits into one piece: the bucket, the files' headers, the
+description of the model, and the exchange of weights between ranks."""
 _LOG = logging.getLogger(__name__)
 _FIX = "set model.init_from to weights of this model, with its sizes"
 _LISTED_NAMES = 3
@@ -136,7 +139,7 @@ def load_weights(
     if world.is_main:
         _warn_of_unused(source, {name for need in needs for name, _, _ in need.ranges} | read_later)
     ranges = [(need.node, need.ranges) for need in needs]
-    agreed(group, read_ranges(source, destinations, ranges, world, group))
+    agreed(group, read_ranges(source.read_into, destinations, ranges, world, group, BUCKET_BYTES))
     agreed(group, _fill_new_rows(source, new_rows, n_rows, world, group))
     strategy.weights_changed(replicas_equal=len({need.node for need in needs}) == 1)
     grown = {name.partition(".")[2]: sizes for name, sizes in n_rows.items()}

@@ -76,9 +76,9 @@ def load_in_chunks(engine: str, extra: dict[str, Any], folders: list[str]) -> di
 
     What the first time costs (imports, threads, connections) is no part of them.
     """
-    from shardkit.checkpoint.formats import buckets
+    from shardkit.checkpoint.formats import start
 
-    buckets.BUCKET_BYTES = CHUNK // 4
+    start.BUCKET_BYTES = CHUNK // 4
     return [folder.load(path, engine, extra) for path in folders][-1]
 
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardkit.checkpoint.formats import buckets
+from shardkit.checkpoint import node_reads
 from shardkit.checkpoint.formats import start as loading
 from shardkit.errors import CheckpointError
 from shardkit.run.job import start
@@ -43,7 +43,6 @@ def loaded(root: str, strategies: list[str], small: bool, local_size: int | None
     """
     from transformers import AutoModelForCausalLM
 
-    sizes = {"BUCKET_BYTES": BUCKET, "MESSAGE_BYTES": MESSAGE} if small else {}
     out: dict[str, int] = {}
     if local_size is not None:
         os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "LOCAL_RANK": str(int(os.environ["RANK"]) % local_size)}
@@ -58,8 +57,12 @@ def loaded(root: str, strategies: list[str], small: bool, local_size: int | None
                     partial(build_model, job.config, task), block_classes=task.block_classes,
                     init_parameter=task.init_parameter, drawn=False,
                 )  # fmt: skip
-                sized = patch.multiple(buckets, **sizes) if small else patch.dict({})
-                with sized, messages() as called, loading.opening(folder, model) as open_source:
+                bucket, message = (BUCKET, MESSAGE) if small else (loading.BUCKET_BYTES, node_reads.MESSAGE_BYTES)
+                sized = (
+                    patch.object(loading, "BUCKET_BYTES", bucket),
+                    patch.object(node_reads, "MESSAGE_BYTES", message),
+                )
+                with sized[0], sized[1], messages() as called, loading.opening(folder, model) as open_source:
                     loading.load_weights(job.strategy, job.world, job.world.control_group, open_source)
                 out[f"{name} {kind}"] = len(called)
                 for shard in job.strategy.load_targets():

@@ -1,24 +1,21 @@
-"""Read ranges of a source by several ranks of a node, each byte once.
+"""Read ranges that several ranks of a node need, each byte once a node.
 
 Ranks that need the same ranges each read a part of a bucket and send it to the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from ...errors import CheckpointError
-from ...parallel.world import World
-from ..native.reader import TensorSpec
-from .tensor_source import PIECE_BYTES, Source
+from ..errors import CheckpointError
+from ..parallel.world import World
+from .native.reader import TensorSpec
 
-BUCKET_BYTES = PIECE_BYTES // 4
-"""Bytes of a bucket. All that a rank holds beyond its shard fits into one piece: the bucket, the files' headers, the
-description of the model, and the exchange of weights between ranks."""
 MESSAGE_BYTES = 2**18
 """A bucket has at most one reader for every so many of its bytes, so that many ranks do not make many messages."""
 _ALIGNMENT = 16
@@ -26,6 +23,8 @@ _ALIGNMENT = 16
 
 Range = tuple[str, int, int]
 """Name in the source, first element, number of elements."""
+ReadInto = Callable[[str, int, torch.Tensor], None]
+"""(name, first element, 1-D tensor on the CPU that is filled), as of `Source` and `CheckpointReader`."""
 
 
 @dataclass
@@ -56,11 +55,13 @@ class _Piece:
 
 
 def read_ranges(
-    source: Source,
+    read_into: ReadInto,
     destinations: Mapping[Range, Destination],
     ranges_by_rank: Sequence[tuple[int, list[Range]]],
     world: World,
     group: dist.ProcessGroup,
+    bucket_bytes: int,
+    block_bytes: int = _ALIGNMENT,
 ) -> CheckpointError | None:
     """Fill the memory of every range; returns this rank's first problem. Collective.
 
@@ -68,7 +69,11 @@ def read_ranges(
 
     Args:
         ranges_by_rank: each rank's node, and the ranges that it needs.
+        bucket_bytes: host memory that the exchange takes.
+        block_bytes: ranges are cut at multiples of it: readers that check blocks would read a block that is cut twice.
     """
+    block_bytes = math.lcm(block_bytes, _ALIGNMENT)  # so that no element is cut
+    block_bytes = block_bytes if block_bytes <= bucket_bytes else _ALIGNMENT
     problem: CheckpointError | None = None
     readers: dict[Range, list[int]] = {}
     for rank, (node, ranges) in enumerate(ranges_by_rank):
@@ -77,24 +82,28 @@ def read_ranges(
     by_readers: dict[tuple[int, ...], dict[Range, TensorSpec]] = {}
     for source_range, destination in destinations.items():
         by_readers.setdefault(tuple(readers[source_range]), {})[source_range] = destination.spec
-    buffer = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+    buffer = torch.empty(bucket_bytes if by_readers else 0, dtype=torch.uint8)
     for ranks, specs in sorted(by_readers.items(), key=lambda entry: entry[0]):  # one order on every rank: no deadlock
-        for index, bucket in enumerate(_buckets(specs)):
-            failed = _fill(source, destinations, bucket, buffer, world.rank, _rotated(ranks, index), group, problem)
+        for index, bucket in enumerate(_buckets(specs, bucket_bytes, block_bytes)):
+            turn = index % len(ranks)  # a bucket that needs few readers takes the first ones, so all ranks take turns
+            parts = _parts(bucket, (*ranks[turn:], *ranks[:turn]), destinations, block_bytes)
+            failed = _fill(read_into, destinations, bucket, parts, ranks, buffer, world.rank, group, problem)
             problem = problem or failed
     return problem
 
 
-def _buckets(specs: Mapping[Range, TensorSpec]) -> Iterator[list[_Piece]]:
+def _buckets(specs: Mapping[Range, TensorSpec], bucket_bytes: int, block_bytes: int) -> Iterator[list[_Piece]]:
     """Cut the ranges into pieces, in order, and yield the pieces of one bucket at a time."""
     bucket, used = list[_Piece](), 0
     for source_range, spec in specs.items():
         size, start, end = spec.dtype.itemsize, 0, source_range[2]
         while start < end:
-            numel = min(end - start, (BUCKET_BYTES - used) // size)
-            bucket.append(_Piece(source_range, start, numel, used))
-            start, used = start + numel, _aligned(used + numel * size)
-            if used == BUCKET_BYTES:
+            room = bucket_bytes - used
+            numel = end - start if (end - start) * size <= room else room // block_bytes * block_bytes // size
+            if numel:
+                bucket.append(_Piece(source_range, start, numel, used))
+                start, used = start + numel, _aligned(used + numel * size)
+            if start < end or used == bucket_bytes:
                 yield bucket
                 bucket, used = [], 0
     if bucket:
@@ -105,19 +114,32 @@ def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _rotated(ranks: Sequence[int], n: int) -> list[int]:
-    """The ranks rotated by `n`: a bucket that needs few readers takes the first ones, so all ranks take turns."""
-    return [ranks[(index + n) % len(ranks)] for index in range(len(ranks))]
+def _parts(
+    bucket: Sequence[_Piece], ranks: Sequence[int], destinations: Mapping[Range, Destination], block_bytes: int
+) -> list[tuple[int, int, int]]:
+    """(reader, first byte, end) of each part of a bucket: even ones, cut at blocks of the ranges."""
+    sizes = [piece.numel * destinations[piece.source_range].spec.dtype.itemsize for piece in bucket]
+    end = bucket[-1].offset + sizes[-1]
+    n_readers = min(len(ranks), -(-end // MESSAGE_BYTES))
+    cuts = [0]
+    for number in range(1, n_readers):
+        wanted = end * number // n_readers
+        piece, size = next((p, n) for p, n in zip(bucket, sizes, strict=True) if wanted < _aligned(p.offset + n))
+        blocks = (wanted - piece.offset + block_bytes // 2) // block_bytes
+        cuts.append(min(piece.offset + blocks * block_bytes, _aligned(piece.offset + size)))
+    spans = zip(ranks, cuts, [*cuts[1:], end], strict=False)
+    return [(reader, low, high) for reader, low, high in spans if low < high]
 
 
 @torch.no_grad()
 def _fill(
-    source: Source,
+    read_into: ReadInto,
     destinations: Mapping[Range, Destination],
     bucket: Sequence[_Piece],
+    parts: Sequence[tuple[int, int, int]],
+    ranks: Sequence[int],
     buffer: torch.Tensor,
     rank: int,
-    ranks: Sequence[int],
     group: dist.ProcessGroup,
     problem: CheckpointError | None,
 ) -> CheckpointError | None:
@@ -126,19 +148,16 @@ def _fill(
     The copy casts to the destination's own dtype. Master weights are fp32, so no bit is lost.
 
     Args:
+        ranks: those that need this bucket; some of them each read a part, and send it to the rest.
         buffer: memory for one bucket, used for all of them: the allocator would keep freed ones.
-        ranks: the ranks that need this bucket. The first of them each read a part, and send it to the rest.
         group: an existing group of all ranks. A second group of the same ranks could find the first one's addresses.
         problem: an earlier problem of this rank, which then reads no more.
     """
     pieces = [(piece, piece.bytes_in(buffer, destinations[piece.source_range].spec)) for piece in bucket]
-    end = max(piece.offset + elements.nbytes for piece, elements in pieces)
-    share = _aligned(-(-end // min(len(ranks), -(-end // MESSAGE_BYTES))))
-    parts = [(reader, low, min(low + share, end)) for reader, low in zip(ranks, range(0, end, share), strict=False)]
     for reader, low, high in parts:
         try:
             if reader == rank and problem is None:
-                _read_between(source, pieces, low, high)
+                _read_between(read_into, pieces, low, high)
         except CheckpointError as error:
             problem = error
     messages = list[dist.Work | None]()
@@ -156,11 +175,11 @@ def _fill(
     return problem
 
 
-def _read_between(source: Source, pieces: Iterable[tuple[_Piece, torch.Tensor]], low: int, high: int) -> None:
+def _read_between(read_into: ReadInto, pieces: Iterable[tuple[_Piece, torch.Tensor]], low: int, high: int) -> None:
     """Read the elements that lie in the bytes [low, high) of the bucket; both are at element boundaries."""
     for piece, elements in pieces:
         size = elements.element_size()
         start, end = max(low - piece.offset, 0) // size, min(high - piece.offset, elements.nbytes) // size
         if start < end:
             name, range_start, _ = piece.source_range
-            source.read_into(name, range_start + piece.start + start, elements[start:end])
+            read_into(name, range_start + piece.start + start, elements[start:end])
