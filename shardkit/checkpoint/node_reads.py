@@ -146,12 +146,6 @@ def _fill(
     """Read one bucket together with the other ranks, and copy it into the destinations; returns the problem.
 
     The copy casts to the destination's own dtype. Master weights are fp32, so no bit is lost.
-
-    Args:
-        ranks: those that need this bucket; some of them each read a part, and send it to the rest.
-        buffer: memory for one bucket, used for all of them: the allocator would keep freed ones.
-        group: an existing group of all ranks. A second group of the same ranks could find the first one's addresses.
-        problem: an earlier problem of this rank, which then reads no more.
     """
     pieces = [(piece, piece.bytes_in(buffer, destinations[piece.source_range].spec)) for piece in bucket]
     for reader, low, high in parts:

@@ -215,11 +215,7 @@ def _take_stored(stored: StoredLayers, weight: str, ranges: dict[str, _Range]) -
 
 
 def _range_of(shard: Shard | None, strategy: Strategy, world: World) -> _Range:
-    """The bytes of a packed tensor that this rank fills: its shard, or an even part of a tensor that it holds whole.
-
-    Args:
-        shard: None if the rank has none, as of a small tensor under ZeRO-3.
-    """
+    """The bytes of a packed tensor that this rank fills: its shard, or an even part of a tensor that it holds whole."""
     if shard is None:
         return _Range(0, torch.empty(0, dtype=torch.uint8), counts=False)
     if strategy.facts.shards_parameters:

@@ -123,11 +123,7 @@ class StoredLayers:
         return self._source.read(self._names[fqn])
 
     def _check(self, weight: str, shape: tuple[int, ...]) -> float:
-        """Check that a layer was packed as the settings say; returns the mean of its scales with double quantisation.
-
-        Raises:
-            CheckpointError: names what differs.
-        """
+        """Check that a layer was packed as the settings say; returns the mean of its scales with double quantisation."""
         fqn, settings = self._weights[weight], self._settings
         state = self._state(fqn)
         n_scales = math.prod(shape) // settings.block_size

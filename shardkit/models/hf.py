@@ -109,9 +109,6 @@ class HFModel:
         """Names of the parameters with a row for each token id: embedding, head, the head's bias.
 
         They are found by building the model with one id more.
-
-        Raises:
-            ConfigError: further ids change the model in another way than by rows at the end of these parameters.
         """
         larger = deepcopy(self.config)
         if hasattr(larger, "vocab_size"):
@@ -261,11 +258,7 @@ def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any])
 
 
 def _file_keys(model: ModelConfig) -> dict[str, Any]:
-    """The keys of the config.json that describes the model, without those that name kernels; empty without a file.
-
-    Raises:
-        ConfigError: the file cannot be read, is no mapping, or is of a quantised model.
-    """
+    """The keys of the config.json that describes the model, without those that name kernels; empty without a file."""
     file = model.described_by
     if file is None:
         return {}
@@ -287,11 +280,7 @@ def _file_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_stored(named: str, stored: Any, quantize: QuantizeConfig | None) -> None:
-    """Refuse a folder of quantised weights, unless `model.quantize` says how bitsandbytes has packed them in 4 bits.
-
-    Raises:
-        ConfigError: names the method, or the settings that the folder needs.
-    """
+    """Refuse a folder of quantised weights, unless `model.quantize` says how bitsandbytes has packed them in 4 bits."""
     stored = stored if isinstance(stored, dict) else {}
     method = stored.get("quant_method")
     if method != "bitsandbytes" or stored.get("load_in_4bit") is not True:
@@ -326,11 +315,7 @@ def _without_kernels(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_special_ids(config: Any, model: ModelConfig) -> None:
-    """Refuse a special token, set by the config file or the user, whose id is outside the vocabulary.
-
-    Raises:
-        ConfigError: there is one; the message names its key.
-    """
+    """Refuse a special token, set by the config file or the user, whose id is outside the vocabulary."""
     vocab_size = getattr(config, "vocab_size", None)
     keys = {**_file_keys(model), **model.hf}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -344,11 +329,7 @@ def _refuse_special_ids(config: Any, model: ModelConfig) -> None:
 
 
 def _refuse_unknown(config_class: Any, model_type: str, user_keys: dict[str, Any]) -> None:
-    """Refuse keys that load code, and those that the config class does not have, which transformers would ignore.
-
-    Raises:
-        ConfigError: a key is unknown; the fix proposes the nearest.
-    """
+    """Refuse keys that load code, and those that the config class does not have, which transformers would ignore."""
     if _without_kernels(user_keys) != user_keys:
         raise ConfigError(
             "model.hf names code or a file to load (…_implementation or checkpoint_path)",
@@ -366,11 +347,7 @@ def _refuse_unknown(config_class: Any, model_type: str, user_keys: dict[str, Any
 
 
 def _restore(fixed: list[tuple[nn.Module, str, torch.Tensor]], *_: Any) -> None:
-    """Restore computed buffers that an engine has cast: with rotary frequencies in bf16, positions are off by turns.
-
-    Args:
-        fixed: (module, name of the buffer, its values in the right type).
-    """
+    """Restore computed buffers that an engine has cast: with rotary frequencies in bf16, positions are off by turns."""
     for module, key, buffer in fixed:
         current = getattr(module, key)
         if current.dtype != buffer.dtype:

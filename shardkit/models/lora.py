@@ -237,11 +237,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _matching(target: str, modules: Sequence[str], linear: Sequence[str], is_pattern: bool) -> list[str]:
-    """The modules that a target selects by peft's rules: as a regular expression for full names, or as names' ends.
-
-    Raises:
-        ConfigError: it selects none, or is not a regular expression.
-    """
+    """The modules that a target selects by peft's rules: as a regular expression for full names, or as names' ends."""
     if is_pattern:
         try:
             matches = [name for name in modules if re.fullmatch(target, name)]

@@ -175,13 +175,7 @@ def pack_experts(experts: nn.Module, settings: QuantizeConfig) -> None:
 def _forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The sum over each token's experts of weight · down(gate(up(token))).
-
-    Args:
-        hidden_states: [tokens, hidden].
-        top_k_index: [tokens, k], a token's experts.
-        top_k_weights: [tokens, k], their weights.
-    """
+    """The sum over each token's experts of weight · down(gate(up(token)))."""
     n_tokens, top_k = top_k_index.shape
     chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = _rows_of_experts(chosen, self.gate_up_proj.n_experts)

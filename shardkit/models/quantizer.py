@@ -129,11 +129,7 @@ def _candidates(reference: nn.Module) -> list[str]:
 
 
 def _without(names: Sequence[str], reference: nn.Module, skip: Sequence[str]) -> list[str]:
-    """The layers that no entry of `skip` names or holds.
-
-    Raises:
-        ConfigError: an entry matches no module, or no layer is left.
-    """
+    """The layers that no entry of `skip` names or holds."""
     modules = [name for name, _ in reference.named_modules() if name]
     skipped = set[str]()
     for end in skip:
@@ -155,11 +151,7 @@ def _without(names: Sequence[str], reference: nn.Module, skip: Sequence[str]) ->
 
 
 def _import_bitsandbytes() -> None:
-    """Import bitsandbytes, which registers its operators.
-
-    Raises:
-        ConfigError: it is missing or too old.
-    """
+    """Import bitsandbytes, which registers its operators."""
     try:
         import bitsandbytes  # noqa: F401
     except Exception as error:  # its import loads a compiled library

@@ -255,11 +255,7 @@ class Weights:
         self._has_warned = True
 
     def _draw_whole(self, fqn: str, shape: torch.Size) -> torch.Tensor:
-        """Draw a whole parameter in fp32 on the CPU.
-
-        Raises:
-            ConfigError: `init_parameter` leaves elements without a value.
-        """
+        """Draw a whole parameter in fp32 on the CPU."""
         assert self.init_parameter is not None
         full = torch.full(() if fqn in self.scalars else shape, torch.nan)
         self.init_parameter(fqn, full, torch.Generator().manual_seed(self._seed_of(fqn)))

@@ -114,11 +114,7 @@ class _Order:
 
 
 def _convert(order: _Order, path: Path, source: Source) -> Converted:
-    """Convert an open source, and close it.
-
-    Args:
-        path: the path that the user named; the source may be one checkpoint below it.
-    """
+    """Convert an open source, and close it."""
     try:
         facts = model_facts(path, source.path) if source.kind == "shardkit" and order.to != "shardkit" else ModelFacts()
         notes = [*source.notes, *([facts.note] if facts.note else [])]
@@ -143,11 +139,7 @@ def _convert(order: _Order, path: Path, source: Source) -> Converted:
 
 
 def _with_adapter(source: Source, adapter: SavedAdapter, order: _Order, facts: ModelFacts) -> tuple[Source, ModelFacts]:
-    """A source of the model with the adapter added to its weights, and the facts about that model.
-
-    Raises:
-        CheckpointError: the run's model cannot be built, or the frozen weights are not those of the adapter.
-    """
+    """A source of the model with the adapter added to its weights, and the facts about that model."""
     if facts.pretrained is None or not facts.frozen:
         raise CheckpointError(
             f"{source.path} cannot be merged: {facts.note or 'its run trains no adapter'}",
@@ -176,11 +168,7 @@ def _write(
 
 
 def _check_adapter(source: Source, adapter: SavedAdapter | None, order: _Order) -> None:
-    """Refuse options that do not suit a checkpoint with an adapter, or one without.
-
-    Raises:
-        CheckpointError: an option asks for an adapter that is not there, or for the model under the adapter.
-    """
+    """Refuse options that do not suit a checkpoint with an adapter, or one without."""
     to, merge, base = order.to, order.merge, order.base
     if adapter is None and (merge or base is not None or to == "peft"):
         option = "--to peft" if to == "peft" else "--merge" if merge else "--base"
@@ -197,14 +185,7 @@ def _check_adapter(source: Source, adapter: SavedAdapter | None, order: _Order) 
 
 @contextmanager
 def _draft(out: Path, needed: int) -> Iterator[Path]:
-    """Yield a new folder that is renamed to `out` on success, and removed after an error.
-
-    Args:
-        needed: bytes that will be written.
-
-    Raises:
-        CheckpointError: there is no space, or no permission to write there.
-    """
+    """Yield a new folder that is renamed to `out` on success, and removed after an error."""
     draft: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -94,9 +94,6 @@ class _Folder:
         """Find the branch of the saved state that holds the model, and note the branches that are left out.
 
         It is the one whose names are the optimizer's parameters, else the one that is called model, else the only one.
-
-        Raises:
-            CheckpointError: no branch, or several, can be the model.
         """
         branches: dict[tuple[str | int, ...], set[str]] = {}
         for key, path in self._keys.items():
@@ -124,14 +121,7 @@ class _Folder:
         tensors: dict[str, FileTensor],
         scalars: dict[str, float],
     ) -> None:
-        """Add one optimizer state to `tensors`, or to `scalars` if it is one number.
-
-        Args:
-            plain: saved name of a weight → its name without wrappers.
-
-        Raises:
-            CheckpointError: it belongs to no weight, or is not one value per element.
-        """
+        """Add one optimizer state to `tensors`, or to `scalars` if it is one number."""
         if state.fqn not in plain:
             raise CheckpointError(
                 f"{self.path} holds optimizer state of {state.fqn!r}, which is not the name of a weight in it",
@@ -147,11 +137,7 @@ class _Folder:
         tensors[name] = tensor
 
     def _tensor(self, key: str) -> FileTensor:
-        """A tensor with the extents of its chunks, each in an archive of its own.
-
-        Raises:
-            CheckpointError: an archive does not hold the chunk that the metadata names.
-        """
+        """A tensor with the extents of its chunks, each in an archive of its own."""
         entry = self._entries[key]
         shape, dtype = whole_numbers(entry.get("size")), _dtype(entry.get("properties"))
         extents = []

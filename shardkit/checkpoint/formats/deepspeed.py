@@ -91,14 +91,7 @@ class _Folder:
         )  # fmt: skip
 
     def _read_partitions(self, groups: list[Mapping[str, tuple[int, ...]]]) -> None:
-        """Find each parameter's masters and moments in the flat partitions of all ranks.
-
-        Args:
-            groups: for each parameter group, name of a parameter → its shape.
-
-        Raises:
-            CheckpointError: files of some ranks are missing.
-        """
+        """Find each parameter's masters and moments in the flat partitions of all ranks."""
         rank_0 = self._optims[0].content["optimizer_state_dict"]
         count = rank_0["partition_count"]
         counts = set(count) if isinstance(count, list) else {count}
@@ -123,15 +116,7 @@ class _Folder:
                     self._add_states(archive, name, _base_state(state, index), masters[index], at, start, length)
 
     def _add(self, archive: Archive, name: str, flat: TensorRef, at: int, start: int, length: int) -> None:
-        """Add an extent to the tensor `name`.
-
-        Args:
-            flat: the flat partition that holds it, from element `at` on.
-            start: index of its first element in the flattened tensor.
-
-        Raises:
-            CheckpointError: the partition is too short, or has another dtype than the tensor's other extents.
-        """
+        """Add an extent to the tensor `name`."""
         if not isinstance(flat, TensorRef) or at + length > flat.numel:
             raise CheckpointError(f"{archive.file} does not hold all of its part of {name}", RESTORE)
         if self._dtypes.setdefault(name, flat.dtype) != flat.dtype:
@@ -181,11 +166,7 @@ def _shapes(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Archive]:
-    """The files that match `pattern`, by rank.
-
-    Raises:
-        CheckpointError: a file belongs to a tensor-parallel job.
-    """
+    """The files that match `pattern`, by rank."""
     archives: dict[int, Archive] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)

@@ -119,14 +119,7 @@ def _tag(file: Path) -> str:
 
 
 def _of_run(path: Path, saved: list[Path], step: str) -> Path:
-    """The checkpoint of a run that `step` selects.
-
-    Args:
-        saved: the run's checkpoints, newest first.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
+    """The checkpoint of a run that `step` selects."""
     if step == "latest":
         return saved[0]
     if step == "best":

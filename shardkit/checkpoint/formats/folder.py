@@ -117,12 +117,7 @@ def _forget_own_template(folder: Path) -> None:
 
 
 def _copy_of(model: Path, name: str, folder: Path) -> None:
-    """Copy a file of a model's folder, which may be a stranger's, to the same name in `folder`.
-
-    Raises:
-        CheckpointError: it is a link to a file outside of the model's folder, whose content would be published with the
-            export; or it cannot be read. The cache of the Hugging Face hub links to its own blobs, which are allowed.
-    """
+    """Copy a file of a model's folder, which may be a stranger's, to the same name in `folder`."""
     file = model / name
     target, root = file.resolve(), model.resolve()
     blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
@@ -134,12 +129,7 @@ def _copy_of(model: Path, name: str, folder: Path) -> None:
 
 
 def _copy(file: Path, target: Path) -> None:
-    """Copy a regular file's content.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        OSError: the copy cannot be written.
-    """
+    """Copy a regular file's content."""
     with reading(file):
         content = read_regular(file)
     target.write_bytes(content)

@@ -209,14 +209,7 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 
 def _fused(shape: tuple[int, ...], parts: Mapping[str, tuple[FileTensor, Region]]) -> FileTensor:
-    """One tensor of the model, put together from several tensors of the files.
-
-    Args:
-        parts: published name → the tensor in the file, and its region in the model's tensor.
-
-    Raises:
-        CheckpointError: the parts differ in type, or one has another shape than its region.
-    """
+    """One tensor of the model, put together from several tensors of the files."""
     dtypes = {tensor.dtype for tensor, _ in parts.values()}
     extents = []
     for name, (tensor, region) in parts.items():

@@ -81,11 +81,7 @@ def write_pretended_weights(described_by: Path, folder: Path, dtype: str | None 
 
 
 def _class_of(described: Any, described_by: Path) -> Any:
-    """The class that the config names, else transformers' causal language model of its type.
-
-    Raises:
-        ConfigError: the installed transformers has no such class.
-    """
+    """The class that the config names, else transformers' causal language model of its type."""
     import transformers
 
     names = getattr(described, "architectures", None) or []

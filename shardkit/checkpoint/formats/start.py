@@ -191,14 +191,7 @@ def _sample(source: Source, model: nn.Module) -> str:
 
 
 def _refuse_different_sources(digests: Mapping[int, str], path: Path) -> None:
-    """Refuse to load if two nodes see different weights under one path: their ranks would train a mixture.
-
-    Args:
-        digests: number of a node → the digest of its source.
-
-    Raises:
-        CheckpointError: a digest differs from node 0's.
-    """
+    """Refuse to load if two nodes see different weights under one path: their ranks would train a mixture."""
     nodes = [node for node, digest in digests.items() if digest != digests[0]]
     if nodes:
         holders = f"node {nodes[0]} holds" if len(nodes) == 1 else f"{len(nodes)} nodes, {nodes[0]} among them, hold"
@@ -232,11 +225,7 @@ def names_in(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
 def _destinations(
     strategy: Strategy, source: Source, source_name: Callable[[str], str | None], resized: Collection[str] = ()
 ) -> tuple[dict[Range, Destination], dict[str, _NewRows]]:
-    """Map each source range that this rank keeps to the memory it fills, sorted; and each grown tensor to its new rows.
-
-    Raises:
-        CheckpointError: the source lacks weights of the model, or has them in other shapes.
-    """
+    """Map each source range that this rank keeps to the memory it fills, sorted; and each grown tensor to its new rows."""
     shards = [
         (plain_name, shard)
         for shard in strategy.load_targets()
@@ -282,14 +271,7 @@ def _listing(names: Sequence[str]) -> str:
 
 
 def _check_fits(spec: TensorSpec, fqn: str, shard: Shard, source: Source, may_grow: bool) -> None:
-    """Check that a tensor of the source has the model's shape and kind of number.
-
-    Args:
-        may_grow: the tensor may have fewer rows than the model's.
-
-    Raises:
-        CheckpointError: it differs; the message names both.
-    """
+    """Check that a tensor of the source has the model's shape and kind of number."""
     saved, model = tuple(spec.shape), tuple(shard.shape)
     if saved != model and not (may_grow and saved[1:] == model[1:] and 0 < saved[0] < model[0]):
         raise CheckpointError(f"{fqn} is {list(spec.shape)} in {source.path}, {list(shard.shape)} in this run", _FIX)
@@ -304,12 +286,7 @@ def _fill_new_rows(
     world: World,
     group: dist.ProcessGroup,
 ) -> CheckpointError | None:
-    """Fill the new rows with the mean of the old ones; returns this rank's problem. Collective.
-
-    Args:
-        new_rows: the new rows that this rank keeps, by name in the source.
-        n_rows: the same tensors for all ranks: name in the source → rows in the source, and in the model.
-    """
+    """Fill the new rows with the mean of the old ones; returns this rank's problem. Collective."""
     problem: CheckpointError | None = None
     for name in n_rows:
         mean = torch.zeros(math.prod(source.tensors[name].shape[1:]), dtype=torch.float64)

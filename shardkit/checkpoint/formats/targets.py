@@ -103,9 +103,6 @@ def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
 def _task_of(config: RunConfig) -> Any:
     """The task of a run, whose model is as its files hold it: a quantised run packs weights unless the files do, and
     only packed experts can have an adapter.
-
-    Raises:
-        ConfigError: the model cannot be built.
     """
     without = {"model": {"quantize": None}, "adapter": {"type": "none"}}
     plain = config.model_copy(
@@ -363,11 +360,7 @@ def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> N
 
 
 def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
-    """The source's tensors with the types in which they are written.
-
-    Raises:
-        CheckpointError: optimizer state would be cast, or a type cannot be saved.
-    """
+    """The source's tensors with the types in which they are written."""
     if dtype is not None and any(name.startswith("optim.") for name in source.tensors):
         raise CheckpointError(
             "--dtype with --to shardkit, but the source has optimizer state, which is never cast",

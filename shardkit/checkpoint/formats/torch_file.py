@@ -61,11 +61,7 @@ def open_torch(path: Path) -> Source:
 
 
 def _load(file: Path) -> Any:
-    """The saved object, with mapped tensors; objects of other classes have their data alone.
-
-    Raises:
-        CheckpointError: the file is damaged, or asks for a name that no checkpoint needs.
-    """
+    """The saved object, with mapped tensors; objects of other classes have their data alone."""
     with reading(file):
         if not zipfile.is_zipfile(file):
             raise CheckpointError(
@@ -94,9 +90,6 @@ def _state_dict(content: Any, file: Path) -> tuple[dict[str, torch.Tensor], list
 
     Returns:
         The tensors by name, and the names of everything else in the object.
-
-    Raises:
-        CheckpointError: there is no state dict.
     """
     if isinstance(content, Mapping):
         for holder in (content, *(content[key] for key in _HOLDERS if isinstance(content.get(key), Mapping))):

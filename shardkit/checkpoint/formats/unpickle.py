@@ -243,10 +243,6 @@ class Archive:
 
         Returns:
             Key of each stored array → (offset, bytes).
-
-        Raises:
-            ValueError: an entry is compressed, cut off, missing, or there twice.
-            CheckpointError: the arrays are big-endian.
         """
         archive = zipfile.ZipFile(window)
         entries = {entry.filename: entry for entry in archive.infolist()}

@@ -117,11 +117,7 @@ class CheckpointReader:
             at = end
 
     def _pread_checked(self, entry: TensorEntry, chunk: Chunk, at: int, out: memoryview) -> None:
-        """Read and check bytes that begin at a block's start and end at a block's or the chunk's end.
-
-        Raises:
-            CorruptCheckpoint: a block does not match its checksum.
-        """
+        """Read and check bytes that begin at a block's start and end at a block's or the chunk's end."""
         block = self.manifest.block_bytes
         step = max(_PIECE_BYTES // block, 1) * block
         for begin in range(0, len(out), step):
@@ -172,11 +168,7 @@ class CheckpointReader:
 
 
 def _parts(entry: TensorEntry, start: int, out: torch.Tensor) -> Iterator[tuple[Chunk, int, torch.Tensor]]:
-    """Yield each chunk that holds elements of `out`, the first of them in it, and the part of `out` that they fill.
-
-    Args:
-        out: 1-D; its first element is element `start` of the flattened tensor.
-    """
+    """Yield each chunk that holds elements of `out`, the first of them in it, and the part of `out` that they fill."""
     stop = start + out.numel()
     at = bisect_right([chunk.start for chunk in entry.chunks], start) - 1
     for chunk in entry.chunks[max(at, 0) :]:
