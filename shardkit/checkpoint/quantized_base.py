@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, gib
+from ..models.quantized import BaseQuantizer
 from ..parallel.weights import Weights, even_range, exchange
 from ..parallel.world import World
 from ..strategies import Strategy
@@ -58,35 +58,6 @@ OpenReader = Callable[[ExitStack], Pieces | StoredLayers]
 """Opens the source of weights; the stack closes it."""
 
 
-class Quantizer(Protocol):
-    """Packs weights. See `models.quantizer.BaseQuantizer`."""
-
-    shapes: dict[str, tuple[int, ...]]
-    weights: dict[str, str]
-    settings: Any
-
-    @property
-    def code(self) -> torch.Tensor:
-        """The 16 numbers that codes stand for."""
-        ...
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def double(self) -> bool:
-        """Whether a layer's scales are quantised together."""
-        ...
-
-    def pack(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pack whole blocks of a flattened weight; returns the packed bytes and the blocks' fp32 scales, both 1-D."""
-        ...
-
-    def state(self, scales: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The bytes that a layer holds for its blocks' scales, 1-D, by the parameter's name."""
-        ...
-
-
 @dataclass(frozen=True)
 class _Range:
     """Bytes of a packed tensor that this rank fills.
@@ -116,7 +87,7 @@ def fill_quantized(
     model: nn.Module,
     world: World,
     group: dist.ProcessGroup,
-    quantizer: Quantizer,
+    quantizer: BaseQuantizer,
     base_name: Callable[[str], str | None],
     open_reader: OpenReader,
     dtype: torch.dtype,
@@ -227,7 +198,7 @@ def _range_of(shard: Shard | None, strategy: Strategy, world: World) -> _Range:
 def _pack_layers(
     layers: dict[str, str],
     ranges: dict[str, dict[str, _Range]],
-    quantizer: Quantizer,
+    quantizer: BaseQuantizer,
     read: Pieces,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
@@ -262,7 +233,7 @@ def _pack_layers(
 
 
 def _pieces_of(
-    weight: str, n_weights: int, ranges: dict[str, _Range], quantizer: Quantizer, dtype: torch.dtype
+    weight: str, n_weights: int, ranges: dict[str, _Range], quantizer: BaseQuantizer, dtype: torch.dtype
 ) -> list[LayerPiece]:
     """Whole blocks that cover this rank's packed bytes of a layer, and its scales unless those are known later."""
     block, packed, of_scales = quantizer.block_size, ranges["packed"], ranges["absmax"]
@@ -282,7 +253,7 @@ def _pack_layer(
     pieces: list[LayerPiece],
     content: Iterator[torch.Tensor],
     ranges: dict[str, _Range],
-    quantizer: Quantizer,
+    quantizer: BaseQuantizer,
     range_sum: WordSums,
 ) -> _Packed:
     """Fill this rank's packed bytes of one layer with the next of the `content`."""
@@ -305,7 +276,7 @@ def _pack_layer(
     return _Packed(as_checksum(total), low // quantizer.block_size, scales)
 
 
-def drawing(weights: Weights, quantizer: Quantizer, base_name: Callable[[str], str | None]) -> OpenReader:
+def drawing(weights: Weights, quantizer: BaseQuantizer, base_name: Callable[[str], str | None]) -> OpenReader:
     """Draw weights as the run's seed does without `model.quantize`."""
 
     def draw(pieces: Iterable[LayerPiece]) -> Iterator[torch.Tensor]:
@@ -319,7 +290,7 @@ def drawing(weights: Weights, quantizer: Quantizer, base_name: Callable[[str], s
 
 
 def reading(
-    open_source: Callable[[], Source], quantizer: Quantizer, base_name: Callable[[str], str | None]
+    open_source: Callable[[], Source], quantizer: BaseQuantizer, base_name: Callable[[str], str | None]
 ) -> OpenReader:
     """Read weights of a source, as of `formats.start.opening`; packed ones of bitsandbytes as they are.
 
@@ -352,12 +323,12 @@ def reading(
     return open_reader
 
 
-def weight_shapes(quantizer: Quantizer) -> dict[str, tuple[int, ...]]:
+def weight_shapes(quantizer: BaseQuantizer) -> dict[str, tuple[int, ...]]:
     """The shapes of the packed layers' weights, by their names in files of the model."""
     return {weight: quantizer.shapes[layer] for layer, weight in quantizer.weights.items()}
 
 
-def describe(model: nn.Module, quantizer: Quantizer, kind: str) -> str:
+def describe(model: nn.Module, quantizer: BaseQuantizer, kind: str) -> str:
     """One line: the share of the base's values that is packed, its bytes, and the parts that are not, with theirs."""
     packed, scales, n_packed = 0, 0, sum(map(math.prod, quantizer.shapes.values()))
     unpacked: Counter[str] = Counter()

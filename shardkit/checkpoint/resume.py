@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,9 +19,9 @@ from ..strategies import Strategy
 from ..strategies.base import Shard
 from . import rng
 from .native import layout
-from .native.manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
-from .native.planner import matching_entry, refuse_leftovers
+from .native.manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState, TensorEntry
 from .native.reader import CheckpointReader, TensorSpec
+from .native.writer import dtype_name
 from .node_reads import Destination, Range, read_ranges
 
 T = TypeVar("T")
@@ -231,3 +231,55 @@ def _rng_targets(manifest: Manifest, world: World) -> dict[str, Shard]:
         for name, t in manifest.tensors.items()
         if name.startswith(prefix)
     }
+
+
+def matching_entry(tensors: Mapping[str, TensorEntry], shard: Shard) -> TensorEntry:
+    """The saved tensor from which a range is filled.
+
+    Raises:
+        CheckpointError: it is missing, or has another shape or dtype. Nothing is ever cast or reshaped.
+    """
+    entry = tensors.get(shard.name)
+    if entry is None:
+        raise CheckpointError(f"the checkpoint has no {shard.name}", _state_fix(shard.name))
+    if entry.shape != tuple(shard.shape):
+        raise CheckpointError(
+            f"{shard.name} is {list(entry.shape)} in the checkpoint, {list(shard.shape)} in this run",
+            "resume with the same model sizes",
+        )
+    if entry.dtype != dtype_name(shard.local.dtype):
+        raise CheckpointError(
+            f"{shard.name} is {entry.dtype} in the checkpoint, {dtype_name(shard.local.dtype)} in this run",
+            "resume with the precision it was saved with: types are never cast silently",
+        )
+    return entry
+
+
+def refuse_leftovers(tensors: Mapping[str, TensorEntry], run_names: Sequence[str]) -> None:
+    """Refuse a checkpoint with a weight, moment or buffer that this run would drop.
+
+    Args:
+        run_names: the tensors that the run loads.
+
+    Raises:
+        CheckpointError: a tensor would be dropped; the message names it.
+    """
+    dropped = sorted({n for n, t in tensors.items() if n.startswith(_KINDS) and t.numel} - set(run_names))
+    if dropped:
+        others_counted = f" and {len(dropped) - 1} more" if len(dropped) > 1 else ""
+        raise CheckpointError(
+            f"the checkpoint holds {dropped[0]}{others_counted}, which this run has no place for",
+            _state_fix(dropped[0]),
+        )
+
+
+_KINDS = ("model.", "optim.", "buffer.", "ema.")
+
+
+def _state_fix(name: str) -> str:
+    """The fix to print if a run and a checkpoint do not hold the same kinds of state."""
+    if name.startswith("optim."):
+        return "set optim.name and its keys to those of the checkpoint"
+    if name.startswith("ema."):
+        return "set train.ema_decay if the checkpoint has a moving average, leave it out if not"
+    return "resume with the same model"

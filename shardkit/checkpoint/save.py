@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from ..config.schema import CheckpointConfig
 from ..errors import CheckpointError, SaveError, SupersededError
+from ..memory.state import page_locked
 from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
@@ -22,12 +25,84 @@ from . import rng
 from .native import layout
 from .native.manifest import CHUNK_BYTES, RunState, storable
 from .native.writer import RangeWriter, RankFailure, data_file_name
-from .staging import Staging, give_way
-from .standstill import seen_on_disk, standstill_s
 
 COST, LEAST_S = 0.02, 600.0
 """Automatic saves take at most this share of the time, and at least so many seconds pass from one to the next."""
 _LOG = logging.getLogger(__name__)
+
+
+_FIRST_STANDSTILL_S = 1800.0
+"""A run's first save may stand still for this long."""
+_LEAST_STANDSTILL_S = 120.0
+_STANDSTILL_TIMES = 10
+"""Later saves may stand still for ten times the longest save so far, or for two minutes if that is longer."""
+
+
+def standstill_s(configured_s: float | None, measured_s: Sequence[float]) -> float:
+    """Seconds in which a save may write no byte before it counts as stuck.
+
+    Args:
+        configured_s: `checkpoint.timeout_s`; replaces the measured limit.
+        measured_s: durations of the run's saves so far.
+    """
+    if configured_s is not None:
+        return configured_s
+    return max(_LEAST_STANDSTILL_S, _STANDSTILL_TIMES * max(measured_s)) if measured_s else _FIRST_STANDSTILL_S
+
+
+def seen_on_disk(root: Path, rank: int, file_name: str) -> str:
+    """How far a rank has come in the unfinished save below `root`, judged by its file alone."""
+    drafts = sorted(root.glob(f"step_*{layout.TMP}"))
+    if not drafts:
+        return "before the save's first file"
+    path = drafts[-1] / file_name
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return f"before it wrote {drafts[-1].name}/{file_name}"
+    return f"in or after {drafts[-1].name}/{file_name}, which has {size} bytes"
+
+
+def give_way() -> None:
+    """Let this thread, and those that it starts, use only idle cores: on Linux each thread has its own niceness."""
+    thread_id = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + 10))
+
+
+class Staging:
+    """Host buffers that the first save allocates and later saves reuse; page-locked if the rank has a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pin = device.type == "cuda"
+        self._buffers: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory that the buffers take on this rank."""
+        sizes = [buffer.nbytes for buffer in self._buffers.values()]
+        return sum(map(page_locked, sizes) if self._pin else sizes)
+
+    def copy(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Copy the ranges that this rank writes to the host; the copies are complete when this returns.
+
+        Returns:
+            The ranges, with the copy as `local` where this rank writes them.
+        """
+        staged = []
+        for shard in shards:
+            if shard.replica == 0:  # others are not written here, but their shapes are checked
+                target = self._buffer((shard.name, shard.start, shard.local.numel(), shard.local.dtype))
+                target.copy_(shard.local, non_blocking=self._pin)
+                shard = replace(shard, local=target)
+            staged.append(shard)
+        if self._pin:
+            torch.cuda.synchronize()
+        return staged
+
+    def _buffer(self, key: tuple[str, int, int, torch.dtype]) -> torch.Tensor:
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(key[2], dtype=key[3], pin_memory=self._pin)
+        return self._buffers[key]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ import torch
 
 from ..config.schema import QuantizeConfig
 from ..errors import CheckpointError
-from .formats.prefix import find_prefix, with_prefix
-from .formats.tensor_source import Source
+from .formats.tensor_source import Source, find_prefix, with_prefix
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -123,7 +122,7 @@ class StoredLayers:
         return self._source.read(self._names[fqn])
 
     def _check(self, weight: str, shape: tuple[int, ...]) -> float:
-        """Check that a layer was packed as the settings say; returns the mean of its scales with double quantisation."""
+        """Check that a layer was packed as the settings say; returns the mean of its scales if they are quantised."""
         fqn, settings = self._weights[weight], self._settings
         state = self._state(fqn)
         n_scales = math.prod(shape) // settings.block_size

@@ -19,9 +19,7 @@ from torch import nn
 from ..config.schema import RunConfig
 from ..errors import ConfigError, importing
 from .hf import HFModel
-from .packed_experts import PackedWeight
-from .quantized import is_packed
-from .quantizer import BaseQuantizer, pack_layers
+from .quantized import BaseQuantizer, PackedWeight, is_packed, pack_layers
 
 FROZEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """`precision.mode` → type of the frozen parameters, where it is not fp32."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.checkpoint import standstill
+from shardkit.checkpoint import save
 from shardkit.checkpoint.native import layout
 from tests.checkpoint import fakes
 
@@ -57,17 +57,17 @@ def test_a_sweep_keeps_one_of_a_replacement_and_what_is_not_its_own(
 
 
 def test_the_limit_of_saves_follows_those_that_were_measured() -> None:
-    assert standstill.standstill_s(None, []) == 1800
-    assert standstill.standstill_s(None, [3.0, 2.0]) == 120
-    assert standstill.standstill_s(None, [3.0, 20.0]) == 200
-    assert standstill.standstill_s(7.0, [3.0, 20.0]) == 7
+    assert save.standstill_s(None, []) == 1800
+    assert save.standstill_s(None, [3.0, 2.0]) == 120
+    assert save.standstill_s(None, [3.0, 20.0]) == 200
+    assert save.standstill_s(7.0, [3.0, 20.0]) == 7
 
 
 def test_what_a_silent_rank_has_written_is_read_off_the_disk(tmp_path: Path) -> None:
-    assert standstill.seen_on_disk(tmp_path, 1, "rank_00001.bin") == "before the save's first file"
+    assert save.seen_on_disk(tmp_path, 1, "rank_00001.bin") == "before the save's first file"
     make(tmp_path, "step_00000002.tmp")
-    assert standstill.seen_on_disk(tmp_path, 1, "rank_00001.bin").endswith("step_00000002.tmp/rank_00001.bin")
-    assert standstill.seen_on_disk(tmp_path, 1, "file") == "in or after step_00000002.tmp/file, which has 17 bytes"
+    assert save.seen_on_disk(tmp_path, 1, "rank_00001.bin").endswith("step_00000002.tmp/rank_00001.bin")
+    assert save.seen_on_disk(tmp_path, 1, "file") == "in or after step_00000002.tmp/file, which has 17 bytes"
 
 
 def test_publishing_replaces_what_is_there(tmp_path: Path) -> None:

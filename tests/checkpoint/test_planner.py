@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from shardkit.checkpoint.native.manifest import Chunk, TensorEntry
-from shardkit.checkpoint.native.planner import check_plans, matching_entry, plan_save, refuse_leftovers
 from shardkit.checkpoint.native.reader import _parts
+from shardkit.checkpoint.native.writer import check_plans, plan_save
+from shardkit.checkpoint.resume import matching_entry, refuse_leftovers
 from shardkit.errors import CheckpointError
 from shardkit.strategies.base import Shard
 

@@ -59,7 +59,7 @@ def check_bitwise(world: int, names: list[str], root: Path, **extra: Any) -> Non
 
 
 def check_reads(results: list[dict[str, Any]], copies: dict[str, float]) -> None:
-    """Check that all ranks together read a checkpoint as many times as `copies` says, each an even part up to blocks."""
+    """Check that all ranks together read a checkpoint as many times as `copies` says, each an even part."""
     for case, times in copies.items():
         reads, total = [result[case][0] for result in results], results[0][case][1]
         assert all(result[case][2] for result in results), (case, "every rank holds the saved values")

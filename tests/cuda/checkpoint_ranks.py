@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardkit.checkpoint.native import layout
 from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.native.reader import CheckpointReader
-from shardkit.checkpoint.staging import Staging
+from shardkit.checkpoint.save import Staging
 from shardkit.run.job import Job, start
 from tests.checkpoint import cases
 from tests.cuda.parity_ranks import join

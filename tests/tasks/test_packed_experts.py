@@ -13,7 +13,7 @@ from torch import nn
 from shardkit.checkpoint.formats.convert import convert
 from shardkit.config.schema import AdapterConfig, QuantizeConfig
 from shardkit.errors import CheckpointError, ConfigError
-from shardkit.models.packed_experts import WEIGHTS
+from shardkit.models.quantized import WEIGHTS
 from tests.ranks import run_ranks
 from tests.tasks import quantized
 from tests.tasks.quantized import PARTITIONED
@@ -47,7 +47,7 @@ def fill(layer: Any, quantizer: Any, weight: torch.Tensor) -> None:
 @torch.no_grad()
 def share_numbers(packed: nn.Module, unpacked: nn.Module, quantizer: Any, model: nn.Module) -> None:
     """Pack a model's weights into one copy, and give the other one what they are when they are unpacked."""
-    from shardkit.models.packed_experts import PackedWeight
+    from shardkit.models.quantized import PackedWeight
 
     for name, weight in quantizer.weights.items():
         layer: Any = packed.get_submodule(name)
@@ -79,7 +79,7 @@ def stepped(net: Any) -> float:
 def test_packed_experts_compute_as_the_models_own_over_the_same_numbers(
     model_type: str, sizes: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    from shardkit.models.quantizer import BaseQuantizer, pack_layers
+    from shardkit.models.quantized import BaseQuantizer, pack_layers
 
     model: Any = small(model_type, **sizes)
     quantizer = BaseQuantizer(model, QuantizeConfig(experts=True, **settings))
@@ -100,7 +100,7 @@ def test_packed_experts_compute_as_the_models_own_over_the_same_numbers(
 def test_lora_of_experts_computes_as_pefts_over_the_same_numbers(names: tuple[str, ...]) -> None:
     import peft
 
-    from shardkit.models.quantizer import BaseQuantizer, pack_layers
+    from shardkit.models.quantized import BaseQuantizer, pack_layers
 
     model: Any = small("mixtral")
     quantizer = BaseQuantizer(model, QuantizeConfig(experts=True))
@@ -135,7 +135,7 @@ def test_lora_of_experts_computes_as_pefts_over_the_same_numbers(names: tuple[st
 
 
 def test_experts_without_a_row_are_not_unpacked() -> None:
-    from shardkit.models.packed_experts import PackedWeight
+    from shardkit.models.quantized import PackedWeight
 
     weight: Any = PackedWeight(torch.Size((4, 8, 64)), QuantizeConfig())
     for name in ("packed", "absmax"):
@@ -151,7 +151,7 @@ def test_experts_without_a_row_are_not_unpacked() -> None:
 @pytest.mark.parametrize("packs", [False, True])
 def test_the_first_lines_name_experts_that_could_be_packed(packs: bool) -> None:
     from shardkit.checkpoint.quantized_base import describe
-    from shardkit.models.quantizer import BaseQuantizer, pack_layers
+    from shardkit.models.quantized import BaseQuantizer, pack_layers
 
     model: Any = small("mixtral").requires_grad_(False)
     quantizer = BaseQuantizer(model, QuantizeConfig(experts=packs))
@@ -164,7 +164,7 @@ def test_the_first_lines_name_experts_that_could_be_packed(packs: bool) -> None:
     [("llama", "has no experts that are 3-D parameters"), ("gpt_oss", "stores its weights transposed and has biases")],
 )
 def test_models_whose_experts_cannot_be_packed_are_refused(model_type: str, cause: str) -> None:
-    from shardkit.models.quantizer import BaseQuantizer
+    from shardkit.models.quantized import BaseQuantizer
 
     with pytest.raises(ConfigError) as caught:
         BaseQuantizer(small(model_type), QuantizeConfig(experts=True))

@@ -18,8 +18,7 @@ from shardkit.config import capability
 from shardkit.config.load import load_config
 from shardkit.config.schema import QuantizeConfig
 from shardkit.errors import CheckpointError, ConfigError
-from shardkit.models.quantized import QuantizedLinear
-from shardkit.models.quantizer import BaseQuantizer
+from shardkit.models.quantized import BaseQuantizer, QuantizedLinear
 from shardkit.tasks.load import load_task
 from tests.commands import python_m
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ import torch
 
 from shardkit.config.schema import QuantizeConfig
 from shardkit.errors import ConfigError
-from shardkit.models.quantizer import BaseQuantizer
+from shardkit.models.quantized import BaseQuantizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 ROW = re.compile(

@@ -17,9 +17,8 @@ from ..native.writer import byte_view
 from ..stored_packed import holds_packed
 from .detect import open_source
 from .hub_names import as_the_model_names
-from .prefix import find_prefix, with_prefix
-from .safetensors import header_of
-from .tensor_source import Source, cast
+from .tensor_source import Source, cast, find_prefix, with_prefix
+from .weight_files import header_of
 
 _NAME = ".default.weight"
 _EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")

@@ -13,9 +13,8 @@ from ..native.reader import CheckpointReader
 from ..resume import candidates
 from .dcp import METADATA, open_dcp
 from .deepspeed import is_deepspeed, open_deepspeed
-from .safetensors import INDEX, open_safetensors
 from .tensor_source import Source
-from .torch_file import SUFFIXES, is_torch_folder, open_torch
+from .weight_files import SAFETENSORS_INDEX, SUFFIXES, is_torch_folder, open_safetensors, open_torch
 
 KINDS = (
     "a run directory, a shardkit checkpoint, a safetensors file or folder, a torch.save file, "
@@ -84,7 +83,7 @@ FOLDERS: tuple[tuple[Callable[[Path], bool], Callable[[Path, bool], Source]], ..
     (lambda folder: (folder / METADATA).exists(), open_dcp),
     (is_deepspeed, open_deepspeed),
     (
-        lambda folder: (folder / INDEX).exists() or any(folder.glob("*.safetensors")),
+        lambda folder: (folder / SAFETENSORS_INDEX).exists() or any(folder.glob("*.safetensors")),
         lambda folder, _: open_safetensors(folder),
     ),
     (is_torch_folder, lambda folder, _: open_torch(folder)),

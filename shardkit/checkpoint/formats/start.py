@@ -32,8 +32,7 @@ from ..resume import agreed
 from ..stored_packed import holds_packed, packed_names, refuse_other_layers
 from .detect import open_source
 from .hub_names import as_the_model_names, reference_of
-from .prefix import find_prefix, with_prefix
-from .tensor_source import PIECE_BYTES, Source
+from .tensor_source import PIECE_BYTES, Source, find_prefix, with_prefix
 
 BUCKET_BYTES = PIECE_BYTES // 4
 """Bytes of a bucket. All that a rank holds beyond its shard fits into one piece: the bucket, the files' headers, the
@@ -225,7 +224,7 @@ def names_in(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
 def _destinations(
     strategy: Strategy, source: Source, source_name: Callable[[str], str | None], resized: Collection[str] = ()
 ) -> tuple[dict[Range, Destination], dict[str, _NewRows]]:
-    """Map each source range that this rank keeps to the memory it fills, sorted; and each grown tensor to its new rows."""
+    """Source range that this rank keeps → the memory it fills, sorted; and name of a grown tensor → its new rows."""
     shards = [
         (plain_name, shard)
         for shard in strategy.load_targets()

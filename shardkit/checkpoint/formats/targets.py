@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,14 +23,12 @@ from ...parallel.weights import parameters_on_meta
 from ...tasks.load import load_task
 from ..native.layout import read_manifest
 from ..native.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
-from ..native.planner import dtype_name
 from ..native.reader import TensorSpec
-from ..native.writer import byte_view, data_file_name, stamp, write_file
+from ..native.writer import byte_view, data_file_name, dtype_name, stamp, write_file
 from .folder import copy_tokenizer, folder_dtype, write_card, write_configs
 from .hub_names import Region, published, reference_of, ties_of
-from .safetensors import INDEX, header_of
 from .tensor_source import Source
-from .torch_writer import write_state_dict
+from .weight_files import SAFETENSORS_INDEX, header_of
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def write_safetensors(
     if count > 1:
         total = {"total_size": weights.n_bytes, "total_parameters": _parameters(weights)}
         text = json.dumps({"metadata": total, "weight_map": dict(sorted(placed.items()))}, indent=2)
-        (folder / INDEX).write_text(text + "\n")
+        (folder / SAFETENSORS_INDEX).write_text(text + "\n")
     return count
 
 
@@ -325,6 +325,43 @@ def _shards(weights: Export, max_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         filled += size_of(spec)
     return [sorted(names, key=lambda n: -weights.tensors[n].dtype.itemsize) for names in shards]
+
+
+_FIXED_HEADER, _ZIP64_EXTRA, _ALIGNMENT = 30, 20, 64
+Pieces = Callable[[str], Iterable[torch.Tensor]]
+
+
+def write_state_dict(file: Path, tensors: Mapping[str, TensorSpec], ties: Mapping[str, str], pieces: Pieces) -> None:
+    """Write tensors to a new file, each under all of its names.
+
+    Args:
+        ties: further name of a tensor → its name in `tensors`; both share their elements when the file is loaded.
+        pieces: gives a tensor's elements in order, as 1-D tensors of the type that `tensors` says.
+    """
+    # torch.save itself writes the pickle and the small entries, to a file of holes: the tensors are never touched.
+    # That file cannot be filled in place: readers that look at checksums (llama.cpp's, unzip) would find wrong ones.
+    layout = file.with_name(f"{file.name}.layout")
+    state = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in tensors.items()}
+    state.update({alias: state[name] for alias, name in ties.items()})
+    with torch.serialization.skip_data():
+        torch.save(state, layout)
+    del state
+    names = list(tensors)  # arrays are numbered in this order
+    with zipfile.ZipFile(layout) as holes, zipfile.ZipFile(file, "x", allowZip64=True) as archive:
+        for entry in holes.infolist():
+            part = entry.filename.partition("/")[2]
+            new = zipfile.ZipInfo(f"{file.stem}/{part}", date_time=(1980, 1, 1, 0, 0, 0))
+            if part.startswith("data/"):
+                # An extra field ("FB", as torch's own), which readers skip, aligns the array for a memory map.
+                at = archive.start_dir + _FIXED_HEADER + len(new.filename) + _ZIP64_EXTRA + 4
+                padding = -at % _ALIGNMENT
+                new.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
+                with archive.open(new, "w", force_zip64=True) as out:
+                    for piece in pieces(names[int(part.removeprefix("data/"))]):
+                        out.write(byte_view(piece))
+            elif not part.startswith("."):  # `.format_version` and the like promise torch's own order of bytes
+                archive.writestr(new, holes.read(entry))
+    layout.unlink()
 
 
 def write_torch(weights: Export, folder: Path) -> None:

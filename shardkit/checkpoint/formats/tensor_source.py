@@ -221,3 +221,35 @@ def logical(fqn: str, dtype: torch.dtype) -> str:
     """
     is_buffer = not dtype.is_floating_point or fqn.rpartition(".")[2] in _BUFFERS
     return f"{'buffer' if is_buffer else 'model'}.{fqn}"
+
+
+Prefix = tuple[str, str]
+"""(prefix to remove from the model's names, prefix to add instead): gives the names in the file."""
+
+
+def find_prefix(names: list[str], saved: Mapping[str, object]) -> Prefix:
+    """The prefix change that turns every name of the model into a saved name; ("", "") if no change does.
+
+    Args:
+        names: the model's parameters.
+        saved: the tensors of the file, by name.
+    """
+    if any(name in saved for name in names):
+        return "", ""
+    for name in names:
+        for saved_name in saved:
+            if saved_name.endswith(f".{name}"):
+                prefix = "", saved_name.removesuffix(name)
+            elif name.endswith(f".{saved_name}"):
+                prefix = name.removesuffix(saved_name), ""
+            else:
+                continue
+            if all(with_prefix(name, prefix) in saved for name in names):
+                return prefix
+    return "", ""
+
+
+def with_prefix(name: str, prefix: Prefix) -> str:
+    """The name in the file of a parameter of the model."""
+    removed, added = prefix
+    return added + name.removeprefix(removed)

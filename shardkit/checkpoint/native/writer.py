@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +18,22 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...errors import gib
+from ...errors import CheckpointError, gib
 from ...strategies.base import Shard
 from .layout import TMP, fsync_folder, publish
-from .manifest import BLOCK_BYTES, CHUNK_BYTES, FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
-from .planner import SavePlan, check_plans, plan_save
+from .manifest import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    DTYPE_BYTES,
+    FILE_NAME,
+    Chunk,
+    DataFile,
+    Manifest,
+    RunState,
+    TensorEntry,
+    dump,
+    find_hole,
+)  # fmt: skip
 
 ALIGNMENT = 64
 """Chunks begin at multiples of so many bytes in their file, so that a memory map of a chunk is aligned for any type."""
@@ -31,6 +44,74 @@ T = TypeVar("T")
 
 def data_file_name(rank: int) -> str:
     return f"rank_{rank:05d}.bin"
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """The part of a save that one rank does.
+
+    Attributes:
+        tensors: shape and dtype of each tensor of which the rank holds a part.
+        chunks: (tensor, first element, number of elements) of each chunk that it writes, in the order of its file.
+        n_bytes: of all its chunks.
+    """
+
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    chunks: list[tuple[str, int, int]]
+    n_bytes: int
+
+
+def plan_save(shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> tuple[SavePlan, list[torch.Tensor]]:
+    """Cut the ranges that this rank writes into chunks. Of ranks with the same range, replica 0 writes it.
+
+    Returns:
+        The plan, and the elements of each chunk.
+    """
+    chunks, contents = [], []
+    for shard in shards:
+        if shard.replica == 0:
+            step = max(1, chunk_bytes // shard.local.element_size())
+            for start in range(0, shard.local.numel(), step):
+                content = shard.local[start : start + step]
+                chunks.append((shard.name, shard.start + start, content.numel()))
+                contents.append(content)
+    tensors = {shard.name: (tuple(shard.shape), dtype_name(shard.local.dtype)) for shard in shards}
+    return SavePlan(tensors, chunks, sum(content.nbytes for content in contents)), contents
+
+
+def check_plans(plans: Iterable[SavePlan]) -> None:
+    """Check that the ranks' plans cover every element.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or its ranges leave a hole.
+    """
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for plan in plans:
+        for name, (shape, dtype) in plan.tensors.items():
+            first_shape, first_dtype = tensors.setdefault(name, (shape, dtype))
+            if shape != first_shape:
+                raise CheckpointError(f"ranks disagree about the shape of {name}: {first_shape} and {shape}")
+            if dtype != first_dtype:
+                raise CheckpointError(f"ranks disagree about the dtype of {name}")
+        for name, start, length in plan.chunks:
+            ranges.setdefault(name, []).append((start, length))
+    for name, (shape, _) in tensors.items():
+        hole = find_hole(math.prod(shape), sorted(ranges.get(name, [])))
+        if hole is not None:
+            raise CheckpointError(f"element {hole} of {name} is held by no rank, or by two")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The manifest's name of a dtype.
+
+    Raises:
+        CheckpointError: the manifest has no name for it (complex, quantised).
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise CheckpointError(f"tensors of {dtype} cannot be saved", f"use one of {', '.join(DTYPE_BYTES)}")
+    return name
 
 
 class RankFailure(Exception):

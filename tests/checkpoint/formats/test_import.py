@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardkit.checkpoint.formats.convert import convert
-from shardkit.checkpoint.formats.prefix import find_prefix, with_prefix
+from shardkit.checkpoint.formats.tensor_source import find_prefix, with_prefix
 from shardkit.checkpoint.manage import verify
 from shardkit.checkpoint.native.reader import CheckpointReader
 from shardkit.config.load import load_config
