@@ -51,7 +51,7 @@ CHOSEN: dict[str, list[str]] = {
         "tests/checkpoint/test_manage.py",
         "tests/checkpoint/test_checkpointer.py",
     ],
-    "shardkit/checkpoint/native/planner.py": [
+    "shardkit/checkpoint/native/writer.py": [
         "tests/checkpoint/test_planner.py",
         "tests/checkpoint/test_reader.py",
         "tests/checkpoint/test_checkpointer.py",
