@@ -41,7 +41,8 @@ class RehearsalOptions:
         Text, typer.Option(metavar="0,64", help="The ranks that run; rank 0, and those it turns out to need.")
     ] = None
     until: Annotated[
-        Text, typer.Option(metavar="save", help="End once a step follows the first save, not after K steps.")
+        Text,
+        typer.Option(metavar="save|evaluation", help="End once a step follows the first of them, not after K steps."),
     ] = None
     steps: Annotated[int, typer.Option(metavar="K", min=1, help="End after K optimizer steps of every rank.")] = 3
     time_limit: Annotated[float, typer.Option(metavar="S", min=1, help="End after S seconds.")] = 600.0
@@ -128,11 +129,11 @@ def rehearse(
     if compute_options.late_copies or compute_options.poison:
         raise LaunchError("--late-copies and --poison show in what is computed", "give --compute as well")
     card = known_here(card, options.ranks or cards.gpus or 1)
-    if options.until not in (None, "save"):
-        raise LaunchError(f"--until {options.until} is no event", "--until save, or --steps K")
+    if options.until not in (None, "save", "evaluation"):
+        raise LaunchError(f"--until {options.until}: no such event", "--until save, --until evaluation, or --steps K")
     expectation = None if options.expect is None else parse_expectation(options.expect)
     limits = Limits(
-        options.steps, options.until == "save", options.time_limit, options.allow_writes, options.network, options.keep,
+        options.steps, options.until or "", options.time_limit, options.allow_writes, options.network, options.keep,
         parse_assumed(options.assume or ()),
     )  # fmt: skip
     ranks = None

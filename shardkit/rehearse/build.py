@@ -24,8 +24,8 @@ PACKAGE = Path(__file__).parent
 SOURCES = PACKAGE / "native"
 INJECT = PACKAGE / "inject"
 CORE = [
-    "counters", "lost", "memory", "streams", "runtime_errors", "runtime_devices", "runtime_memory", "runtime_copies",
-    "runtime_streams", "runtime_graphs", "runtime_kernels", "driver", "driver_memory",
+    "counters", "lost", "account", "memory", "streams", "runtime_errors", "runtime_devices", "runtime_memory",
+    "runtime_copies", "runtime_streams", "runtime_graphs", "runtime_kernels", "driver", "driver_memory",
 ]  # fmt: skip
 SHARED = ["ops/bridge", "ops/boxed", "ops/record"]
 OPERATORS = [*SHARED, "ops/generic", "ops/copies", "ops/matmul", "ops/attention", "ops/norms"]

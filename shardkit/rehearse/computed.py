@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..hardware.cards import Gpu
 from ..launch.local import processes
 from .build import built
+from .cards import CARDS
 from .environment import torch_of
 from .rehearsal import (
     Limits,
@@ -99,7 +100,7 @@ def run_computed(command: Sequence[str], card: Gpu, gpus: int, limits: Limits, s
         finally:
             processes.stop(process, signal.SIGKILL, 0.5)
         refuse_without_sandbox(process, folder, limits)
-        n_processes = len(list(records.iterdir()))
+        n_processes = len([path for path in records.iterdir() if not path.name.startswith(CARDS)])
         notes = tuple(summary(folder))
     code = process.returncode
     if reason is not None:

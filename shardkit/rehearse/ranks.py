@@ -37,7 +37,7 @@ class RehearsedWorld:
             {
                 "RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(rank % self.per_node),
                 "LOCAL_WORLD_SIZE": str(self.per_node), "GROUP_RANK": str(rank // self.per_node),
-                "NODE_RANK": str(rank // self.per_node),
+                "NODE_RANK": str(rank // self.per_node), "EMUCUDA_MACHINE": str(rank // self.per_node),
             }
             for rank in self.live
         ]  # fmt: skip

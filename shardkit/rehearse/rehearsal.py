@@ -22,6 +22,7 @@ from ..hardware.cards import Gpu
 from ..launch.local import processes
 from .assume import AssumedNumber, as_variable, unused
 from .build import built
+from .cards import CARDS, read_cards
 from .environment import OF_A_REHEARSAL, torch_of
 from .kept import write_report_files
 from .ranks import RehearsedWorld
@@ -34,8 +35,8 @@ REFUSED = 125
 """Exit code of the sandbox where the kernel gives it no namespaces."""
 STALLED_S = 30.0
 """How long the other ranks may do nothing once the first has done its steps."""
-SAVED_S = 10.0
-"""How long the other ranks may do nothing once the first has gone on after a save: they had no part in it."""
+LATE_S = 10.0
+"""How long the other ranks may do nothing once the first has all that it waits for, and they have their steps."""
 LAST_WORDS_S = 5.0
 """How long a program may go on after a rank's exception, to print it."""
 UNLIMITED = 1 << 42
@@ -57,7 +58,7 @@ class Limits:
 
     Attributes:
         steps: optimizer steps of each rank.
-        until_save: it ends once a step follows the first save, whatever `steps`.
+        until: "save" or "evaluation": it ends once a step follows the first of them, whatever `steps`.
         time_limit_s: seconds from the program's start.
         allow_writes: the program's writes are real.
         network: the program may use the network.
@@ -66,7 +67,7 @@ class Limits:
     """
 
     steps: int = 3
-    until_save: bool = False
+    until: str = ""
     time_limit_s: float = 600.0
     allow_writes: bool = False
     network: bool = False
@@ -117,7 +118,7 @@ def rehearse(
             reason = f"needs {gib(need.needed)} of {card.name} ({gib(card.memory)}); {verdict.reason}"
             return replace(
                 verdict, reason=reason, ranks=need.ranks, needed=need.needed, at_least=False, notes=need.notes,
-                assumptions=need.assumptions,
+                assumptions=need.assumptions, cards=need.cards,
             )  # fmt: skip
     return verdict
 
@@ -149,16 +150,14 @@ def _run(command: Sequence[str], machine: Machine, limits: Limits) -> Verdict:
         finally:
             processes.stop(process, signal.SIGKILL, 0.5)  # nothing that it could still write is kept
         refuse_without_sandbox(process, folder, limits)
-        steps = 0 if limits.until_save else limits.steps
-        verdict = judge(read_records(records), machine.card, steps, finish, machine.ranks)
+        verdict = judge(
+            read_records(records), machine.card, limits.steps, finish, machine.ranks, read_cards(records), limits.until
+        )
         if verdict is None:
             raise without_cuda(command)
         if limits.keep is not None:
             write_report_files(folder, command, read_records(records), verdict)
-        notes = (*verdict.notes, *unused(limits.assumed, verdict), *summary(folder))
-        if limits.until_save and not (records / "saved").exists():
-            notes = ("the program saved nothing by torch.save or safetensors", *notes)
-        return replace(verdict, notes=notes)
+        return replace(verdict, notes=(*verdict.notes, *unused(limits.assumed, verdict), *summary(folder)))
 
 
 def start_in_sandbox(
@@ -186,8 +185,7 @@ def _environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
         environ["TORCH_NCCL_RANKS_PER_ROOT"] = "1000000"  # above 128 ranks torch waits for the id of a second root
         environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # a pretended rank's part names a live one's card
     environ["SHARDKIT_REHEARSAL_LINES"] = "1"
-    if limits.until_save:
-        environ["SHARDKIT_REHEARSAL_UNTIL"] = "save"
+    environ["SHARDKIT_REHEARSAL_UNTIL"] = limits.until
     if limits.assumed:
         environ["SHARDKIT_REHEARSAL_ASSUME"] = as_variable(limits.assumed)
     return {
@@ -212,7 +210,7 @@ def emulated_environ(machine: Machine, limits: Limits, folder: Path) -> dict[str
         "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "EMUCUDA": "1", "EMUCUDA_COMPUTE": "1", "EMUCUDA_DEVICES": str(machine.gpus),
-        "EMUCUDA_NAME": card.device_name,
+        "EMUCUDA_NAME": card.device_name, "EMUCUDA_ACCOUNT": str(folder / "records" / CARDS),
         "EMUCUDA_MEMORY": str(card.memory), "EMUCUDA_CONTEXT": str(card.context),
         "EMUCUDA_WORKSPACE": str(card.blas_workspace), "EMUCUDA_SM": ".".join(map(str, card.capability)),
         "EMUCUDA_MULTIPROCESSORS": str(card.multiprocessors),
@@ -232,17 +230,19 @@ def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, n_li
         now = time.monotonic()
         current = read_records(records)
         ranks = [record for record in current if record["devices"]]
-        line = _progress(ranks, None if limits.until_save else limits.steps)
+        line = _progress(ranks, None if limits.until else limits.steps)
         if line != shown:
             print(line, file=sys.stderr, flush=True)
             shown, changed_at = line, now
         if process.poll() is not None:
             return Finish("program", process.returncode)
-        stopped = [record for record in ranks if record["end"].get("kind") in ("steps", "saved")]
+        stopped = [record for record in ranks if record["end"].get("kind") == "steps"]
         if stopped and len({record["rank"] for record in stopped}) == (n_live or stopped[0]["world_size"]):
             return Finish("steps")
         is_saving = any(record["phase"] == "save" for record in ranks)
-        if stopped and limits.until_save and not is_saving and now - changed_at > SAVED_S:
+        # Some ranks may be done before others: not all take part in a save, or look for an optimizer's first step.
+        have_enough = bool(limits.until) or all(record["steps"] >= limits.steps for record in ranks)
+        if stopped and have_enough and not is_saving and now - changed_at > LATE_S:
             return Finish("steps")
         if any(record["end"].get("kind") == "exception" for record in ranks):
             failed_at = failed_at or now

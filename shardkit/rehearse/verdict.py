@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import gib, printable
 from ..hardware.cards import GPUS, Gpu
+from .cards import CardUse
 from .ranks import RehearsedWorld
 
 FITS, DOES_NOT_FIT, FAILED, NOT_KNOWN = "fits", "does not fit", "failed", "not known"
@@ -41,6 +42,8 @@ SHOWN_CHARACTERS = 100
 """Of a program's line."""
 SHOWN_LINES = 4
 """Lines of the program that the table names for the tensors of the peak."""
+EVENTS = ("forward", "backward", "update", "evaluation", "save")
+"""Of a training; the verdict says which of them ran."""
 NEEDS = {
     "bf16": ((8, 0), "torch emulates it slowly there, and fp16 is the type to use"),
     "fp8": ((8, 9), "its products fail there"),
@@ -66,6 +69,10 @@ class Rank:
         with_messages: ranks of each group in which it exchanged messages with pretended ranks.
         has_whole_history: whether its allocator's history, which tells `at_peak` and `lines`, was not cut.
         is_warming_up: its last step ran on a side stream, as steps before the capture of a CUDA graph do.
+        seen: phases that it went through.
+        allowed: bytes that its program lets torch's allocator take of the device; None: all.
+        growth: `bytes_a_step`, `first_step`, `last_step` and `source_line` of memory that every step leaves behind.
+        never_stepped: `name`, `source_line`, `parameters` and `more` of optimizers that made no step, in bytes.
         lines: `source_line`, `n_bytes` and `tensors` of its peak, those with most bytes first; one rank tells them.
         end: how it ended: `kind` is steps, exit or exception; empty while it runs, or if it was killed.
     """
@@ -88,6 +95,10 @@ class Rank:
     with_messages: tuple[tuple[int, ...], ...] = ()
     has_whole_history: bool = True
     is_warming_up: bool = False
+    seen: frozenset[str] = frozenset()
+    allowed: int | None = None
+    growth: dict[str, Any] = field(default_factory=dict)
+    never_stepped: tuple[dict[str, Any], ...] = ()
     lines: tuple[dict[str, Any], ...] = ()
     end: dict[str, Any] = field(default_factory=dict)
 
@@ -126,6 +137,7 @@ class Verdict:
         needed: bytes of a card that the rank with most of it needs; None where the program did not come far enough.
         at_least: whether the program ended before `needed` was its peak.
         pretended: the rank that was asked for what nobody can invent; None where none was.
+        cards: those that several processes shared.
     """
 
     kind: str
@@ -137,10 +149,16 @@ class Verdict:
     notes: tuple[str, ...] = ()
     assumptions: tuple[Assumption, ...] = ()
     pretended: int | None = None
+    cards: tuple[CardUse, ...] = ()
 
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.kind]
+
+    @property
+    def seen(self) -> frozenset[str]:
+        """Phases that some rank went through."""
+        return frozenset[str]().union(*(rank.seen for rank in self.ranks))
 
     def other_cards(self) -> list[Gpu]:
         """Cards of the table, least memory first, that would hold it; by their memory alone."""
@@ -157,7 +175,8 @@ class Verdict:
                 "peak_allocated": rank.allocated, "peak_reserved": rank.reserved,
                 "peak_in": rank.phase, "peak_step": rank.step, "steps": rank.steps, "ooms": rank.ooms,
                 "outside_estimate": rank.outside(self.card), "at_update": rank.at_update, "at_peak": list(rank.lines),
-                "peak_categories": rank.at_peak, "host_peak": rank.host,
+                "peak_categories": rank.at_peak, "host_peak": rank.host, "allowed": rank.allowed,
+                "growth": rank.growth or None, "never_stepped": list(rank.never_stepped),
             }
             for rank in self.ranks
         ]  # fmt: skip
@@ -166,6 +185,10 @@ class Verdict:
             "gpu_memory": self.card.memory, "needed": self.needed, "at_least": self.at_least, "ranks": ranks,
             "other_cards": [gpu.name for gpu in self.other_cards()], "notes": list(self.notes), "emulated": True,
             "assumptions": [asdict(assumption) for assumption in self.assumptions],
+            "seen": [event for event in EVENTS if event in self.seen],
+            "shared_cards": [
+                {"machine": use.machine, "card": use.number, "peak": use.peak, "held": use.held} for use in self.cards
+            ],
         }  # fmt: skip
 
     def text(self) -> str:
@@ -184,7 +207,14 @@ class Verdict:
             )
             if host := max(rank.host for rank in self.ranks):
                 lines.append(f"host      {gib(host)} of this machine's memory at most in a rank, mapped files included")
+            lines += [f"shared    {_shared(use, self.ranks)}" for use in self.cards]
             lines += _tensors(self.ranks)
+            lines += [f"growth    {_growing(rank)}" for rank in self.ranks if rank.growth][:1]
+            missing = [event for event in EVENTS if event not in self.seen]
+            lines.append(
+                f"seen      {', '.join(event for event in EVENTS if event in self.seen) or 'no step'}"
+                + f"; not seen: {', '.join(missing)}" * bool(missing)
+            )
         lines += [f"note      {note}" for note in self.notes]
         lines += [
             f"assumed   {ASSUMPTIONS[assumption.kind]}: {assumption.count} × {_shortened(assumption.source_line)}"
@@ -198,6 +228,21 @@ class Verdict:
             lines.append(f"would hold it, by their memory alone: {names}")
         lines.append("The GPUs were emulated and computed nothing: losses that the program printed mean nothing.")
         return "\n".join(map(printable, lines))
+
+
+def _shared(use: CardUse, ranks: Sequence[Rank]) -> str:
+    """A card and the processes on it, by rank where a rank is known."""
+    names = {rank.pid: f"rank {rank.rank}" for rank in ranks}
+    held = sorted(use.held.items(), key=lambda entry: -entry[1])
+    parts = [f"{names.get(pid, f'process {pid}')} {gib(n_bytes)}" for pid, n_bytes in held[:SHOWN]]
+    more = f", {len(held) - SHOWN} more" if len(held) > SHOWN else ""
+    return f"card {use.number} holds {gib(use.peak)} of {len(held)} processes: {', '.join(parts)}{more}"
+
+
+def _growing(rank: Rank) -> str:
+    growth = rank.growth
+    steps = f"in each of steps {growth['first_step']} to {growth['last_step']}"
+    return f"rank {rank.rank} keeps {gib(growth['bytes_a_step'])} more {steps}: {_shortened(growth['source_line'])}"
 
 
 def _shortened(source_line: str) -> str:
@@ -247,9 +292,9 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def ranks_of(records: Sequence[dict[str, Any]]) -> tuple[Rank, ...]:
-    """The processes that used a GPU, by rank; of a rank that was started again, the last process."""
+    """The processes that used a GPU, by rank; of a rank that was started again, the last process that trains."""
     ranks = {}
-    for record in sorted(records, key=lambda record: int(record["pid"])):
+    for record in sorted(records, key=lambda record: (int(record["steps"]) > 0, int(record["pid"]))):
         if not record["devices"]:
             continue
         device, peaks = max(record["devices"].items(), key=lambda entry: int(entry[1]["reserved"]))
@@ -263,6 +308,8 @@ def ranks_of(records: Sequence[dict[str, Any]]) -> tuple[Rank, ...]:
             with_messages=tuple(map(tuple, record.get("with_messages", ()))),
             has_whole_history=bool(record.get("has_whole_history", True)),
             is_warming_up=bool(record.get("is_warming_up", False)),
+            seen=frozenset(record.get("seen", ())), allowed=record.get("allowed", {}).get(device),
+            growth=record.get("growth", {}), never_stepped=tuple(record.get("never_stepped", ())),
             lines=tuple(record.get("lines", {}).get(device, ())),
             end=record["end"],
         )  # fmt: skip
@@ -292,37 +339,48 @@ def assumptions_of(records: Sequence[dict[str, Any]]) -> tuple[Assumption, ...]:
 
 
 def judge(
-    records: Sequence[dict[str, Any]], card: Gpu, steps: int, finish: Finish, started: RehearsedWorld | None = None
-) -> Verdict | None:
+    records: Sequence[dict[str, Any]], card: Gpu, steps: int, finish: Finish, started: RehearsedWorld | None = None,
+    cards: Sequence[CardUse] = (), until: str = "",
+) -> Verdict | None:  # fmt: skip
     """The verdict on a rehearsal; None for a program that ended well and used no GPU.
 
     Args:
-        steps: optimizer steps after which each rank was to end; 0: another event was to end it.
+        steps: optimizer steps after which each rank was to end.
         started: the world of which the rehearsal started some ranks.
+        cards: what processes held of each card.
+        until: the event that was to end it, in place of `steps`.
     """
-    verdict = _judge(records, card, steps, finish, started)
+    shared = tuple(use for use in cards if len(use.held) > 1)
+    verdict = _judge(records, card, 0 if until else steps, finish, started, shared, until)
     if verdict is None:
         return None
     notes = verdict.notes
     if started is not None:
         live = ", ".join(map(str, started.live))
-        pretended = "; the others were pretended, their parts are copies" * (len(started.live) < started.world_size)
-        notes = (f"live of {started.world_size} ranks: {live}{pretended}", *notes)
-    return replace(verdict, notes=notes, assumptions=assumptions_of(records))
+        pretended = "; the others were pretended, their parts are copies, and each is assumed on a card of its own"
+        notes = (
+            f"live of {started.world_size} ranks: {live}{pretended * (len(started.live) < started.world_size)}",
+            *notes,
+        )
+    return replace(verdict, notes=notes, assumptions=assumptions_of(records), cards=shared)
 
 
 def _judge(
-    records: Sequence[dict[str, Any]], card: Gpu, steps: int, finish: Finish, started: RehearsedWorld | None
-) -> Verdict | None:
+    records: Sequence[dict[str, Any]], card: Gpu, steps: int, finish: Finish, started: RehearsedWorld | None,
+    shared: Sequence[CardUse], until: str,
+) -> Verdict | None:  # fmt: skip
     ranks = ranks_of(records)
-    error = first_error(records)
-    if error is not None and (finish.cause != "steps"):
+    # Processes that have their steps are killed, which others may report as errors. Memory that ran out before counts.
+    ended_by = [record for record in records if finish.cause != "steps" or _ran_out(record["end"])]
+    error = first_error(ended_by)
+    if error is not None:
         return _of_error(error, ranks, card, finish)
     if finish.cause == "program" and finish.exit_code:
         reason = f"the program ended with exit code {finish.exit_code} and no exception of Python; its output is above"
         return Verdict(FAILED, reason, card, ranks)
     if not ranks:
         return None if finish.cause == "program" else Verdict(NOT_KNOWN, f"{finish.cause}, before a GPU was used", card)
+    needed = _needed(ranks, card, shared)
     expected = range(ranks[0].world_size) if started is None else started.live
     missing = sorted(set(expected) - {rank.rank for rank in ranks})
     if missing:
@@ -331,17 +389,69 @@ def _judge(
     if finish.cause not in ("steps", "program"):
         slowest = min(ranks, key=lambda rank: rank.steps)
         of_steps = f"{slowest.steps} of {steps} steps" if steps else f"{slowest.steps} steps and was not done"
-        reason = f"{finish.cause}; rank {slowest.rank} had done {of_steps}"
-        return Verdict(NOT_KNOWN, reason, card, ranks, _needed(ranks, card), at_least=True)
-    return _of_memory(ranks, card, _notes(ranks, steps))
+        reason = f"{finish.cause}; rank {slowest.rank} had done {of_steps}{_waited_for(ranks)}"
+        return Verdict(NOT_KNOWN, reason, card, ranks, needed, at_least=True)
+    verdict = _of_memory(ranks, card, shared, _notes(ranks, steps))
+    reason = _not_seen(verdict, finish, started, shared, until) if verdict.kind == FITS else ""
+    return replace(verdict, kind=NOT_KNOWN, reason=reason, at_least=True) if reason else verdict
+
+
+def _waited_for(ranks: Sequence[Rank]) -> str:
+    """Words on an optimizer that had not stepped when the rehearsal ended."""
+    for rank in ranks:
+        for optimizer in rank.never_stepped:
+            return f"; {_named(optimizer)} never stepped"
+    return ""
+
+
+def _named(optimizer: dict[str, Any]) -> str:
+    sizes = f"{gib(optimizer['parameters'])} of parameters, about {gib(optimizer['more'])} more"
+    return f"{optimizer['name']} of {_shortened(optimizer['source_line'])} ({sizes})"
+
+
+def _not_seen(
+    verdict: Verdict, finish: Finish, started: RehearsedWorld | None, shared: Sequence[CardUse], until: str
+) -> str:
+    """Why a program that would fit by what ran may still not fit; empty if nothing tells so."""
+    ranks = verdict.ranks
+    if until and until not in verdict.seen:
+        how = "by torch.save or safetensors" if until == "save" else "with the trained model in eval()"
+        return f"the program came to no {until} {how}: it {verdict.reason} in what it did"
+    if finish.cause == "program":  # all that it does was seen
+        return ""
+    for rank in ranks:
+        for optimizer in rank.never_stepped:
+            return f"{_named(optimizer)} never stepped in {rank.steps} steps: --steps {4 * rank.steps}"
+        if rank.growth:
+            spare = verdict.card.memory - (verdict.needed or 0)
+            full_at = rank.steps + spare // rank.growth["bytes_a_step"] + 1
+            rate = gib(rank.growth["bytes_a_step"])
+            return (
+                f"it grows {rate} a step and fills the card at step {full_at:,}; after {rank.steps} it {verdict.reason}"
+            )
+    if started is not None and shared and len(started.live) < started.world_size:
+        return (
+            f"live ranks share card {shared[0].number}, and pretended ones of that machine may, too: "
+            f"--live {','.join(map(str, range(started.per_node)))}"
+        )
+    return ""
+
+
+def _ran_out(end: dict[str, Any]) -> bool:
+    return end.get("type") == "OutOfMemoryError" or "CUDA out of memory" in end.get("message", "")
 
 
 def _of_error(error: dict[str, Any], ranks: tuple[Rank, ...], card: Gpu, finish: Finish) -> Verdict:
     end = error["end"]
     first_line = (str(end["message"]).splitlines() or [""])[0].partition(" GPU ")[0]  # it goes on with sizes
     line = f", {end['where']}" if end["where"] else ""
-    reason = f"rank {error['rank']}: {end['type']}: {first_line}{line}"
-    if end["type"] == "OutOfMemoryError" or "CUDA out of memory" in end["message"]:
+    is_rank = int(error["pid"]) in {rank.pid for rank in ranks} or not error["devices"]
+    name = f"rank {error['rank']}" if is_rank else f"process {error['pid']}"
+    reason = f"{name}: {end['type']}: {first_line}{line}"
+    if _ran_out(end):
+        limited = next((rank for rank in ranks if rank.rank == error["rank"] and rank.allowed is not None), None)
+        if limited is not None:
+            reason = f"the program lets torch take {gib(limited.allowed or 0)} of {card.name}; {reason}"
         return Verdict(DOES_NOT_FIT, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True)
     if end["type"] == "PretendedRankError":
         asked_rank = re.search(r"rank (\d+), which is pretended", end["message"])
@@ -369,13 +479,20 @@ def _way_out(end: dict[str, Any]) -> Iterator[str]:
         yield f"--assume '{name}=N' lets it go on: N stands for each number that it reads, or N values are true"
 
 
-def _of_memory(ranks: tuple[Rank, ...], card: Gpu, notes: tuple[str, ...]) -> Verdict:
-    needed = _needed(ranks, card)
+def _of_memory(ranks: tuple[Rank, ...], card: Gpu, shared: Sequence[CardUse], notes: tuple[str, ...]) -> Verdict:
+    needed = _needed(ranks, card, shared)
     largest = max(ranks, key=lambda rank: rank.reserved + rank.outside(card))
     size = f"{card.name} ({gib(card.memory)})"
+    limited = next((rank for rank in ranks if rank.allowed is not None and rank.reserved > rank.allowed), None)
+    if limited is not None:
+        return Verdict(DOES_NOT_FIT, _beyond_allowance(limited, size), card, ranks, needed, notes=notes)
     if needed <= card.memory:
         reason = f"fits {size} with {gib(card.memory - needed)} to spare{_missing_types(ranks, card)}"
         return Verdict(FITS, reason, card, ranks, needed, notes=notes)
+    fullest = max(shared, key=lambda use: _of_card(use, ranks, card), default=None)
+    if fullest is not None and _of_card(fullest, ranks, card) == needed:
+        reason = f"needs {gib(needed)} of {size}, with the estimates for NCCL: {_shared(fullest, ranks)}"
+        return Verdict(DOES_NOT_FIT, reason, card, ranks, needed, notes=notes)
     if largest.allocated + largest.outside(card) <= card.memory:
         reason = (
             f"rank {largest.rank} fits {size} only if the allocator gives {gib(needed - card.memory)} of its cache back"
@@ -385,14 +502,29 @@ def _of_memory(ranks: tuple[Rank, ...], card: Gpu, notes: tuple[str, ...]) -> Ve
     return Verdict(DOES_NOT_FIT, reason, card, ranks, needed, notes=notes)
 
 
+def _beyond_allowance(rank: Rank, size: str) -> str:
+    return (
+        f"rank {rank.rank} needs {gib(rank.reserved)}, and the program lets torch take {gib(rank.allowed or 0)} of "
+        f"{size} (set_per_process_memory_fraction)"
+    )
+
+
 def _missing_types(ranks: tuple[Rank, ...], card: Gpu) -> str:
     """Words on types of the program's tensors that a card does not have."""
     lacking = sorted({name for rank in ranks for name in rank.types if card.capability < NEEDS[name][0]})
     return "".join(f"; but {card.name} has no {name}: {NEEDS[name][1]}" for name in lacking)
 
 
-def _needed(ranks: tuple[Rank, ...], card: Gpu) -> int:
-    return max(rank.reserved + rank.outside(card) for rank in ranks)
+def _needed(ranks: Sequence[Rank], card: Gpu, shared: Sequence[CardUse] = ()) -> int:
+    """Bytes of the fullest card. A card of one process: its allocator's peak, and the estimates for the rest."""
+    return max(
+        [*(rank.reserved + rank.outside(card) for rank in ranks), *(_of_card(use, ranks, card) for use in shared)]
+    )
+
+
+def _of_card(use: CardUse, ranks: Sequence[Rank], card: Gpu) -> int:
+    """Bytes of a shared card: what was held at one time, contexts included, and NCCL's buffers by estimate."""
+    return use.peak + sum(rank.nccl_groups * card.per_communicator for rank in ranks if rank.pid in use.held)
 
 
 def _notes(ranks: tuple[Rank, ...], steps: int) -> tuple[str, ...]:

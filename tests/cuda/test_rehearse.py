@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_a_process_with_several_gpus_is_judged_by_its_fullest(cache: Path, tmp_p
     assert done.returncode == 0, done.stderr
     line = next(line for line in reversed(done.stderr.splitlines()) if line.startswith("PEAK"))
     assert [verdict["ranks"][0][key] for key in ("peak_allocated", "peak_reserved")] == [*map(int, line.split()[2:])]
-    assert verdict["ranks"][0]["steps"] == 3
+    assert verdict["ranks"][0]["steps"] >= 3
 
 
 def test_ddps_first_buckets_are_gone_in_the_second_step(cache: Path, tmp_path: Path) -> None:
@@ -346,3 +347,139 @@ def test_what_it_assumed_is_told_with_its_line(cache: Path, tmp_path: Path) -> N
     known = "tensor([0, 1, 2], device='cuda:0')"
     assert written == ["WRITTEN tensor(..., device='cuda:0')", f"WRITTEN {known} [tensor(..., device='cuda:0')]"]
     assert "but t4 has no bf16: torch emulates it slowly" in verdict["reason"]
+
+
+ON_CARD_0 = """
+import os, torch, torch.distributed as dist
+rank = int(os.environ["LOCAL_RANK"])
+weights = torch.empty(1 << 28, device="cuda:0")  # 1 GiB: torch.load(map_location="cuda")
+free = torch.cuda.mem_get_info(0)[0]
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(3):
+    model(torch.randn(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+dist.barrier()
+print("FREE", torch.cuda.mem_get_info(0)[0], flush=True)
+"""
+
+
+def test_ranks_that_load_on_the_first_card_share_its_memory(cache: Path, tmp_path: Path) -> None:
+    command = [*TORCHRUN, "train.py"]
+    options = ["--gpu", "a100", "--gpus", "2", "--gpu-memory"]
+    done, verdict = rehearse(cache, tmp_path, *options, "4GiB", command=command, program=ON_CARD_0)
+    assert done.returncode == 0, done.stderr
+    (shared,) = verdict["shared_cards"]
+    assert shared["card"] == 0 and len(shared["held"]) == 2
+    assert 2 * 2**30 < shared["peak"] < verdict["needed"] < 4 * 2**30
+    done, verdict = rehearse(cache, tmp_path, *options, "2560MiB", command=command, program=ON_CARD_0)
+    assert done.returncode == 4 and "OutOfMemoryError" in verdict["reason"]
+    assert verdict["needed"] > 3 * 2**30  # found on cards without a limit
+
+
+def test_processes_beside_the_trainer_take_their_part(cache: Path, tmp_path: Path) -> None:
+    """An inference engine on the same card; what a process held is free once it has ended."""
+    program = """
+import subprocess, sys, time, torch
+if len(sys.argv) == 1:
+    first = subprocess.run([sys.executable, __file__, "first"], check=True)
+    beside = subprocess.Popen([sys.executable, __file__, "beside"], stdout=subprocess.PIPE)
+    beside.stdout.readline()
+weights = torch.empty(1 << 28, device="cuda")
+if len(sys.argv) > 1:
+    print("ready", flush=True)
+    if sys.argv[1] == "beside":
+        time.sleep(600)
+    sys.exit()
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(3):
+    model(torch.randn(4, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+    command = [sys.executable, "train.py"]
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=program)
+    assert done.returncode == 0, done.stderr
+    (shared,) = verdict["shared_cards"]
+    assert len(shared["held"]) == 2 and 2 * 2**30 < shared["peak"] < 3.5 * 2**30
+
+
+GAN = """
+import torch
+from torch import nn
+G, D = nn.Linear(2048, 2048).cuda(), nn.Linear(2048, 1).cuda()
+g, d = torch.optim.Adam(G.parameters()), torch.optim.Adam(D.parameters())
+for step in range(400):
+    with torch.no_grad():
+        fake = G(torch.randn(8, 2048, device="cuda"))
+    D(fake).mean().backward(); d.step(); d.zero_grad()
+    if step % EVERY == EVERY - 1:
+        D(G(torch.randn(8, 2048, device="cuda"))).mean().backward(); g.step(); g.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("every", "kind"), [(5, "fits"), (100, "not known")])
+def test_an_optimizer_that_steps_rarely_is_waited_for(cache: Path, tmp_path: Path, every: int, kind: str) -> None:
+    command = [sys.executable, "train.py"]
+    program = GAN.replace("EVERY", str(every))
+    _, verdict = rehearse(cache, tmp_path, "--gpu", "t4", command=command, program=program)
+    assert verdict["verdict"] == kind, verdict
+    if kind == "fits":
+        assert verdict["ranks"][0]["peak_allocated"] > 4 * 4 * 2048 * 2048  # with the generator's states
+        assert "evaluation" not in verdict["seen"]
+    else:
+        assert "Adam of" in verdict["reason"] and "never stepped in" in verdict["reason"]
+
+
+EVALUATING = """
+import torch
+model = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(1, 200):
+    model(torch.randn(8, 512, device="cuda")).sum().backward(); optimizer.step(); optimizer.zero_grad()
+    if step == 20 and EVALUATES:
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(1 << 20, 512, device="cuda"))
+        model.train()
+"""
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_it_ends_after_an_evaluation(cache: Path, tmp_path: Path, evaluates: bool) -> None:
+    command = [sys.executable, "train.py"]
+    program = EVALUATING.replace("EVALUATES", str(evaluates))
+    done, verdict = rehearse(
+        cache, tmp_path, "--gpu", "a100", "--until", "evaluation", command=command, program=program
+    )
+    if evaluates:
+        assert done.returncode == 0 and verdict["ranks"][0]["peak_in"] == "evaluation", verdict
+        assert "evaluation" in verdict["seen"]
+    else:
+        assert done.returncode == 7 and "no evaluation" in verdict["reason"]
+
+
+def test_memory_that_grows_is_told_with_its_line(cache: Path, tmp_path: Path) -> None:
+    program = """
+import torch
+model = torch.nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+losses = []
+for step in range(100):
+    loss = model(torch.randn(4096, 1024, device="cuda")).pow(2).mean()
+    loss.backward(retain_graph=True); optimizer.step(); optimizer.zero_grad()
+    losses.append(loss)
+"""
+    done, verdict = rehearse(cache, tmp_path, "--gpu", "t4", command=[sys.executable, "train.py"], program=program)
+    assert done.returncode == 7 and "fills the card at step" in verdict["reason"]
+    growth = verdict["ranks"][0]["growth"]
+    assert growth["bytes_a_step"] >= 3 * 4 * 4096 * 1024 and "loss = model(" in growth["source_line"]
+
+
+def test_random_loops_grow_or_do_not(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tests.cuda.growing", "--seeds", "0:120"]
+    env = {**os.environ, "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_MEMORY": "80G"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

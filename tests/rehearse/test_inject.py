@@ -45,15 +45,15 @@ def test_an_exception_is_recorded_and_printed_as_before(tmp_path: Path) -> None:
 
 def test_a_rank_ends_after_a_step_more_than_the_first_that_saved(tmp_path: Path) -> None:
     """A save is there for all ranks as soon as one has made it, while another may still be in the step before."""
-    saving, late = (injected("shardkit_rehearsal").Recording(str(tmp_path), 3, until_save=True) for _ in range(2))
+    saving, late = (injected("shardkit_rehearsal").Recording(str(tmp_path), 3, until="save") for _ in range(2))
     saving.steps = 1
-    assert not saving.is_past_save()
-    saving.note_save(saving.steps)
+    assert not saving.is_past("save")
+    saving.note("save", saving.steps)
     late.steps = 1
-    assert not saving.is_past_save() and not late.is_past_save()
-    late.note_save(2)
+    assert not saving.is_past("save") and not late.is_past("save")
+    late.note("save", 2)
     saving.steps = late.steps = 2
-    assert saving.is_past_save() and late.is_past_save()
+    assert saving.is_past("save") and late.is_past("save")
 
 
 def test_a_tensor_that_nobody_computed_is_printed_without_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

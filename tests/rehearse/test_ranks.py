@@ -22,7 +22,7 @@ def test_a_live_rank_has_the_variables_of_its_place_in_the_world() -> None:
     assert ranks == RehearsedWorld(128, 8, (0, 64), fixed=True)
     assert ranks.variables()[1] == {
         "RANK": "64", "WORLD_SIZE": "128", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "8",
-        "NODE_RANK": "8",
+        "NODE_RANK": "8", "EMUCUDA_MACHINE": "8",
     }  # fmt: skip
 
 

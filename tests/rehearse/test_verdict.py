@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardkit.hardware.cards import GPUS
+from shardkit.rehearse.cards import CardUse
 from shardkit.rehearse.ranks import RehearsedWorld
 from shardkit.rehearse.verdict import ASSUMPTIONS, Finish, Verdict, judge, read_records
 
@@ -67,6 +68,67 @@ def test_what_fits_only_without_the_allocators_cache_is_not_known() -> None:
     assert (verdict.kind, verdict.exit_code) == ("not known", 7)
     assert "only if the allocator gives 1.03 GiB of its cache back" in verdict.reason
     assert verdict_of(record(0, reserved=79, allocated=78.9), record(1)).kind == "does not fit"
+
+
+def test_processes_on_one_card_add_up() -> None:
+    uses = [
+        CardUse(0, 0, 70 * GIB, {100: 21 * GIB, 101: 20 * GIB, 77: 29 * GIB}),
+        CardUse(0, 1, 21 * GIB, {101: 21 * GIB}),
+    ]
+    verdict = judge([record(0), record(1)], CARD, 3, DONE, cards=uses)
+    assert verdict is not None and verdict.kind == "fits"
+    assert verdict.needed == 70 * GIB + 2 * CARD.per_communicator
+    assert "card 0 holds 70.00 GiB of 3 processes: process 77 29.00 GiB, rank 0 21.00 GiB" in verdict.text()
+    assert [use["card"] for use in verdict.as_json()["shared_cards"]] == [0]
+    over = judge([record(0), record(1)], CARD, 3, DONE, cards=[CardUse(0, 0, 80 * GIB, {100: 40 * GIB, 101: 40 * GIB})])
+    assert over is not None and over.kind == "does not fit" and "rank 1 40.00 GiB" in over.reason
+
+
+def test_live_ranks_that_share_a_card_say_nothing_of_pretended_ones() -> None:
+    world = RehearsedWorld(8, 8, (0, 1), fixed=True)
+    alone = judge([record(0), record(1)], CARD, 3, DONE, world)
+    assert alone is not None and alone.kind == "fits" and "on a card of its own" in alone.notes[0]
+    shared = judge([record(0), record(1)], CARD, 3, DONE, world, [CardUse(0, 0, 40 * GIB, {100: 1, 101: 1})])
+    assert shared is not None and shared.kind == "not known" and "--live 0,1,2,3,4,5,6,7" in shared.reason
+
+
+NEVER = {"name": "Adam", "source_line": "gan.py:5: Adam(G.parameters())", "parameters": 4 * GIB, "more": 12 * GIB}
+GROWTH = {"bytes_a_step": GIB, "first_step": 4, "last_step": 7, "source_line": "train.py:9: kept.append(loss)"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"never_stepped": [NEVER]}, "Adam of gan.py:5: Adam(G.parameters()) (4.00 GiB of parameters, about 12.00 GiB"),
+        ({"growth": GROWTH}, "it grows 1.00 GiB a step and fills the card at step 61"),
+    ],
+)
+def test_a_peak_that_is_still_to_come_is_not_known(changes: dict[str, Any], words: str) -> None:
+    verdict = verdict_of(record(0, **changes), record(1))
+    assert (verdict.kind, verdict.exit_code) == ("not known", 7)
+    assert words in verdict.reason and verdict.other_cards() == []
+    assert verdict_of(record(0, **changes), record(1), finish=ENDED).kind == "fits"  # it ran to its end
+
+
+def test_an_event_that_never_came_is_not_known() -> None:
+    seen = record(0, world_size=1, seen=["building", "forward", "backward", "update", "save"])
+    for until, kind in (("save", "fits"), ("evaluation", "not known")):
+        verdict = judge([seen], CARD, 3, DONE, until=until)
+        assert verdict is not None and verdict.kind == kind
+        assert "seen      forward, backward, update, save; not seen: evaluation" in verdict.text()
+
+
+def test_the_programs_own_limit_is_named() -> None:
+    verdict = verdict_of(record(0, world_size=1, allowed={"0": 10 * GIB}))
+    assert verdict.kind == "does not fit" and "lets torch take 10.00 GiB" in verdict.reason
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    ended = failed(0, "OutOfMemoryError", message, world_size=1, allowed={"0": 10 * GIB})
+    assert "lets torch take 10.00 GiB" in verdict_of(ended, finish=Finish("program", 1)).reason
+
+
+def test_a_process_that_ran_out_of_memory_counts_where_the_others_went_on() -> None:
+    child = failed(0, "OutOfMemoryError", "CUDA out of memory.", pid=300, devices={}, world_size=1)
+    assert verdict_of(record(0, world_size=1), child).kind == "does not fit"
 
 
 def test_out_of_memory_does_not_fit_and_names_the_rank() -> None:

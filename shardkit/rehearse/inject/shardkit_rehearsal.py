@@ -1,7 +1,8 @@
 """Records a rehearsed program from inside: each process's peaks of memory, steps, and the exception that ended it.
 
 `SHARDKIT_REHEARSAL` names the folder of the records, one JSON file a process. After `SHARDKIT_REHEARSAL_STEPS` steps of
-its optimizer a process waits to be ended; with `SHARDKIT_REHEARSAL_UNTIL=save` once a step follows a save of any rank.
+its optimizers a process waits to be ended; with `SHARDKIT_REHEARSAL_UNTIL=save` or `evaluation` once a step follows the
+first such event of any rank.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import functools
 import io
 import json
 import os
+import re
 import sys
 import time
 import traceback
+import weakref
 from types import FrameType, TracebackType
 from typing import Any
 
 import shardkit_categories  # type: ignore[import-not-found]
+import shardkit_growth  # type: ignore[import-not-found]
 import shardkit_held  # type: ignore[import-not-found]
+import shardkit_optimizers  # type: ignore[import-not-found]
 import shardkit_sharding  # type: ignore[import-not-found]
 import shardkit_tensors  # type: ignore[import-not-found]
 from shardkit_assumed import INSTALLED, Assumed  # type: ignore[import-not-found]
@@ -27,14 +32,17 @@ from shardkit_assumed import INSTALLED, Assumed  # type: ignore[import-not-found
 BUILDING, FORWARD, EVALUATION, BACKWARD, UPDATE = "building", "forward", "evaluation", "backward", "update"
 SAVING = "save"
 """From the start to the first call of a module; `update` lasts from a backward to the end of the optimizer's step."""
+PATIENCE = 16
+"""How many times as many steps as were asked for an optimizer may take to its first: a generator that steps every fifth
+time, a backbone that is frozen for an epoch of a small data set."""
 _DEEPSPEED_ENGINE = os.path.join("deepspeed", "runtime", "engine.py")
 
 
 class Recording:
     """Peaks, steps and the end of this process."""
 
-    def __init__(self, folder: str, max_steps: int, until_save: bool = False) -> None:
-        self.folder, self.max_steps, self.until_save = folder, max_steps, until_save
+    def __init__(self, folder: str, max_steps: int, until: str = "") -> None:
+        self.folder, self.max_steps, self.until = folder, max_steps, until
         self.pid = os.getpid()
         self.phase, self.steps = BUILDING, 0
         self.devices: dict[str, dict[str, Any]] = {}
@@ -42,7 +50,12 @@ class Recording:
         self.with_messages: set[tuple[int, ...]] = set()
         self.rank, self.world_size = _launched_as()
         self.end: dict[str, Any] = {}
-        self._steps_of: dict[int, int] = {}
+        self.optimizers = shardkit_optimizers.Optimizers()
+        self.growth: dict[str, Any] = {}
+        self.allowed: dict[str, int] = {}
+        self._fraction = _configured_fraction()
+        self.seen = {BUILDING}
+        self._trained: weakref.WeakSet[Any] = weakref.WeakSet()
         self._backward_depth = 0
         self._module_hook: Any = None
         self.assumed = Assumed()
@@ -77,6 +90,8 @@ class Recording:
         torch.cuda.reset_peak_memory_stats = reset_peak_memory_stats
         torch.cuda.memory.reset_peak_memory_stats = reset_peak_memory_stats
         torch.save = self._saving(torch.save)
+        self.optimizers.watch(torch)
+        self._watch_allowance(torch)
         self.assumed.let_print(torch)
         if self._tells_lines():
             shardkit_tensors.record_history(torch)
@@ -86,6 +101,7 @@ class Recording:
         """Begin a phase; peaks until now belong to the one before."""
         self.read_peaks()
         self.phase = phase
+        self.seen.update({phase} - {EVALUATION})
         self.moments.append(shardkit_categories.PhaseStart(time.time_ns() // 1000, phase, self.steps + 1))
         self.write()
 
@@ -104,6 +120,9 @@ class Recording:
                 record = self.devices[str(device)] = {"allocated": 0, "reserved": 0, "ooms": 0}
             if allocated > record["allocated"]:
                 record.update(allocated=allocated, phase=self.phase, step=self.steps + 1)
+            if self._fraction:
+                total = torch.cuda.get_device_properties(device).total_memory
+                self.allowed.setdefault(str(device), int(self._fraction * total))
             record["reserved"] = max(record["reserved"], stats.get("reserved_bytes.all.peak", 0))
             record["ooms"] = max(record["ooms"], stats.get("num_ooms", 0))
         distributed = torch.distributed
@@ -140,6 +159,8 @@ class Recording:
         history = shardkit_categories.History(histories[device], self.moments, self.holders.holdings)
         trace = {"rank": self.rank, "device": f"cuda:{device}", **history.trace()}
         self.peak, self.phases = trace["peak"]["categories"], history.steps()
+        ends = [int(1e6 * sample["time"]) for sample in self.over_time]
+        self.growth = shardkit_growth.growth(histories[device], ends, self.devices[device]["allocated"])
         os.makedirs(os.path.join(self.folder, "trace"), exist_ok=True)
         with open(os.path.join(self.folder, "trace", f"rank{self.rank}.json"), "w") as file:
             json.dump(trace, file)
@@ -170,7 +191,9 @@ class Recording:
             "with_messages": sorted(self.with_messages), "end": self.end, "assumptions": self.assumed.as_json(),
             "types": self.assumed.types(), "at_update": self.at_update, "lines": self.lines, "peak": self.peak,
             "phases": self.phases, "over_time": self.over_time, "has_whole_history": self.has_whole_history,
-            "is_warming_up": self.is_warming_up, **_resident(),
+            "is_warming_up": self.is_warming_up, "seen": sorted(self.seen), "growth": self.growth,
+            "allowed": self.allowed, "never_stepped": self.optimizers.never_stepped() if self.end else [],
+            **_resident(),
         }  # fmt: skip
         with open(path + ".tmp", "w") as file:
             json.dump(fields, file)
@@ -194,7 +217,7 @@ class Recording:
                 return save(*args, **kwargs)
             finally:
                 self.enter(before)
-                self.note_save(steps)
+                self.note("save", steps)
 
         run.is_of_rehearsal = True  # type: ignore[attr-defined]
         return run
@@ -206,18 +229,33 @@ class Recording:
         if write is not None and not getattr(write, "is_of_rehearsal", False):
             module.serialize_file = self._saving(write)  # type: ignore[union-attr]
 
-    def note_save(self, steps: int) -> None:
-        """Tell all ranks that one has saved, and how many steps it had done; the first save counts."""
-        with contextlib.suppress(FileExistsError), open(os.path.join(self.folder, "saved"), "x") as file:
+    def note(self, event: str, steps: int) -> None:
+        """Tell all ranks of the first such event of any, and how many steps that rank had done."""
+        with contextlib.suppress(FileExistsError), open(os.path.join(self.folder, event), "x") as file:
             file.write(str(steps))
 
-    def is_past_save(self) -> bool:
-        """Whether this rank has done a step more than the one that saved first: it may still be in the step before."""
+    def is_past(self, event: str) -> bool:
+        """Whether this rank has done a step more than the one whose event was first.
+
+        It may still be in the step before that event.
+        """
         try:
-            with open(os.path.join(self.folder, "saved")) as file:
+            with open(os.path.join(self.folder, event)) as file:
                 return self.steps > int(file.read())
         except (FileNotFoundError, ValueError):  # nobody has, or the number is just being written
             return False
+
+    def _watch_allowance(self, torch: Any) -> None:
+        """Note the part of a card that the program allows itself, by its own call or by torch's variable."""
+        allow = torch.cuda.set_per_process_memory_fraction
+
+        def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+            allow(fraction, device)
+            index = torch.cuda._utils._get_device_index(device, optional=True)
+            self.allowed[str(index)] = int(fraction * torch.cuda.get_device_properties(index).total_memory)
+
+        torch.cuda.set_per_process_memory_fraction = set_per_process_memory_fraction
+        torch.cuda.memory.set_per_process_memory_fraction = set_per_process_memory_fraction
 
     def _await_module(self) -> None:
         """See the next call of any module, which begins a forward. One call only: hooks on all modules are slow."""
@@ -237,9 +275,16 @@ class Recording:
         self._watch_safetensors()
         shardkit_sharding.look_once()
         self.holders.see_module(module)
-        self.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
-        if self.phase == EVALUATION:
-            self._await_module()
+        if torch.is_grad_enabled():
+            self._trained.update(module.modules())
+            self.enter(FORWARD)
+            return
+        self.enter(EVALUATION)
+        # A discriminator's step runs the generator without gradients, too: an evaluation has a trained model in eval().
+        if not module.training and module in self._trained:
+            self.seen.add(EVALUATION)
+            self.note(EVALUATION, self.steps)
+        self._await_module()
 
     def _before_step(self, optimizer: Any) -> None:
         if self.phase != UPDATE and not self._backward_depth:
@@ -247,6 +292,7 @@ class Recording:
         self._note(optimizer)
         engine = _deepspeed_engine(sys._getframe())
         if engine is not None:
+            self.optimizers.stepped(optimizer)
             if engine.global_steps > self.steps:
                 _await_watchdog()
                 self.steps = int(engine.global_steps)
@@ -258,10 +304,8 @@ class Recording:
         if _deepspeed_engine(sys._getframe()) is not None:  # it steps once for each group of parameters
             return
         self.at_update = _held_by(optimizer)
-        self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
-        steps = min(self._steps_of.values())
-        if max(self._steps_of.values()) > 2 * max(self.max_steps, steps):
-            steps = max(self._steps_of.values())  # an optimizer that is not used any more
+        self.optimizers.stepped(optimizer)
+        steps = self.optimizers.steps(self.max_steps)
         if steps > self.steps:
             _await_watchdog()
             self.read_peaks()
@@ -279,11 +323,24 @@ class Recording:
 
     def _end_if_done(self) -> None:
         """After the last step keep the process alive: other ranks may still need its sockets and memory."""
-        if not (self.is_past_save() if self.until_save else self.steps >= self.max_steps):
-            return
-        self.finish("saved" if self.until_save else "steps")
+        if self.until:
+            if not self.is_past(self.until):
+                return
+        else:
+            if self.steps < self.max_steps or self._awaits_optimizer():
+                return
+            if self.steps < shardkit_growth.STEPS and shardkit_growth.is_likely(self.over_time):
+                return
+        self.finish("steps")
         while True:
             time.sleep(3600)
+
+    def _awaits_optimizer(self) -> bool:
+        """Whether an optimizer has still to make its states, or the step with all of them has still to come."""
+        most = self.optimizers.most_steps()
+        return most < PATIENCE * self.max_steps and (
+            bool(self.optimizers.never_stepped()) or most <= self.optimizers.last_new_at
+        )
 
 
 class _Backward:
@@ -313,6 +370,13 @@ def _await_watchdog() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         time.sleep(0.25)
+
+
+def _configured_fraction() -> float:
+    """The part of a card that torch's allocator may take by its variable; 0: all of it."""
+    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    match = re.search(r"per_process_memory_fraction:([0-9.]+)", text)
+    return float(match[1]) if match else 0.0
 
 
 def _launched_as() -> tuple[int, int]:
@@ -380,8 +444,7 @@ def begin() -> None:
     """Ready the emulated GPUs and the record of this process, before its program begins."""
     global RECORDING
     steps = int(os.environ.get("SHARDKIT_REHEARSAL_STEPS", "3"))
-    until_save = os.environ.get("SHARDKIT_REHEARSAL_UNTIL") == "save"
-    RECORDING = Recording(os.environ["SHARDKIT_REHEARSAL"], steps, until_save)
+    RECORDING = Recording(os.environ["SHARDKIT_REHEARSAL"], steps, os.environ.get("SHARDKIT_REHEARSAL_UNTIL", ""))
     _record_exceptions()
     os.register_at_fork(after_in_child=_begin_in_child)
     try:
@@ -416,7 +479,7 @@ def attach() -> None:
 
 def _begin_in_child() -> None:
     if RECORDING is not None:
-        RECORDING.__init__(RECORDING.folder, RECORDING.max_steps, RECORDING.until_save)  # type: ignore[misc]
+        RECORDING.__init__(RECORDING.folder, RECORDING.max_steps, RECORDING.until)  # type: ignore[misc]
 
 
 def _record_exceptions() -> None:

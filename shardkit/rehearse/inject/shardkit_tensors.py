@@ -70,19 +70,24 @@ def by_line(allocations: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Bytes and number of allocations of each line, those with most bytes first."""
     n_bytes, numbers = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for allocation in allocations:
-        line = _line(allocation.get("frames", ()))
+        line = line_of(allocation.get("frames", ()))
         n_bytes[line] += allocation["size"]
         numbers[line] += 1
     rows = []
     for (filename, number), size in n_bytes.most_common(LINES):
-        text = linecache.getline(filename, number).strip()
-        source_line = f"{filename}:{number}: {text}" if filename else "backward, or another thread without Python"
-        rows.append({"source_line": source_line, "n_bytes": size, "tensors": numbers[filename, number]})
+        rows.append({
+            "source_line": source_line(filename, number), "n_bytes": size, "tensors": numbers[filename, number],
+        })  # fmt: skip
     return rows
 
 
-def _line(frames: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
-    """Of a stack, innermost first."""
+def source_line(filename: str, number: int) -> str:
+    text = linecache.getline(filename, number).strip()
+    return f"{filename}:{number}: {text}" if filename else "backward, or another thread without Python"
+
+
+def line_of(frames: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
+    """File and number of a stack's line, innermost first: the program's, else the innermost; ("", 0) without one."""
     for frame in frames:
         if not any(part in frame["filename"] for part in BENEATH):
             return frame["filename"], frame["line"]

@@ -7,6 +7,8 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "account.h"
+
 extern "C" {
 int emucuda_can_be_lost(int device);    // as the program numbers it
 int emucuda_lost(int device);
@@ -33,8 +35,10 @@ bool wait_unless_lost(std::condition_variable& changed, std::unique_lock<std::mu
 
 }  // namespace emu
 
-// First in a function of the runtime (or the driver) that needs the device.
+// First in a function of the runtime (or the driver) that needs the device. The first call of a process that does so
+// makes its context there, which takes memory of the card.
 #define EMU_NEEDS(device) \
-  if (emu::lost(device)) return emu::failed(emu::LOST)
+  if (emu::lost(device)) return emu::failed(emu::LOST); \
+  emucuda_touch(device)
 #define EMU_DRIVER_NEEDS(device) \
   if (emu::lost(device)) return CUDA_ERROR_UNKNOWN

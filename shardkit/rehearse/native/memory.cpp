@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "account.h"
 #include "core.h"
 #include "settings.h"
 
@@ -18,15 +19,15 @@ Memory& memory() {
 }
 
 bool Memory::reserve(int device, size_t bytes) {
+  if (!account().take(settings().visible[device], bytes)) return false;
   std::lock_guard<std::mutex> lock(mutex_);
-  size_t limit = settings().memory - std::min(settings().memory, settings().context);
-  if (bytes > limit || used_[device] > limit - bytes) return false;
   used_[device] += bytes;
   peak_[device] = std::max(peak_[device], used_[device]);
   return true;
 }
 
 void Memory::release(int device, size_t bytes) {
+  account().give(settings().visible[device], bytes);
   std::lock_guard<std::mutex> lock(mutex_);
   used_[device] -= bytes;
 }
@@ -42,8 +43,7 @@ size_t Memory::peak(int device) {
 }
 
 size_t Memory::available(int device) {
-  size_t taken = used(device) + settings().context;
-  return settings().memory - std::min(settings().memory, taken);
+  return settings().memory - std::min(settings().memory, account().used(settings().visible[device]));
 }
 
 bool Memory::reserve_host(size_t bytes) {
@@ -103,6 +103,7 @@ bool Memory::free(const void* address, bool pinned) {
   if (pinned ? block.kind != MemoryKind::pinned : !block.on_device()) return false;
   munmap(reinterpret_cast<void*>(block.begin), block.size);
   (pinned ? host_used_ : used_[block.device]) -= block.size;
+  if (!pinned) account().give(settings().visible[block.device], block.size);
   blocks_.erase(entry);
   return true;
 }

@@ -1,9 +1,9 @@
 // NVML: all devices, whatever CUDA_VISIBLE_DEVICES says. Load, power and temperature are made up and constant.
 // Declared by hand: no wheel brings nvml.h. What is not here fails to resolve, and its caller says so.
-#include <unistd.h>
-
+#include <algorithm>
 #include <cstdio>
 
+#include "account.h"
 #include "core.h"
 #include "lost.h"
 #include "settings.h"
@@ -14,12 +14,6 @@ enum Result { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT
 using Device = void*;  // physical number + 1
 
 static int number_of(Device device) { return static_cast<int>(reinterpret_cast<intptr_t>(device)) - 1; }
-// Bytes that this process holds of it.
-static size_t used_memory(Device device) {
-  for (int number = 0; number < settings().devices(); number++)
-    if (settings().visible[number] == number_of(device)) return emucuda_used_memory(number);
-  return 0;
-}
 static Result device_at(int number, Device* device) {
   if (number < 0 || number >= settings().physical) return INVALID_ARGUMENT;
   if (emucuda_physical_lost(number)) return GPU_IS_LOST;
@@ -89,7 +83,7 @@ struct MemoryInfo {
 EMU_EXPORT Result nvmlDeviceGetMemoryInfo(Device device, MemoryInfo* info) {
   if (emucuda_physical_lost(number_of(device))) return GPU_IS_LOST;
   info->total = settings().memory;
-  info->used = used_memory(device);
+  info->used = std::min<unsigned long long>(info->total, emucuda_card_used(number_of(device)));
   info->free = info->total - info->used;
   return SUCCESS;
 }
@@ -106,26 +100,39 @@ EMU_EXPORT Result nvmlDeviceGetMemoryInfo_v2(Device device, MemoryInfo2* info) {
   info->used = plain.used;
   return SUCCESS;
 }
+// Entries of the first version end after `used`.
+struct Process1 {
+  unsigned pid;
+  unsigned long long used;
+};
 struct Process {
   unsigned pid;
   unsigned long long used;
   unsigned gpu_instance, compute_instance;
 };
-EMU_EXPORT Result nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned* number, Process* processes) {
+template <class Entry>
+static Result running_processes(Device device, unsigned* number, Entry* entries) {
   if (emucuda_physical_lost(number_of(device))) return GPU_IS_LOST;
-  if (*number < 1) {
-    *number = 1;
-    return INSUFFICIENT_SIZE;
+  unsigned room = *number, pid = 0;
+  *number = 0;
+  while (size_t bytes = emucuda_card_held(number_of(device), static_cast<int>(*number), &pid)) {
+    if (*number < room) {
+      std::memset(&entries[*number], 0xFF, sizeof(Entry));  // no instance of MIG
+      entries[*number].pid = pid;
+      entries[*number].used = bytes;
+    }
+    ++*number;
   }
-  *number = 1;
-  processes[0] = {static_cast<unsigned>(getpid()), used_memory(device), ~0u, ~0u};
-  return SUCCESS;
+  return *number <= room ? SUCCESS : INSUFFICIENT_SIZE;
+}
+EMU_EXPORT Result nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned* number, Process* processes) {
+  return running_processes(device, number, processes);
 }
 EMU_EXPORT Result nvmlDeviceGetComputeRunningProcesses_v2(Device device, unsigned* number, Process* processes) {
-  return nvmlDeviceGetComputeRunningProcesses_v3(device, number, processes);
+  return running_processes(device, number, processes);
 }
-EMU_EXPORT Result nvmlDeviceGetComputeRunningProcesses(Device device, unsigned* number, Process* processes) {
-  return nvmlDeviceGetComputeRunningProcesses_v3(device, number, processes);
+EMU_EXPORT Result nvmlDeviceGetComputeRunningProcesses(Device device, unsigned* number, Process1* processes) {
+  return running_processes(device, number, processes);
 }
 
 struct Utilization {

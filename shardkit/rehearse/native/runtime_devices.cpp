@@ -21,6 +21,7 @@ EMU_EXPORT cudaError_t cudaGetDeviceCount(int* number) {
 EMU_EXPORT cudaError_t cudaSetDevice(int device) {
   if (!exists(device)) return failed(cudaErrorInvalidDevice);
   current_device() = device;  // also one that is lost: the thread's choice needs nothing of it
+  emucuda_touch(device);      // since CUDA 12 it makes the context
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaGetDevice(int* device) {
@@ -84,7 +85,7 @@ EMU_EXPORT cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* text) {
 
 // The headers of CUDA 12 rename this to cudaGetDeviceProperties_v2, as they do for torch.
 EMU_EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
-  EMU_NEEDS(device);
+  if (lost(device)) return failed(LOST);  // it makes no context
   if (!exists(device)) return failed(cudaErrorInvalidDevice);
   cudaDeviceProp p;
   std::memset(&p, 0, sizeof p);
