@@ -136,11 +136,11 @@ class Recording:
         """Record how this process ends; only its first end counts."""
         if not self.end:
             self.end = {"kind": kind, "time": time.time(), **details}
+            self.read_peaks()
             torch = sys.modules.get("torch")
             if torch is not None and self._tells_lines() and _uses_cuda(torch):
                 with contextlib.suppress(RuntimeError):  # of a card that failed
                     self._tell_history(torch)
-        self.read_peaks()
         self.write()
 
     def _tell_history(self, torch: Any) -> None:
