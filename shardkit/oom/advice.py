@@ -39,6 +39,7 @@ def candidates(
     short_of: str = "device",
     parts: Sequence[str] = ("activations", "state"),
     packable: tuple[float, float] = (0.0, 0.0),
+    planned: bool = True,
 ) -> list[tuple[str, str]]:
     """Changes that may lower the memory in question, roughly the cheapest first: (settings, their cost).
 
@@ -50,12 +51,17 @@ def candidates(
         parts: "activations", "state" or both: whose memory to lower, in the order in which the changes are listed.
         packable: shares of the model's values in frozen linear layers and in frozen experts, as `model.quantize` would
             pack them.
+        planned: whether a plan of each change follows; else changes that help some models alone are left out.
     """
     changes: list[Change] = list(_for_host(config, device)) if short_of == "host" else []
     if short_of == "device" or device == "cpu":
         accum = resolve_batch(config, world_size)
         for part in parts:
-            changes += _for_activations(config, accum) if part == "activations" else _for_state(config, accum, packable)
+            changes += (
+                _for_activations(config, accum, planned)
+                if part == "activations"
+                else _for_state(config, accum, packable)
+            )
     if device == "cpu":  # device and host are one memory there: moving state between them frees nothing
         changes = [change for change in changes if "cpu" not in change[0].values()]
     return [
@@ -65,9 +71,9 @@ def candidates(
     ]
 
 
-def _for_activations(config: RunConfig, accum: int) -> Iterator[Change]:
+def _for_activations(config: RunConfig, accum: int, planned: bool) -> Iterator[Change]:
     micro = config.train.micro_batch_size
-    if config.activation.policy == "none":
+    if planned and config.activation.policy == "none":  # nothing is saved in a model without attention
         yield {"activation.policy": "selective"}, "attention runs twice: a few percent more compute"
     if config.task.factory is None and config.model.loss_chunk_size == 0:
         yield {"model.loss_chunk_size": 1024}, "none to speak of"

@@ -214,7 +214,7 @@ class PostMortem:
         def changes() -> list[Advice]:
             found = candidates(
                 self._config, self._ledger.world_size, self._local_world_size, self._ledger.device.type,
-                short_of="host" if on_host else "device", parts=parts, packable=self.packable,
+                short_of="host" if on_host else "device", parts=parts, packable=self.packable, planned=False,
             )  # fmt: skip
             return [Advice(settings, None, cost) for settings, cost in found]
 

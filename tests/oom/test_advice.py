@@ -27,6 +27,7 @@ def test_a_ddp_run_is_offered_less_activations_and_shards() -> None:
     for change in ("activation.policy=full", "activation.policy=selective", "parallel.strategy=fsdp",
                    "train.micro_batch_size=4 train.grad_accum_steps=2", "precision.mode=bf16"):  # fmt: skip
         assert change in found, change
+    assert "activation.policy=selective" not in changes(["parallel.strategy=ddp"], planned=False)
     if find_spec("deepspeed"):
         assert {"parallel.strategy=zero1", "parallel.strategy=zero2"} <= set(found)
         assert "parallel.strategy=zero2 parallel.offload_optimizer=cpu" in found

@@ -11,11 +11,12 @@ import pytest
 
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
-from shardkit.errors import ShardkitError
+from shardkit.errors import NotPlannedError, ShardkitError
 from shardkit.plan.advise import ROUGHLY, Changes, changes_that_fit, corrected
 from shardkit.plan.model.depth import is_slow
 from shardkit.plan.model.estimate import CategoryEstimate, MemoryEstimate, PeakEstimate, PhaseEstimate
 from shardkit.plan.show import show_changes
+from shardkit.plan.simulate.engines import planned_engine
 from shardkit.plan.target import choose_target
 
 GIB = 2**30
@@ -118,3 +119,20 @@ def test_deep_models_that_are_traced_whole_are_slow(settings: list[str], slow: b
 def test_a_correction_moves_every_peak() -> None:
     after = corrected(estimate_of(9.0, host_peak=5), estimate_of(12.0, host_peak=4), estimate_of(10.0, host_peak=2))
     assert after.needed == after.peak.reserved == after.peak.allocated == 7 * GIB and after.host_peak == 3
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "clear"),
+    [(20.0, True), (22.0, False), (25.0, False), (28.0, True)],
+    ids=["fits", "tight", "over", "not"],
+)
+def test_a_first_look_answers_if_its_error_changes_no_verdict(gibibytes: float, clear: bool) -> None:
+    assert estimate_of(gibibytes).is_clear is clear
+    assert not estimate_of(gibibytes, device_memory=None).is_clear, "without a limit there is no verdict"
+
+
+def test_a_strategy_that_no_plan_has_is_refused_by_name() -> None:
+    config = RunConfig()
+    parallel = config.parallel.model_copy(update={"strategy": "tensor"})
+    with pytest.raises(NotPlannedError, match=r"parallel\.strategy=tensor"):
+        planned_engine(config.model_copy(update={"parallel": parallel}), None)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from ...config.schema import RunConfig
+from ...config.strategy import SHARDING
 from ...errors import NotPlannedError
 from ...parallel.world import World
 from ...strategies import EngineFactory, Strategy
@@ -28,7 +29,7 @@ _FIRST_BUCKET_MB = 1.0
 def planned_engine(config: RunConfig, world: World) -> Strategy:
     """The engine of `parallel.strategy` as it works on fake tensors; passed to `make_strategy` as its factory."""
     name = config.parallel.strategy
-    if config.parallel.sharding.stage:
+    if name in SHARDING and SHARDING[name].stage:
         from ...strategies.zero.engine import ZeRO  # imports DeepSpeed
 
         # DeepSpeedCPUAdam is a C++ op that reads real memory, so it is not compiled; see `compat.deepspeed_alone`.
