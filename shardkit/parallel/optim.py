@@ -13,26 +13,19 @@ from ..config.schema import OptimConfig
 from ..errors import ConfigError, importing
 from .blocks import find_blocks
 
-SPARED: tuple[type[nn.Module], ...] = (nn.Embedding,)
-"""Types of modules whose weights do not decay, as norms and biases do not."""
-
 
 def make_optimizer(
-    config: OptimConfig,
-    model: nn.Module,
-    block_classes: Sequence[type[nn.Module]] = (),
-    spared: tuple[type[nn.Module], ...] = SPARED,
+    config: OptimConfig, model: nn.Module, block_classes: Sequence[type[nn.Module]] = ()
 ) -> torch.optim.Optimizer:
     """The optimizer that the config names, over the model's trainable parameters. All hyperparameters are explicit.
 
     Args:
         block_classes: the module types that are blocks for Muon, as in `find_blocks`.
-        spared: the module types without weight decay, beside norms.
 
     Raises:
         ConfigError: the model has no trainable parameter, or the optimizer is not available here.
     """
-    groups = parameter_groups(config, model, spared)
+    groups = parameter_groups(config, model)
     if not groups:
         raise ConfigError(
             f"{type(model).__name__} has no trainable parameter", "set requires_grad on the parameters to train"
@@ -144,10 +137,8 @@ def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
     return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
 
 
-def parameter_groups(
-    config: OptimConfig, model: nn.Module, spared: tuple[type[nn.Module], ...] = SPARED
-) -> list[dict[str, Any]]:
-    """Divide parameters into a group with weight decay and one without: norms, biases, and `spared` modules.
+def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """Divide parameters into a group with weight decay and one without: norms, biases, and embeddings.
 
     Parameters are in the model's order, and empty groups are left out.
     """
@@ -155,7 +146,7 @@ def parameter_groups(
     plain: list[nn.Parameter] = []
     seen: set[int] = set()
     for module in model.modules():
-        is_spared = isinstance(module, spared) or "norm" in type(module).__name__.lower()
+        is_spared = isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower()
         for name, param in module.named_parameters(recurse=False):
             if id(param) in seen or not param.requires_grad:
                 continue

@@ -143,19 +143,6 @@ def state_of(zero: Any, module: nn.Module) -> Iterator[tuple[StateKind, torch.Te
         yield "buffers", buffer
 
 
-def reduce_buffer(zero: Any) -> tuple[int, int]:
-    """(elements of a reduce bucket, bytes of the buffers for it).
-
-    DeepSpeed makes them whole, whatever the model's size. Stages 1 and 2 hold them while backward runs, stage 3 for
-    good.
-    """
-    if not getattr(zero, "contiguous_gradients", False):
-        return int(zero.reduce_bucket_size), 0
-    copies = 2 if stage_of(zero) < 3 and zero.overlap_comm else 1  # stage 3 has no such attribute
-    n_bytes = torch.empty((), dtype=getattr(zero, "dtype", torch.float32)).element_size()
-    return int(zero.reduce_bucket_size), int(zero.reduce_bucket_size) * n_bytes * copies
-
-
 def kept_buffers(zero: Any) -> Iterator[torch.Tensor]:
     """The buffers for gradients that DeepSpeed makes with its optimizer and keeps on the device.
 
