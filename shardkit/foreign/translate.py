@@ -51,8 +51,8 @@ class FileKey:
     """A key of a file, and what became of it.
 
     Attributes:
-        fate: `mapped` or `default` with settings here; `absent` if it changes no memory; `ignored` by the tool;
-            `unknown` to the tool; or `unplanned`, if it changes memory and no plan models it.
+        fate: `mapped` or `default`; `absent` if it changes no memory; `ignored` by the tool; `unknown` to the tool;
+            `unplanned` if it changes memory and no plan models it.
         note: the reason of a fate, or the source of a value that fills in `auto`.
     """
 
@@ -382,25 +382,15 @@ class _Translation:
         return {}, ""
 
     def _add_defaults(self) -> None:
-        """Defaults of the tools, for keys here that no file sets."""
-        chosen: list[tuple[str, str, Any]] = []
-        if self.kind == "FSDP":
-            options = accelerate_release().options.items()
-            chosen += [
-                ("Accelerate", f"fsdp_config.{k}", v) for k, v in options if k.startswith("fsdp_") and v is not None
-            ]
-        if self.stage:
-            values = {**DEEPSPEED_DEFAULTS, "zero_optimization.overlap_comm": self.stage == 3}
-            values |= {"zero_optimization.stage3_prefetch_bucket_size": 50_000_000} if self.stage == 3 else {}
-            values |= {"gradient_clipping": 0.0} if self.deepspeed else {}
-            chosen += [("DeepSpeed", key, value) for key, value in values.items()]
+        """DeepSpeed's own defaults, where they differ from shardkit's and no file sets the same."""
+        values = {**DEEPSPEED_DEFAULTS, "zero_optimization.overlap_comm": self.stage == 3}
+        values |= {"zero_optimization.stage3_prefetch_bucket_size": 50_000_000} if self.stage == 3 else {}
+        values |= {"gradient_clipping": 0.0} if self.deepspeed else {}
         claimed = {setting for entry in self.keys for setting in entry.settings}
-        in_files = {(entry.tool, entry.key) for entry in self.keys}
-        for tool, key, value in chosen:
-            if (tool, key) not in in_files and find(tool, key)[1] is not None:
-                entry = self._read(tool, f"{tool}'s default", key, value, "default")
-                if entry.settings and not claimed & entry.settings.keys():
-                    self.keys.append(entry)
+        for key, value in values.items() if self.stage else ():
+            entry = self._read("DeepSpeed", "DeepSpeed's default", key, value, "default")
+            if entry.settings and not claimed & entry.settings.keys():
+                self.keys.append(entry)
 
     def _settle(self) -> None:
         """One value for each setting; two different ones in the files are a problem."""
