@@ -71,7 +71,7 @@ def ceiling(where: Where) -> Figures:
     """FLOP/s of [m, k] × [k, n] products in bf16 of normal random values: ten samples per size, best median."""
     import torch
 
-    from shardkit.hardware.speed import timed
+    from shardkit.hardware.measure import timed
 
     device = torch.device("cpu" if where.dry else "cuda")
     figures: Figures = {"sizes": []}

@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).parent.parent
 
 
 MODULES = {
-    "launch": "launch", "submit": "submit", "rehearse": "rehearse", "pretend_weights": "rehearse", "doctor": "jobs",
+    "launch": "launch", "submit": "submit", "rehearse": "rehearse", "pretend_weights": "rehearse", "doctor": "doctor",
     "plan": "plan", "ladder": "ladder", "max_model": "ladder", "report": "report",
     "checkpoint": "checkpoint", "convert": "checkpoint",
 }  # fmt: skip

@@ -11,7 +11,8 @@ import torch
 from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError
 from shardkit.files.cgroups import memory_limits
-from shardkit.hardware import calibration, collectives
+from shardkit.hardware import calibration
+from shardkit.hardware import measure as hardware
 from shardkit.launch import doctor
 from shardkit.launch.doctor import Check
 from shardkit.launch.ranks import affinity
@@ -82,10 +83,10 @@ def test_the_card_beyond_the_allocator_is_told_apart_by_context_and_communicator
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300 * 2**20, 1000 * 2**20))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * 2**20)
     world = SimpleNamespace(size=2, device=torch.device("cuda"), gather=lambda value: [value, value])
-    found = collectives._outside(world, 450 * 2**20)  # type: ignore[arg-type]
+    found = hardware._outside(world, 450 * 2**20)  # type: ignore[arg-type]
     assert found == {"context_bytes": 450 * 2**20, "communicator_bytes": 150 * 2**20}
     alone = SimpleNamespace(size=1, device=torch.device("cuda"), gather=lambda value: [value])
-    assert collectives._outside(alone, 450 * 2**20)["communicator_bytes"] is None  # type: ignore[arg-type]
+    assert hardware._outside(alone, 450 * 2**20)["communicator_bytes"] is None  # type: ignore[arg-type]
 
 
 def test_constants_of_the_nearest_world_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,10 @@ def doctor(
         env = None
     measured = None
     if calibrate or (env is not None and env.world_size > 1):
-        from ..hardware import collectives
+        from ..hardware.measure import measure
 
         config = load("-", [f"run.device={device}", f"run.dir={run_dir}"]).config
-        measured = collectives.measure(config)
+        measured = measure(config)
         if measured is None:
             return
         if calibrate:
