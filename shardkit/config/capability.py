@@ -11,15 +11,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from ..errors import ConfigError
-from .ignored import IGNORED
 from .presets import task_of
-from .schema import ParallelConfig, RunConfig, Section, sections
+from .schema import ParallelConfig, RunConfig, Section, TaskName, sections
 from .strategy import SHARDING, STRATEGIES, Capability
 
 MARKERS = ("<!-- capability:begin -->", "<!-- capability:end -->")
@@ -73,13 +72,6 @@ class Declared:
         is_set = setting in choices if choices else setting != type(section).model_fields[self.key].default
         return is_set and self.capability.beside(section)
 
-    def setting(self, config: RunConfig) -> str:
-        """The key and its value, as a message shows them."""
-        setting = _value(config, self.dotted)
-        if isinstance(setting, dict | Section):
-            return self.dotted
-        return f"{self.dotted}={setting:g}" if isinstance(setting, float) else f"{self.dotted}={setting}"
-
     @property
     def fix(self) -> str:
         """The way out for a strategy that cannot do it."""
@@ -119,12 +111,17 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
         _refuse(config, ranks, f"a world of {world_size} ranks", ranks.fix)
     requests = [entry for entry in DECLARED if entry.asks(config)]
     for entry in requests:
-        _refuse(config, entry.capability, entry.setting(config), entry.fix)
+        _refuse(config, entry.capability, config.setting(entry.dotted), entry.fix)
     for entry in requests:
         if device != "cuda" and entry.capability.on_cpu:
-            cause = f"{entry.setting(config)}, but the run is on the CPU: {entry.capability.on_cpu}"
+            cause = f"{config.setting(entry.dotted)}, but the run is on the CPU: {entry.capability.on_cpu}"
             raise ConfigError(cause, f"remove {entry.dotted}")
-    _refuse_combinations(config, device)
+    if device != "cuda" and config.memory.cap is not None and config.compile.enabled:
+        raise ConfigError(
+            f"memory.cap={config.memory.cap} with compile.enabled=true on the CPU: tensors are counted operator by "
+            "operator, and compiled code shows none",
+            "remove memory.cap, or set compile.enabled=false",
+        )
     mesh_shape(config, world_size, local_world_size)
     _refuse_absent_ranks(config, world_size)
     _refuse_ignored(config)
@@ -138,38 +135,6 @@ def _refuse(config: RunConfig, capability: Capability, setting: str, fix: str) -
         raise ConfigError(f"{setting} does not work with parallel.strategy={strategy}: {reason}", fix)
 
 
-def _refuse_combinations(config: RunConfig, device: str) -> None:
-    """Refuse pairs of settings that an engine, or the CPU, cannot train together."""
-    strategy = config.parallel.strategy
-    mode = config.precision.mode
-    if device != "cuda" and config.memory.cap is not None and config.compile.enabled:
-        raise ConfigError(
-            f"memory.cap={config.memory.cap} with compile.enabled=true on the CPU: tensors are counted operator by "
-            "operator, and compiled code shows none",
-            "remove memory.cap, or set compile.enabled=false",
-        )
-    if config.parallel.offload_ratio != 1 and config.optim.name != "adamw":
-        raise ConfigError(
-            f"parallel.offload_ratio={config.parallel.offload_ratio:g} with optim.name={config.optim.name}: DeepSpeed "
-            "updates a share on each side with its own AdamW only",
-            "set optim.name=adamw, or remove parallel.offload_ratio",
-        )
-    offloaded = SHARDING[strategy].stage > 0 and config.parallel.offload_optimizer != "none"
-    if offloaded and mode == "pure_bf16" and config.optim.name != "adamw":
-        raise ConfigError(
-            f"precision.mode=pure_bf16 with parallel.offload_optimizer={config.parallel.offload_optimizer} and "
-            f"optim.name={config.optim.name}: DeepSpeed keeps bf16 masters on the CPU for its own AdamW only",
-            "set optim.name=adamw, or precision.mode=bf16",
-        )
-    if strategy in ("fsdp", "hsdp") and config.parallel.offload_param == "cpu" and mode == "fp16":
-        # GradScaler and fused optimizers (torch 2.9 to 2.13) copy the scale without waiting for it.
-        raise ConfigError(
-            f"precision.mode=fp16 with parallel.offload_param=cpu under {strategy}: torch would scale gradients on the "
-            "CPU by a number that is still on its way from the GPU",
-            "set precision.mode=bf16, or parallel.strategy=zero3",
-        )
-
-
 def _refuse_ignored(config: RunConfig) -> None:
     """Refuse settings that would do nothing beside the others."""
     for rule in IGNORED:
@@ -180,8 +145,7 @@ def _refuse_ignored(config: RunConfig) -> None:
                     f"model.preset={preset} is not a model of task.name={config.task.name}",
                     f"set task.name={task_of(preset)}, or a preset of {config.task.name}",
                 )
-            setting = f"{rule.key}={_value(config, rule.key)}"
-            raise ConfigError(f"{setting} would be ignored: {rule.reason}", f"remove {rule.key}")
+            raise ConfigError(f"{config.setting(rule.key)} would be ignored: {rule.reason}", f"remove {rule.key}")
 
 
 def _refuse_missing_libraries(config: RunConfig) -> None:
@@ -254,6 +218,105 @@ def _mesh_fix(world_size: int) -> str:
     return f"dp_replicate × dp_shard for {_ranks(world_size)}: {shown}"
 
 
+@dataclass(frozen=True)
+class Ignored:
+    """A key that has no effect beside certain other settings."""
+
+    key: str
+    beside: Callable[[RunConfig], bool]
+    reason: str
+
+    def applies(self, config: RunConfig) -> bool:
+        section, _, name = self.key.partition(".")
+        model = getattr(config, section)
+        return bool(getattr(model, name) != type(model).model_fields[name].default and self.beside(config))
+
+
+def _cpu_adam(config: RunConfig) -> bool:
+    offloaded = config.parallel.strategy.startswith("zero") and config.parallel.offload_optimizer != "none"
+    return offloaded and config.optim.name == "adamw"
+
+
+def _not_for(*tasks: TaskName) -> Callable[[RunConfig], bool]:
+    """Whether the task is built in and none of these; a user's own task may read any key."""
+    return lambda config: config.task.factory is None and config.task.name not in tasks
+
+
+_REFERENCE = ("vocab_size", "max_seq_len", "d_model", "n_layers", "n_heads", "dropout", "tie_weights")
+_TEXT: tuple[TaskName, ...] = ("causal_lm", "hf_causal_lm", "hf_masked_lm")
+_IMAGES: tuple[TaskName, ...] = ("image_classification", "super_resolution")
+_DOCUMENTS = tuple(
+    f"data.{key}"
+    for key in ("tokenizer", "chat_template", "columns", "loss_on", "add_eos", "long_samples", "max_bad_rows",
+                "sources", "tokenize_workers")
+)  # fmt: skip
+_FOR_ONE: dict[str, tuple[TaskName, ...]] = {
+    **{f"model.{key}": ("causal_lm",) for key in _REFERENCE},
+    "model.resize_embeddings": ("hf_causal_lm", "hf_masked_lm"),
+    **dict.fromkeys(("model.hf", "model.hf_config"), ("hf_causal_lm", "hf_masked_lm", *_IMAGES)),
+    **dict.fromkeys(("train.seq_len", "model.loss_chunk_size", "data.bin_dtype", "data.cache_dir"), _TEXT),
+    **dict.fromkeys(
+        ("train.sample_prompts", "train.sample_tokens", "train.sample_temperature"), ("causal_lm", "hf_causal_lm")
+    ),
+    **dict.fromkeys(("data.packing", "data.streaming"), ("causal_lm", "hf_causal_lm")),
+    **dict.fromkeys(_DOCUMENTS, _TEXT),
+    **dict.fromkeys(("data.mask_fraction", "data.mask_token"), ("hf_masked_lm",)),
+    **dict.fromkeys(("data.crops_per_image", "data.augment"), _IMAGES),
+    "data.crop_size": ("super_resolution",),
+}
+"""Keys that only some built-in tasks read."""
+
+IGNORED: tuple[Ignored, ...] = (
+    *(
+        Ignored(key, _not_for(*tasks), f"among the built-in tasks it is a key of {', '.join(tasks)} only")
+        for key, tasks in _FOR_ONE.items()
+    ),
+    Ignored("compile.scope", lambda c: not c.compile.enabled, "compile.enabled=false"),
+    Ignored("precision.loss_scale_init_power", lambda c: c.precision.mode != "fp16", "only fp16 scales the loss"),
+    Ignored("precision.loss_scale_window", lambda c: c.precision.mode != "fp16", "only fp16 scales the loss"),
+    Ignored("precision.autocast", lambda c: c.precision.mode in ("fp32", "tf32"), "the model computes in fp32"),
+    Ignored(
+        "precision.output_dtype", lambda c: c.precision.mode in ("fp32", "tf32"), "the model computes in fp32 already"
+    ),
+    Ignored(
+        "parallel.offload_ratio", lambda c: c.parallel.offload_optimizer == "none", "no optimizer states are offloaded"
+    ),
+    *(
+        Ignored(f"adapter.{key}", lambda c: c.adapter.type == "none", "adapter.type=none")
+        for key in ("r", "alpha", "dropout", "targets", "use_rslora")
+    ),
+    Ignored("compile.mode", lambda c: not c.compile.enabled, "compile.enabled=false"),
+    Ignored("activation.every_k", lambda c: c.activation.policy != "every_k", "activation.policy is not every_k"),
+    Ignored("activation.budget", lambda c: c.activation.policy != "budget", "activation.policy is not budget"),
+    Ignored("activation.offload_min_bytes", lambda c: c.activation.offload == "none", "activation.offload=none"),
+    Ignored(
+        "activation.block_classes",
+        lambda c: not c.activation.recomputes and c.activation.offload == "none",
+        "neither activation.policy nor activation.offload changes a block",
+    ),
+    Ignored("data.prefetch", lambda c: c.data.workers == 0, "data.workers=0 loads in the training process"),
+    Ignored("data.val_fraction", lambda c: c.data.val_path is not None, "data.val_path names the validation data"),
+    Ignored("data.val_fraction", lambda c: c.train.eval_samples == 0, "train.eval_samples=0: all data train"),
+    Ignored(
+        "data.val_fraction",
+        lambda c: c.task.factory is None and c.task.name == "image_classification" and c.data.path is None,
+        "the lower part of scikit-image's pictures is the validation data",
+    ),
+    Ignored("data.val_path", lambda c: c.train.eval_samples == 0, "train.eval_samples=0 turns evaluation off"),
+    Ignored("train.sample_prompts", lambda c: c.train.eval_samples == 0, "train.eval_samples=0 turns evaluation off"),
+    Ignored("train.sample_tokens", lambda c: not c.train.sample_prompts, "train.sample_prompts is empty"),
+    Ignored("train.sample_temperature", lambda c: not c.train.sample_prompts, "train.sample_prompts is empty"),
+    Ignored("train.eval_every", lambda c: c.train.eval_samples == 0, "train.eval_samples=0 turns evaluation off"),
+    Ignored("optim.min_lr_ratio", lambda c: c.optim.schedule == "constant", "optim.schedule=constant never falls"),
+    Ignored("optim.implementation", _cpu_adam, "ZeRO's offloaded AdamW steps with DeepSpeedCPUAdam"),
+    Ignored(
+        "parallel.no_sync",
+        lambda c: c.parallel.strategy == "zero1" and c.parallel.no_sync is False,
+        "ZeRO-1 always reduces gradients once per step",
+    ),
+)
+
+
 def markdown_table() -> str:
     """The table of docs/capability.md: a check mark, or a dash with the number of the reason below."""
     reasons: list[str] = []
@@ -282,12 +345,6 @@ def write_table(path: Path) -> None:
         path.write_text(f"{before}{begin}\n{markdown_table()}\n{end}{after}", encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be updated: {error}", "name a markdown file that can be written") from None
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    section, _, name = key.partition(".")
-    value = getattr(getattr(config, section), name)
-    return str(value).lower() if isinstance(value, bool) else value
 
 
 def _ranks(count: int) -> str:

@@ -7,6 +7,7 @@ asks for; `load` reads files and overrides into these models and `capability` re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,6 +49,11 @@ class TaskConfig(Section):
     """Your own task as `package.module:Class`; see docs/tasks.md."""
     args: dict[str, Any] = {}
     """Keyword arguments for the factory."""
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the task's model may have adapters."""
+        return self.factory is None and self.name in ("hf_causal_lm", "hf_masked_lm")
 
     @model_validator(mode="after")
     def _args_need_factory(self) -> TaskConfig:
@@ -861,24 +867,14 @@ class RunConfig(Section):
                 f"train.seq_len={self.train.seq_len} is longer than model.max_seq_len={self.model.max_seq_len}",
                 f"set train.seq_len={self.model.max_seq_len}, or model.max_seq_len={self.train.seq_len}",
             )
-        adapted = self.adapter.type != "none"
-        if self.model.init_from is not None and self.run.source is not None and not adapted:
+        if self.model.init_from is not None and self.run.source is not None and self.adapter.type == "none":
             raise conflict(
                 f"model.init_from={self.model.init_from} and run.resume={self.run.source}: both say what to start from",
                 "set only one: weights alone, or the whole state of a run",
             )
-        if adapted:
-            self._adapter()
-        if self.model.quantize is not None:
-            self._quantize()
-        self._optimizer_in_backward()
-        self._activations_and_compile()
-        if self.data.packing != "none" and self.compile.enabled:
-            raise conflict(
-                f"data.packing={self.data.packing} with compile.enabled=true: every batch has other documents, and "
-                "code would be compiled for each",
-                "set compile.enabled=false, or data.packing=none",
-            )
+        for keys, refused, reason, fix in COMBINATIONS:
+            if refused(self):
+                raise conflict(f"{' with '.join(map(self.setting, keys.split()))}: {reason}", fix)
         train = self.train
         if self.profile.start is not None and self.profile.start > train.max_steps:
             raise conflict(
@@ -895,85 +891,74 @@ class RunConfig(Section):
             )
         return self
 
-    def _adapter(self) -> None:
-        setting = f"adapter.type={self.adapter.type}"
-        if self.task.factory is not None or self.task.name not in ("hf_causal_lm", "hf_masked_lm"):
-            name = self.task.factory or self.task.name
-            raise conflict(
-                f"{setting}, but task {name} is not one that takes adapters",
-                "set task.name=hf_causal_lm or hf_masked_lm, or remove adapter",
-            )
-        if self.model.resize_embeddings:
-            raise conflict(
-                f"{setting} with model.resize_embeddings=true: the new rows would be frozen, and nothing trains them",
-                "train the new rows in a run with adapter.type=none first, and name its export in model.init_from",
-            )
-        if self.train.ema_decay is not None:
-            raise conflict(
-                f"{setting} with train.ema_decay={self.train.ema_decay:g}: the frozen model would be averaged as well",
-                "remove train.ema_decay",
-            )
-        if self.precision.mode == "fp8":
-            raise conflict(
-                f"{setting} with precision.mode=fp8: torchao would replace the adapter's own linear layers",
-                "set precision.mode=bf16",
-            )
+    def setting(self, dotted: str) -> str:
+        """A key and its value as messages show them; a mapping by its key alone."""
+        section, _, key = dotted.partition(".")
+        value = getattr(getattr(self, section), key)
+        if isinstance(value, dict | Section):
+            return dotted
+        return (
+            f"{dotted}={value:g}"
+            if isinstance(value, float)
+            else f"{dotted}={str(value).lower() if isinstance(value, bool) else value}"
+        )
 
-    def _quantize(self) -> None:
-        if self.adapter.type == "none":
-            raise conflict(
-                "model.quantize without an adapter: packed weights have no gradient, so nothing could train",
-                "set adapter.type=lora, or remove model.quantize",
-            )
-        if self.compile.enabled:
-            raise conflict(
-                "model.quantize with compile.enabled=true: the packed layers are not compiled",
-                "set compile.enabled=false",
-            )
-        if self.parallel.offload_param == "nvme":
-            raise conflict(
-                "model.quantize with parallel.offload_param=nvme: DeepSpeed keeps parameters there in the compute "
-                "type, and would cast packed bytes",
-                "set parallel.offload_param=cpu",
-            )
 
-    def _activations_and_compile(self) -> None:
-        if self.activation.policy == "budget" and not self.compile.enabled:
-            raise conflict(
-                "activation.policy=budget, but compile.enabled=false: torch.compile chooses what fits the budget",
-                "set compile.enabled=true, or activation.policy=selective",
-            )
-        if self.activation.policy == "selective_op" and self.compile.enabled and self.parallel.strategy == "zero3":
-            raise conflict(
-                "activation.policy=selective_op with compile.enabled=true and parallel.strategy=zero3: DeepSpeed's "
-                "linear writes to the products that compiled code keeps",
-                "set activation.policy=selective, or compile.enabled=false",
-            )
-        if self.activation.offload == "cpu" and self.compile.enabled and self.compile.keeps_graphs:
-            raise conflict(
-                f"activation.offload=cpu with compile.mode={self.compile.mode}: CUDA graphs have memory of their own",
-                "set compile.mode=default or max-autotune-no-cudagraphs, or activation.offload=none",
-            )
-
-    def _optimizer_in_backward(self) -> None:
-        if not self.optim.in_backward:
-            return
-        train = self.train
-        if train.max_norm is not None:
-            raise conflict(
-                f"optim.in_backward=true, but train.max_norm={train.max_norm:g} needs all gradients at once",
-                "set train.max_norm=null, or remove optim.in_backward",
-            )
-        if (train.grad_accum_steps or 1) > 1:
-            raise conflict(
-                f"optim.in_backward=true, but train.grad_accum_steps={train.grad_accum_steps}: each backward updates",
-                "set train.grad_accum_steps=1, or remove optim.in_backward",
-            )
-        if self.precision.mode == "fp16":
-            raise conflict(
-                "optim.in_backward=true with precision.mode=fp16: whether to skip a step is known after it",
-                "set precision.mode=bf16, or remove optim.in_backward",
-            )
+COMBINATIONS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
+    ("adapter.type task.name", lambda c: c.adapter.type != "none" and not c.task.takes_adapters,
+     "of all tasks, hf_causal_lm and hf_masked_lm take adapters",
+     "set task.name=hf_causal_lm or hf_masked_lm, or remove adapter"),
+    ("adapter.type model.resize_embeddings", lambda c: c.adapter.type != "none" and c.model.resize_embeddings,
+     "the new rows would be frozen, and nothing trains them",
+     "train the new rows in a run with adapter.type=none first, and name its export in model.init_from"),
+    ("adapter.type train.ema_decay", lambda c: c.adapter.type != "none" and c.train.ema_decay is not None,
+     "the frozen model would be averaged as well", "remove train.ema_decay"),
+    ("adapter.type precision.mode", lambda c: c.adapter.type != "none" and c.precision.mode == "fp8",
+     "torchao would replace the adapter's own linear layers", "set precision.mode=bf16"),
+    ("model.quantize adapter.type", lambda c: c.model.quantize is not None and c.adapter.type == "none",
+     "packed weights have no gradient, so nothing could train", "set adapter.type=lora, or remove model.quantize"),
+    ("model.quantize compile.enabled", lambda c: c.model.quantize is not None and c.compile.enabled,
+     "the packed layers are not compiled", "set compile.enabled=false"),
+    ("model.quantize parallel.offload_param",
+     lambda c: c.model.quantize is not None and c.parallel.offload_param == "nvme",
+     "DeepSpeed keeps parameters there in the compute type, and would cast packed bytes",
+     "set parallel.offload_param=cpu"),
+    ("optim.in_backward train.max_norm", lambda c: c.optim.in_backward and c.train.max_norm is not None,
+     "clipping needs all gradients at once", "set train.max_norm=null, or remove optim.in_backward"),
+    ("optim.in_backward train.grad_accum_steps",
+     lambda c: c.optim.in_backward and (c.train.grad_accum_steps or 1) > 1,
+     "each backward updates", "set train.grad_accum_steps=1, or remove optim.in_backward"),
+    ("optim.in_backward precision.mode", lambda c: c.optim.in_backward and c.precision.mode == "fp16",
+     "whether to skip a step is known after it", "set precision.mode=bf16, or remove optim.in_backward"),
+    ("activation.policy compile.enabled", lambda c: c.activation.policy == "budget" and not c.compile.enabled,
+     "torch.compile chooses what fits the budget", "set compile.enabled=true, or activation.policy=selective"),
+    ("activation.policy compile.enabled parallel.strategy",
+     lambda c: c.activation.policy == "selective_op" and c.compile.enabled and c.parallel.strategy == "zero3",
+     "DeepSpeed's linear writes to the products that compiled code keeps",
+     "set activation.policy=selective, or compile.enabled=false"),
+    ("activation.offload compile.mode",
+     lambda c: c.activation.offload == "cpu" and c.compile.enabled and c.compile.keeps_graphs,
+     "CUDA graphs have memory of their own",
+     "set compile.mode=default or max-autotune-no-cudagraphs, or activation.offload=none"),
+    ("data.packing compile.enabled", lambda c: c.data.packing != "none" and c.compile.enabled,
+     "every batch has other documents, and code would be compiled for each",
+     "set compile.enabled=false, or data.packing=none"),
+    ("parallel.offload_ratio optim.name", lambda c: c.parallel.offload_ratio != 1 and c.optim.name != "adamw",
+     "DeepSpeed updates a share on each side with its own AdamW only",
+     "set optim.name=adamw, or remove parallel.offload_ratio"),
+    ("precision.mode parallel.offload_optimizer optim.name",
+     lambda c: c.precision.mode == "pure_bf16" and c.optim.name != "adamw"
+     and c.parallel.strategy.startswith("zero") and c.parallel.offload_optimizer != "none",
+     "DeepSpeed keeps bf16 masters on the CPU for its own AdamW only",
+     "set optim.name=adamw, or precision.mode=bf16"),
+    # GradScaler and fused optimizers (torch 2.9 to 2.13) copy the scale without waiting for it.
+    ("precision.mode parallel.offload_param parallel.strategy",
+     lambda c: c.precision.mode == "fp16" and c.parallel.offload_param == "cpu"
+     and c.parallel.strategy in ("fsdp", "hsdp"),
+     "torch would scale gradients on the CPU by a number that is still on its way from the GPU",
+     "set precision.mode=bf16, or parallel.strategy=zero3"),
+)  # fmt: skip
+"""Settings that are valid alone and refused together: (their keys, whether a config has them, why, the fix)."""
 
 
 def sections() -> dict[str, type[Section]]:
