@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.config import capability
-from shardkit.config.schema import ParallelConfig, PrecisionConfig, RunConfig
+from shardkit.config.load import load_config
+from shardkit.config.schema import PrecisionConfig
 from shardkit.errors import ConfigError
 from shardkit.parallel.precision import cast_parameters, convert_to_fp8, set_matmul_precision
 from shardkit.run.dtypes import check_masters, describe
@@ -165,9 +165,7 @@ def test_fp32_is_fp32_for_products_and_convolutions_unless_tf32_is_asked_for() -
 
 def test_fp16_gradients_on_the_cpu_are_refused() -> None:
     """torch copies the loss scale to where they are without waiting for it."""
-    config = RunConfig(
-        parallel=ParallelConfig(strategy="fsdp", offload_param="cpu"), precision=PrecisionConfig(mode="fp16")
-    )
-    with pytest.raises(ConfigError, match=r"precision\.mode=fp16 with parallel\.offload_param=cpu under fsdp") as error:
-        capability.check(config, device="cuda", world_size=2, local_world_size=2)
+    settings = {"parallel.strategy": "fsdp", "parallel.offload_param": "cpu", "precision.mode": "fp16"}
+    with pytest.raises(ConfigError, match=r"precision\.mode=fp16 with parallel\.offload_param=cpu") as error:
+        load_config(None, settings)
     assert "bf16" in error.value.fix
