@@ -25,12 +25,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shardkit.launch.failures.failure import TORCHRUN_LOG
 from shardkit.launch.local.launcher import Ended, _verdict, build_argv
 from shardkit.launch.script import Script
 from shardkit.launch.spec import JobSpec, Rendezvous
+
+if TYPE_CHECKING:
+    from tests.slurm.cluster import Cluster
 
 RANK = '''
 import atexit, json, os, signal, socket, sys, threading, time
@@ -208,6 +211,27 @@ def play(drawn: Draw, folder: Path) -> str:
     return max(verdicts)[1]
 
 
+def play_on(cluster: Cluster, drawn: Draw, folder: Path) -> str:
+    """Play a draw as a job of one task a rank, started by srun; see `judge`."""
+    (folder / "rank.py").write_text(RANK)
+    nodes = [f"--nodes={drawn.n_nodes}", "--gpus-per-node=0", f"--ranks-per-node={drawn.ranks_per_node}"]
+    words = [
+        *nodes,
+        "--cpus-per-task=1",
+        "--style=srun",
+        "--run-dir",
+        str(folder / "run"),
+        "--checkpoints",
+        str(folder),
+    ]
+    submitted = cluster.shardkit("submit", *words, "--", str(folder / "rank.py"), str(folder), drawn.program)
+    assert submitted.returncode == 0, submitted
+    job = submitted.stdout.split()[2]
+    output = folder / f"run/logs/slurm-{job}.out"
+    assert cluster.wait(job, output) == "FAILED", output.read_text()
+    return judge(drawn, output.read_text(), int(cluster.field(job, "ExitCode").partition(":")[0]))
+
+
 def _torchrun(args: list[str], logs: Path) -> NoReturn:
     from torch.distributed.run import main
 
@@ -245,9 +269,8 @@ def main() -> None:
 
     if args.srun:
         from tests.slurm.cluster import running
-        from tests.slurm.culprits import play_on
 
-        with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "cluster") as cluster:
+        with tempfile.TemporaryDirectory() as folder, running(Path(folder), SLURM_TEST_CPUS="16") as cluster:
             all_seeds(lambda drawn, work: play_on(cluster, drawn, work))
     else:
         all_seeds(play)
