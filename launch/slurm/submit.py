@@ -19,13 +19,13 @@ from ... import __version__
 from ...errors import ConfigError, LaunchError, system_errors
 from ...files import group_of_new_files, mode_like
 from ...files.children import read_git
-from ..cluster import CLUSTERS
 from ..local.run_dir import has_run, refuse_without_run
 from ..script import Script
 from ..spec import JobSpec, SlurmOptions, check_fits
 from . import commands
 from .preemption_warning import doubts, limit_s, signal_s
 from .requeue import MAX_IDLE_STARTS
+from .script import render_sbatch
 
 if TYPE_CHECKING:
     from ...config.load import LoadedConfig
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FOLDER = "submit"
 CONFIG, SCRIPT, PATCH = "config.yaml", "script.json", "code.patch"
-_SLURM = CLUSTERS["slurm"]
+BATCH_SCRIPT = "job.sbatch"
 _ITS_TURN = ("None", "Priority", "Resources", "Dependency", "BeginTime", "Licenses", "JobHeldUser", "JobArrayTaskLimit")
 _WRITABLE = "set run.dir to a directory that you can write"
 
@@ -48,7 +48,7 @@ def write_snapshot(folder: Path, config: str, script: str, name: str = CONFIG) -
     Raises:
         LaunchError: the run directory cannot be written.
     """
-    files = {name: config, _SLURM.file_name: script, "code.json": json.dumps(code_version(), indent=1) + "\n"}
+    files = {name: config, BATCH_SCRIPT: script, "code.json": json.dumps(code_version(), indent=1) + "\n"}
     patch = read_git("diff", "HEAD", "--binary")
     if patch:
         files[PATCH] = patch + "\n"
@@ -132,7 +132,7 @@ class Submission:
     @property
     def script(self) -> str:
         """The script for sbatch."""
-        return _SLURM.render(self.spec)
+        return render_sbatch(self.spec)
 
     @property
     def file_name(self) -> str:
@@ -228,7 +228,7 @@ def _ready(spec: JobSpec, text: str, source: str | None, is_periodic: bool) -> S
     run_dir = Path(spec.run_dir)
     lead = signal_s(spec.slurm.signal_s, run_dir, source)
     spec = replace(spec, python=sys.executable, cwd=os.getcwd(), slurm=replace(spec.slurm, signal_s=lead))
-    _SLURM.render(spec)
+    render_sbatch(spec)
     limit = limit_s(spec.slurm.time or "")
     return Submission(spec, text, () if limit is None else tuple(doubts(limit, lead, run_dir, is_periodic)))
 
@@ -242,12 +242,12 @@ def submit(job: Submission, launch: str = commands.LAUNCH) -> tuple[str, Path]:
     Raises:
         LaunchError: Slurm is not installed, no cluster answers, or sbatch refused; the snapshot is then removed.
     """
-    commands.require(_SLURM.queue[0], launch)
+    commands.require("sbatch", launch)
     folder = reserve(Path(job.spec.run_dir))
     job = replace(job, spec=replace(job.spec, config=str(folder / job.file_name)))
     try:
         write_snapshot(folder, job.config, job.script, job.file_name)
-        answer = commands.call(*_SLURM.queue, str(folder / _SLURM.file_name), launch=launch)
+        answer = commands.call("sbatch", "--parsable", str(folder / BATCH_SCRIPT), launch=launch)
     except LaunchError:
         remove_snapshot(folder)
         raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -146,6 +145,17 @@ class ManifestOptions:
         Words, typer.Option(metavar="CLAIM:/PATH", help="Kubernetes: a volume claim to mount; may be repeated.")
     ] = None
 
+    def check(self) -> None:
+        """Refuse any other kind of cluster.
+
+        Raises:
+            LaunchError: no job can be written for it.
+        """
+        if self.to == "jobset":
+            raise LaunchError("--to jobset is written --to kubernetes now", "pass --to kubernetes: it prints a JobSet")
+        if self.to not in ("slurm", "kubernetes"):
+            raise LaunchError(f"--to {self.to!r} is not a kind of cluster", "pass one of slurm, kubernetes")
+
 
 def submit(
     ctx: typer.Context,
@@ -167,12 +177,11 @@ def submit(
     With --gpu or --gpu-memory, a config's memory is predicted too, and a job that cannot fit is not queued.
     With --rehearse the job runs on emulated cards first, and is queued only if it fits them.
     """
-    from ..launch.cluster import choose
     from ..launch.slurm.submit import array_indices
 
     if planning.rehearse and planning.force:
         raise LaunchError("--force submits a job that does not fit, and --rehearse one that does", "remove one")
-    render = choose(manifest.to).render
+    manifest.check()
     program = read_program(ctx, config, overrides or [], ranks, run_dir, checkpoints)
     cluster.check()
     job = _prepare(program, cluster)
@@ -185,7 +194,7 @@ def submit(
     if manifest.to != "slurm":
         refuse_options(ctx, _FOR_SLURM, f"applies to Slurm, not to --to {manifest.to}", "remove it")
         pods = cluster.pod_options(manifest)
-        _print_manifest(program, replace(job.spec, kubernetes=pods), cluster.name, ranks.grace_s, render)
+        _print_manifest(program, replace(job.spec, kubernetes=pods), cluster.name, ranks.grace_s)
         return
     refuse_options(ctx, ("volume",), "applies to Kubernetes, not to Slurm", "remove it, or pass --to")
     if program.script is None:
@@ -251,16 +260,16 @@ def _prepare(program: Program, cluster: ClusterOptions) -> Submission:
     return prepare(str(program.config), program.overrides, request)
 
 
-def _print_manifest(
-    program: Program, spec: JobSpec, name: str | None, grace_s: float | None, render: Callable[[JobSpec], str]
-) -> None:
+def _print_manifest(program: Program, spec: JobSpec, name: str | None, grace_s: float | None) -> None:
     """Print a job's manifest, with the config or the run directory as it is named in the pods."""
+    from ..launch.kubernetes import render_job_set
+
     spec = replace(spec, name=name or _dns_name(spec.name))
     if program.script is None:
         spec = replace(spec, config=program.config, overrides=program.overrides, grace_s=grace_s)
     else:
         spec = replace(spec, run_dir=program.run_dir)
-    typer.echo(render(spec), nl=False)
+    typer.echo(render_job_set(spec), nl=False)
 
 
 def _queue(program: Program, job: Submission, array: str | None, plan: tuple[MemoryEstimate, RunConfig] | None) -> None:

@@ -13,8 +13,7 @@ import yaml
 
 from shardkit.cli.__main__ import main
 from shardkit.errors import LaunchError
-from shardkit.launch.cluster import CLUSTERS, choose
-from shardkit.launch.kubernetes import meeting, sizes
+from shardkit.launch.kubernetes import meeting, render_job_set, sizes
 from shardkit.launch.local.launcher import _with_meeting
 from shardkit.launch.ranks.env import RankEnv, detect
 from shardkit.launch.script import Script
@@ -39,7 +38,7 @@ CASES = {
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_manifest_is_the_recorded_one(name: str) -> None:
     """Record anew, after looking at the difference: SHARDKIT_RECORD=1 pytest tests/launch/test_kubernetes.py."""
-    path, text = GOLDEN / f"{name}.yaml", choose("kubernetes").render(CASES[name])
+    path, text = GOLDEN / f"{name}.yaml", render_job_set(CASES[name])
     if os.environ.get("SHARDKIT_RECORD") == "1":
         path.write_text(text)
     assert text == path.read_text()
@@ -58,7 +57,7 @@ def test_the_published_models_read_every_key(name: str) -> None:
 
 def test_words_reach_the_script_unchanged() -> None:
     for spec in CASES.values():
-        node = _container(yaml.safe_load(choose("kubernetes").render(spec)))
+        node = _container(yaml.safe_load(render_job_set(spec)))
         words = [*node["command"], *node["args"]]
         assert words[:4] == ["python3", "-m", "shardkit.cli", "launch"]
         if spec.script is not None:
@@ -74,7 +73,7 @@ def test_kubernetes_expands_nothing_in_the_users_words() -> None:
         if spec.script is None:
             continue
         hostile = replace(spec, script=replace(spec.script, argv=tuple(words)))
-        node = _container(yaml.safe_load(choose("kubernetes").render(hostile)))
+        node = _container(yaml.safe_load(render_job_set(hostile)))
         assert node["args"][-len(words) :] != words
         assert [_expanded(word, {"HF_TOKEN": "secret"}) for word in node["args"]][-len(words) :] == words
 
@@ -104,15 +103,8 @@ def _container(manifest: dict[str, Any]) -> dict[str, Any]:
 )
 def test_what_kubernetes_would_refuse_is_refused_here(change: dict[str, Any], said: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        CLUSTERS["kubernetes"].render(replace(BASE, **change))
+        render_job_set(replace(BASE, **change))
     assert said in caught.value.cause and caught.value.fix
-
-
-def test_every_cluster_is_behind_the_same_interface() -> None:
-    texts = {name: cluster.render(BASE) for name, cluster in CLUSTERS.items()}
-    assert texts["slurm"].startswith("#!/bin/bash\n") and len(set(texts.values())) == 2
-    with pytest.raises(LaunchError, match="--to 'lsf'"):
-        choose("lsf")
 
 
 POD = {

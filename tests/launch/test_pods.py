@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shardkit.launch.cluster import choose
+from shardkit.launch.kubernetes import render_job_set
 from shardkit.launch.local.rendezvous import ReservedPort
 from shardkit.launch.spec import JobSpec, KubernetesOptions
 from tests.commands import python_m
@@ -42,7 +42,7 @@ class PodEnd:
 
 
 def job_set_of(spec: JobSpec) -> Any:
-    return yaml.safe_load(choose("kubernetes").render(spec))["spec"]
+    return yaml.safe_load(render_job_set(spec))["spec"]
 
 
 def end_of_job(job: Any, ends: list[PodEnd]) -> str | None:
