@@ -13,6 +13,7 @@ from ..plan.search.ladder import HEAD, Step, cells
 from ..plan.search.search import SearchResult, named
 from ..plan.search.show import FRONT_HEAD, front_rows, reasons
 from ..plan.search.trial import writing
+from .figures import bar
 from .html import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
 
 _BAD = "#b3261e"
@@ -32,8 +33,7 @@ def ladder_plot(steps: Sequence[Step], limit: int | None) -> Figure:
     def bars(name: str, values: Sequence[int | None], colour: str) -> dict[str, Any]:
         heights = [None if value is None else value / scale for value in values]
         hover = f"%{{y:.3f}} {unit}<extra>{name}</extra>"
-        return {"type": "bar", "name": name, "x": names, "y": heights, "marker": {"color": colour},
-                "hovertemplate": hover}  # fmt: skip
+        return bar(name, names, heights, colour, unit, hovertemplate=hover)
 
     data = [bars("predicted", predicted, "#9ecae9")]
     if any(value is not None for value in measured):
@@ -64,20 +64,15 @@ def ladder_plot(steps: Sequence[Step], limit: int | None) -> Figure:
             "marker": {"symbol": "x", "size": 13, "color": _BAD}, "hovertemplate": f"{outcome}<extra></extra>",
         })  # fmt: skip
     if limit is not None:
-        layout["shapes"] = [level(limit / scale)]
+        layout["shapes"] = [{
+            "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit / scale, "y1": limit / scale,
+            "line": {"color": _BAD, "dash": "dash", "width": 1.5},
+        }]  # fmt: skip
         layout["annotations"] = [{
             "text": f"limit {limit / scale:.2f} {unit}", "xref": "paper", "x": 0.995, "y": limit / scale,
             "xanchor": "right", "yanchor": "bottom", "showarrow": False, "font": {"color": _BAD},
         }]  # fmt: skip
     return Figure(data, layout, "no rung")
-
-
-def level(y: float) -> dict[str, Any]:
-    """A dashed line across a plot."""
-    return {
-        "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
-        "line": {"color": _BAD, "dash": "dash", "width": 1.5},
-    }  # fmt: skip
 
 
 def save_ladder(steps: Sequence[Step], limit: int | None, folder: Path) -> Path:
