@@ -23,16 +23,13 @@ def compare_page(a: Run, b: Run) -> str:
         for name, run in runs.items()
     )
     page = Page(f"{a.name} and {b.name}", lead)
-    page.section("summary", "Key figures", _key_figures(a, b), *_notes(runs))
+    notes = [paragraph(f"{name}: {note}", "faint") for name, run in runs.items() for note in run.notes]
+    page.section("summary", "Key figures", _key_figures(a, b), *notes)
     page.section("settings", "What differs", _settings(a, b))
     page.section("training", "Loss and throughput", page.figure("training", figures.training(runs)))
     page.section("memory", "Memory over time", page.figure("memory", figures.worst_memory(runs)))
     page.section("categories", "Where the memory is, on the worst rank", *_worst(page, runs))
     return page.render()
-
-
-def _notes(runs: dict[str, Run]) -> list[Markup]:
-    return [paragraph(f"{name}: {n}", "faint") for name, run in runs.items() for n in run.notes]
 
 
 def _key_figures(a: Run, b: Run) -> Markup:
@@ -42,13 +39,9 @@ def _key_figures(a: Run, b: Run) -> Markup:
         pair = [side.get(label) for side in (before, after)]
         if any(figure is not None and figure.value is not None for figure in pair):
             cells = [Cell("–") if figure is None else quantity(figure.value, figure.unit) for figure in pair]
-            values = [None if figure is None else figure.value for figure in pair]
-            lines.append([words(label), *cells, _ratio(values[0], values[1])])
+            x, y = (None if figure is None else figure.value for figure in pair)
+            lines.append([words(label), *cells, Cell("–") if not x or y is None else Cell(f"{y / x:.3f}", y / x)])
     return table(["", ">A", ">B", ">B / A"], lines)
-
-
-def _ratio(a: float | None, b: float | None) -> Cell:
-    return Cell("–") if not a or b is None else Cell(f"{b / a:.3f}", b / a)
 
 
 def _settings(a: Run, b: Run) -> Markup:

@@ -100,16 +100,6 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def _scale_buttons() -> dict[str, Any]:
-    """Buttons that switch the loss between a linear and a logarithmic axis."""
-    buttons = [
-        {"label": kind, "method": "relayout", "args": [{"yaxis.type": kind, "yaxis.autorange": True}]}
-        for kind in ("linear", "log")
-    ]
-    return {"type": "buttons", "direction": "right", "buttons": buttons, "x": 1, "xanchor": "right", "y": 1,
-            "yanchor": "top", "pad": {"r": 4, "t": 4}, "font": {"size": 11}}  # fmt: skip
-
-
 def training(runs: RunsByLabel) -> Figure:
     """Loss (smoothed for 50 steps or more), validation loss and throughput over steps: one colour per run."""
     traces = []
@@ -129,7 +119,15 @@ def training(runs: RunsByLabel) -> Figure:
         if ys:
             traces.append(line(f"{name} {run.targets}/s".strip(), steps, ys, colour, 1))
     units = "/s, ".join(dict.fromkeys(run.targets for run in runs.values()))
-    layout = {**panels(["loss", f"{units}/s"], "optimizer step"), "updatemenus": [_scale_buttons()]}
+    axes = {
+        "type": "buttons", "direction": "right", "x": 1, "xanchor": "right", "y": 1, "yanchor": "top",
+        "pad": {"r": 4, "t": 4}, "font": {"size": 11},
+        "buttons": [
+            {"label": kind, "method": "relayout", "args": [{"yaxis.type": kind, "yaxis.autorange": True}]}
+            for kind in ("linear", "log")
+        ],
+    }  # fmt: skip
+    layout = {**panels(["loss", f"{units}/s"], "optimizer step"), "updatemenus": [axes]}
     return Figure(traces, layout, "no step was recorded")
 
 

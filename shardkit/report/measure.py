@@ -154,15 +154,19 @@ def phase_peaks(gathers: Sequence[Gather], rank: int) -> dict[str, int]:
 
 def parts(row: RankRow) -> dict[str, Parts]:
     """A row's memory by place and category; the rest of the peak is `unattributed`."""
+
+    def with_rest(attributed: Parts, total: int) -> Parts:
+        return {**attributed, UNATTRIBUTED: max(0, total - sum(attributed.values()))}
+
     state = row.state or {}
     staging = {"staging": row.host_mem.staging}
     on_device: Parts = {kind: n_bytes.device for kind, n_bytes in state.items()}
     if row.device_mem is None:
-        return {"host": _with_rest({**on_device, **staging}, row.host_mem.peak_rss)}
+        return {"host": with_rest({**on_device, **staging}, row.host_mem.peak_rss)}
     on_host: Parts = {kind: n_bytes.host for kind, n_bytes in state.items()}
     return {
-        "device": _with_rest(on_device, row.device_mem.peak_allocated),
-        "host": _with_rest({**on_host, **staging}, row.host_mem.peak_rss),
+        "device": with_rest(on_device, row.device_mem.peak_allocated),
+        "host": with_rest({**on_host, **staging}, row.host_mem.peak_rss),
     }
 
 
@@ -172,10 +176,6 @@ def state_alone(locations: dict[str, Parts]) -> dict[str, Parts]:
         location: {kind: n for kind, n in parts.items() if kind != UNATTRIBUTED}
         for location, parts in locations.items()
     }
-
-
-def _with_rest(attributed: Parts, total: int) -> Parts:
-    return {**attributed, UNATTRIBUTED: max(0, total - sum(attributed.values()))}
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,10 @@ class RankStepTime:
 
 def last_start(run: Run) -> list[Gather]:
     """The gathers of the run's last start, which may have other ranks than earlier ones."""
-    began = _time(run.environment.get("time"))
+    try:
+        began = datetime.strptime(str(run.environment.get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        began = None
     recent = [gather for gather in run.gathers if began is not None and gather.time >= began] or list(run.gathers)
     # Without the time of the start, a step that does not grow or another number of ranks shows where it began.
     start = len(recent) - 1
@@ -204,14 +207,6 @@ def last_start(run: Run) -> list[Gather]:
     ):
         start -= 1
     return recent[max(start, 0) :]
-
-
-def _time(text: Any) -> float | None:
-    """Seconds since the epoch of env.json's time; None if it is not one."""
-    try:
-        return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except ValueError:
-        return None
 
 
 def step_times(run: Run) -> dict[int, RankStepTime]:

@@ -98,10 +98,10 @@ def read_run(path: Path) -> Run:
             f"{path} holds no run: no config.yaml, metrics.jsonl or memory.jsonl", "pass the run.dir of a run"
         )
     notes: list[str] = []
-    text = _text(path / "config.yaml", notes)
+    text, config = _config(path / "config.yaml", notes)
     return Run(
         path=path,
-        config=_yaml(text, notes),
+        config=config,
         config_text=text,
         environment=_json(path / "env.json", notes, required=True) or {},
         metrics=[line for line in _lines(path / "metrics.jsonl", notes) if isinstance(line.get("step"), int)],
@@ -122,24 +122,20 @@ def read_run(path: Path) -> Run:
     )
 
 
-def _text(path: Path, notes: list[str]) -> str:
+def _config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
+    """The text of the config, which the page shows, and its values."""
+    # The target of a link may be any file of this machine, and a report is sent to others.
     if path.is_symlink():
         notes.append(f"{path.name}: a link, whose target is not shown")
-        return ""
+        return "", {}
+    text = ""
     try:
-        return read_regular(path).decode(errors="replace")
-    except OSError as error:
-        notes.append(f"{path.name}: {error.strerror}")
-        return ""
-
-
-def _yaml(text: str, notes: list[str]) -> dict[str, Any]:
-    try:
+        text = read_regular(path).decode(errors="replace")
         tree = read_yaml(text, "config.yaml").value
-    except ConfigError as error:
-        notes.append(error.cause)
-        return {}
-    return tree if isinstance(tree, dict) else {}
+    except (OSError, ConfigError) as error:
+        notes.append(error.cause if isinstance(error, ConfigError) else f"{path.name}: {error.strerror}")
+        return text, {}
+    return text, tree if isinstance(tree, dict) else {}
 
 
 def _json(path: Path, notes: list[str], required: bool = False) -> dict[str, Any] | None:
