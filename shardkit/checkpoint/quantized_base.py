@@ -292,7 +292,7 @@ def drawing(weights: Weights, quantizer: BaseQuantizer, base_name: Callable[[str
 def reading(
     open_source: Callable[[], Source], quantizer: BaseQuantizer, base_name: Callable[[str], str | None]
 ) -> OpenReader:
-    """Read weights of a source, as of `formats.start.opening`; packed ones of bitsandbytes as they are.
+    """Read weights from the source opened by `opening`; weights already packed by bitsandbytes are copied unchanged.
 
     Raises (where it is opened):
         CheckpointError: a layer's weight is missing, or has another shape.

@@ -12,7 +12,15 @@ import torch
 
 def capture(device: torch.device) -> dict[str, torch.Tensor]:
     """State of Python's, NumPy's (legacy) and torch's generators, and of the device's; 1-D tensors on CPU."""
-    states = {"python": _python_state(), "numpy": _numpy_state(), "torch": torch.get_rng_state()}
+    version, words, gauss = random.getstate()
+    python = [version, int(gauss is not None), _bits(gauss or 0.0), *words]
+    state: Any = np.random.get_state(legacy=True)
+    _, key, position, has_gauss, numpy_gauss = state
+    numpy = [int(position), int(has_gauss), _bits(numpy_gauss), *key.tolist()]
+    states = {
+        "python": torch.tensor(python, dtype=torch.int64), "numpy": torch.tensor(numpy, dtype=torch.int64),
+        "torch": torch.get_rng_state(),
+    }  # fmt: skip
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -21,9 +29,11 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
 def restore(states: dict[str, torch.Tensor], device: torch.device) -> None:
     """Restore the captured generators, except those that this process does not have."""
     if "python" in states:
-        _set_python_state(states["python"])
+        version, has_gauss, gauss, *words = states["python"].tolist()
+        random.setstate((version, tuple(words), _from_bits(gauss) if has_gauss else None))
     if "numpy" in states:
-        _set_numpy_state(states["numpy"])
+        position, has_gauss, gauss, *key = states["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, _from_bits(gauss)))
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and device.type == "cuda":
@@ -44,25 +54,3 @@ def _bits(value: float) -> int:
 
 def _from_bits(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
-
-
-def _python_state() -> torch.Tensor:
-    version, words, gauss = random.getstate()
-    head = [version, int(gauss is not None), _bits(gauss or 0.0)]
-    return torch.tensor([*head, *words], dtype=torch.int64)
-
-
-def _set_python_state(state: torch.Tensor) -> None:
-    version, has_gauss, gauss, *words = state.tolist()
-    random.setstate((version, tuple(words), _from_bits(gauss) if has_gauss else None))
-
-
-def _numpy_state() -> torch.Tensor:
-    state: Any = np.random.get_state(legacy=True)
-    _, key, position, has_gauss, gauss = state
-    return torch.tensor([int(position), int(has_gauss), _bits(gauss), *key.tolist()], dtype=torch.int64)
-
-
-def _set_numpy_state(state: torch.Tensor) -> None:
-    position, has_gauss, gauss, *key = state.tolist()
-    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, _from_bits(gauss)))

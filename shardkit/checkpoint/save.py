@@ -91,18 +91,16 @@ class Staging:
         staged = []
         for shard in shards:
             if shard.replica == 0:  # others are not written here, but their shapes are checked
-                target = self._buffer((shard.name, shard.start, shard.local.numel(), shard.local.dtype))
+                key = (shard.name, shard.start, shard.local.numel(), shard.local.dtype)
+                if key not in self._buffers:
+                    self._buffers[key] = torch.empty(key[2], dtype=key[3], pin_memory=self._pin)
+                target = self._buffers[key]
                 target.copy_(shard.local, non_blocking=self._pin)
                 shard = replace(shard, local=target)
             staged.append(shard)
         if self._pin:
             torch.cuda.synchronize()
         return staged
-
-    def _buffer(self, key: tuple[str, int, int, torch.dtype]) -> torch.Tensor:
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(key[2], dtype=key[3], pin_memory=self._pin)
-        return self._buffers[key]
 
 
 @dataclass(frozen=True)

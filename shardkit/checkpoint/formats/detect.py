@@ -56,23 +56,20 @@ def opener(path: Path, step: str = "latest") -> tuple[Path, Callable[[Path, bool
         raise CheckpointError(f"{path} is neither a file nor a directory", f"name {KINDS}")
     chosen = _chosen(path, step)
     if chosen.is_file():
-        return chosen, _opener_of_file(chosen)
+        if chosen.suffix == ".safetensors":
+            return chosen, lambda file, _: open_safetensors(file)
+        if chosen.suffix in SUFFIXES:
+            return chosen, lambda file, _: open_torch(file)
+        raise CheckpointError(
+            f"{chosen} has none of the suffixes that shardkit knows: .safetensors, {', '.join(SUFFIXES)}",
+            f"name {KINDS}",
+        )
     for recognises, open_folder in FOLDERS:
         if recognises(chosen):
             return chosen, open_folder
     if (chosen / "config.json").is_file():
         raise CheckpointError(f"no *.safetensors in {path}, only the model's description", "copy the weights there")
     raise CheckpointError(f"{path} holds no checkpoint that shardkit knows", f"name {KINDS}")
-
-
-def _opener_of_file(path: Path) -> Callable[[Path, bool], Source]:
-    if path.suffix == ".safetensors":
-        return lambda file, _: open_safetensors(file)
-    if path.suffix in SUFFIXES:
-        return lambda file, _: open_torch(file)
-    raise CheckpointError(
-        f"{path} has none of the suffixes that shardkit knows: .safetensors, {', '.join(SUFFIXES)}", f"name {KINDS}"
-    )
 
 
 FOLDERS: tuple[tuple[Callable[[Path], bool], Callable[[Path, bool], Source]], ...] = (
@@ -98,7 +95,9 @@ def _chosen(path: Path, step: str) -> Path:
         return _of_run(path, saved, step)
     tags = {p.name: p for p in path.glob("global_step*") if p.is_dir()}
     if tags:
-        tag_name = _tag(path / layout.LATEST) if step == "latest" else f"global_step{step}"
+        latest = path / layout.LATEST  # DeepSpeed's file of the same name
+        text = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+        tag_name = text if step == "latest" else f"global_step{step}"
         if tag_name not in tags:
             raise CheckpointError(
                 f"{path} has no checkpoint {tag_name or 'that a file `latest` names'}",
@@ -110,11 +109,6 @@ def _chosen(path: Path, step: str) -> Path:
             f"--step {step}, but {path} does not hold several checkpoints", "leave --step out, or name a run"
         )
     return path
-
-
-def _tag(file: Path) -> str:
-    """The folder that DeepSpeed's file `latest` names; empty without such a file."""
-    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
 
 
 def _of_run(path: Path, saved: list[Path], step: str) -> Path:

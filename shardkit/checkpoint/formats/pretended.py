@@ -99,7 +99,7 @@ def _class_of(described: Any, described_by: Path) -> Any:
 
 
 def _named_dtype(described: Any) -> torch.dtype:
-    """The type of the weights that a config names; bf16 where it names none that a folder can be written in."""
+    """The dtype that a config names; bf16 if it names none, or one that shardkit writes no folder in."""
     named = getattr(described, "dtype", None)
     return next((dtype for dtype in DTYPES.values() if dtype == named), torch.bfloat16)
 

@@ -136,7 +136,9 @@ def load_weights(
     _refuse_different_sources({need.node: need.digest for need in needs if need.digest}, source.path)
     n_rows = dict(sorted(entry for need in needs for entry in need.n_rows.items()))
     if world.is_main:
-        _warn_of_unused(source, {name for need in needs for name, _, _ in need.ranges} | read_later)
+        used_names = {name for need in needs for name, _, _ in need.ranges} | read_later
+        if unused := sorted(name.partition(".")[2] for name in set(source.tensors) - used_names):
+            _LOG.warning("%s holds %s, which the model has no place for", source.path, _listing(unused))
     ranges = [(need.node, need.ranges) for need in needs]
     agreed(group, read_ranges(source.read_into, destinations, ranges, world, group, BUCKET_BYTES))
     agreed(group, _fill_new_rows(source, new_rows, n_rows, world, group))
@@ -254,13 +256,6 @@ def _destinations(
     if missing:
         raise CheckpointError(f"{source.path} has no {_listing(list(missing))}", _FIX)
     return dict(sorted(destinations.items())), new_rows
-
-
-def _warn_of_unused(source: Source, used_names: set[str]) -> None:
-    """Warn of tensors of the source that no rank reads."""
-    unused = sorted(name.partition(".")[2] for name in set(source.tensors) - used_names)
-    if unused:
-        _LOG.warning("%s holds %s, which the model has no place for", source.path, _listing(unused))
 
 
 def _listing(names: Sequence[str]) -> str:

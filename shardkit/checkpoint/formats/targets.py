@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -328,23 +330,24 @@ def _shards(weights: Export, max_bytes: int) -> list[list[str]]:
 
 
 _FIXED_HEADER, _ZIP64_EXTRA, _ALIGNMENT = 30, 20, 64
-Pieces = Callable[[str], Iterable[torch.Tensor]]
 
 
-def write_state_dict(file: Path, tensors: Mapping[str, TensorSpec], ties: Mapping[str, str], pieces: Pieces) -> None:
-    """Write tensors to a new file, each under all of its names.
+def write_torch(weights: Export, folder: Path) -> None:
+    """Write all weights as one state dict, `model.pt`, with every name of a tied weight, a piece at a time.
 
-    Args:
-        ties: further name of a tensor → its name in `tensors`; both share their elements when the file is loaded.
-        pieces: gives a tensor's elements in order, as 1-D tensors of the type that `tensors` says.
+    `torch.load(file, weights_only=True)` reads the file, also with `mmap=True`.
     """
+    file, tensors = folder / "model.pt", weights.tensors
     # torch.save itself writes the pickle and the small entries, to a file of holes: the tensors are never touched.
     # That file cannot be filled in place: readers that look at checksums (llama.cpp's, unzip) would find wrong ones.
     layout = file.with_name(f"{file.name}.layout")
     state = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in tensors.items()}
-    state.update({alias: state[name] for alias, name in ties.items()})
-    with torch.serialization.skip_data():
-        torch.save(state, layout)
+    state.update({alias: state[name] for alias, name in weights.ties.items()})
+    try:
+        with torch.serialization.skip_data():
+            torch.save(state, layout)
+    except RuntimeError as error:  # torch's writer gives no reason; holes take no space, so the size is to blame
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(layout)) from error
     del state
     names = list(tensors)  # arrays are numbered in this order
     with zipfile.ZipFile(layout) as holes, zipfile.ZipFile(file, "x", allowZip64=True) as archive:
@@ -357,16 +360,11 @@ def write_state_dict(file: Path, tensors: Mapping[str, TensorSpec], ties: Mappin
                 padding = -at % _ALIGNMENT
                 new.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
                 with archive.open(new, "w", force_zip64=True) as out:
-                    for piece in pieces(names[int(part.removeprefix("data/"))]):
+                    for piece in weights.pieces(names[int(part.removeprefix("data/"))]):
                         out.write(byte_view(piece))
             elif not part.startswith("."):  # `.format_version` and the like promise torch's own order of bytes
                 archive.writestr(new, holes.read(entry))
     layout.unlink()
-
-
-def write_torch(weights: Export, folder: Path) -> None:
-    """Write all weights as one state dict, `model.pt`, with every name of a tied weight."""
-    write_state_dict(folder / "model.pt", weights.tensors, weights.ties, weights.pieces)
 
 
 def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
