@@ -189,49 +189,6 @@ def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate
     return list(errors.values())
 
 
-def expected(section: str, key: str) -> str:
-    """The values that a key accepts, in words: `an integer >= 1, or null`."""
-    schema = json_schema()
-    ref = schema["properties"][section]["$ref"].rpartition("/")[2]
-    return _in_words(schema["$defs"][ref]["properties"][key])
-
-
-def _in_words(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        return ", or ".join(_in_words(option) for option in schema["anyOf"])
-    if "$ref" in schema:
-        return "a mapping"
-    if "enum" in schema:
-        return "one of " + ", ".join(str(value) for value in schema["enum"])
-    if "const" in schema:
-        return str(schema["const"])
-    if schema["type"] == "array":
-        fixed = schema.get("minItems") == schema.get("maxItems", -1)
-        of = "names" if schema.get("items", {}).get("type") == "string" else "numbers"
-        return f"a list of {schema['minItems']} numbers" if fixed else f"a list of {of}"
-    words = {
-        "integer": "an integer",
-        "number": "a number",
-        "string": "text",
-        "boolean": "true or false",
-        "object": "a mapping",
-        "null": "null",
-    }[schema["type"]]
-    if schema.get("format") == "date":
-        return "a day like 2026-01-31"
-    if schema.get("pattern"):
-        return f"{words} like package.module:Class"
-    if schema.get("minLength"):
-        return f"{words} that is not empty"
-    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {_number(schema[name])}" for name, sign in signs.items() if name in schema]
-    return f"{words} {' and '.join(bounds)}" if bounds else words
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else str(value)
-
-
 def _origins(cause: str, tree: dict[str, Any], locate: Locate) -> str:
     """The places where the keys in a message were set."""
     paths = [(section, key) for section, key in re.findall(r"\b([a-z]+)\.([a-z_]+)\b", cause)]
