@@ -306,7 +306,7 @@ WRONG = [
     ("rehearse --live 0 -- python train.py", "--live names ranks of --ranks", "--ranks 128 --live 0,64"),
     ("rehearse --compute --ranks 8 --steps 2 -- train.py", "--ranks and --steps: with --compute", "leave out"),
     ("rehearse --poison -- python train.py", "show in what is computed", "give --compute"),
-    ("rehearse --until friday -- python train.py", "--until friday is no event", "--until save"),
+    ("rehearse --until friday -- python train.py", "--until friday", "--until save"),
     ("train --config list.yaml", "list.yaml holds a list", "train: {max_steps: 100}"),
     ("train --config latin1.yaml", "config file latin1.yaml is not UTF-8 text", "save it as UTF-8"),
     (f"{BYTES} train.lr=3", "unknown key train.lr", "did you mean optim.lr?"),
