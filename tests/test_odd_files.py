@@ -12,8 +12,8 @@ import pytest
 from shardkit.cli.__main__ import main
 from shardkit.config.load import load_config
 from shardkit.config.schema import ModelConfig
-from shardkit.data.rows.formats import find_records
-from shardkit.data.tokenize.tokenizer import _settings
+from shardkit.data.rows import find
+from shardkit.data.tokenizer import _settings
 from shardkit.errors import ConfigError, DataError
 from shardkit.files import read_object
 from shardkit.foreign.translate import _read_model, read_job
@@ -113,4 +113,4 @@ def test_post_mortems_of_ranks_are_regular_files(odd: Path, tmp_path: Path) -> N
 def test_a_damaged_list_of_splits_is_two_lines(text: str, tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(text)
     with pytest.raises(DataError, match=r"dataset_dict\.json is damaged"):
-        find_records(str(tmp_path))
+        find(str(tmp_path))

@@ -211,7 +211,7 @@ def tokenize(
 ) -> None:
     """Tokenise a data set into DIR, a memory-mapped corpus with the bounds of its documents: set data.path to it."""
     # A process of its own, as a run's are: this one need not know the data's modules.
-    command = module_command("shardkit.data.tokenize.prepared")
+    command = module_command("shardkit.data.tokenize")
     command += [source, str(directory), str(tokenizer), *(overrides or [])]
     raise typer.Exit(subprocess.run(command).returncode)
 

@@ -18,7 +18,7 @@ from typing import get_type_hints
 
 from ..errors import ConfigError
 from .presets import task_of
-from .schema import ParallelConfig, RunConfig, Section, TaskName, sections
+from .schema import DOCUMENT_KEYS, ParallelConfig, RunConfig, Section, TaskName, sections
 from .strategy import SHARDING, STRATEGIES, Capability
 
 MARKERS = ("<!-- capability:begin -->", "<!-- capability:end -->")
@@ -245,11 +245,6 @@ def _not_for(*tasks: TaskName) -> Callable[[RunConfig], bool]:
 _REFERENCE = ("vocab_size", "max_seq_len", "d_model", "n_layers", "n_heads", "dropout", "tie_weights")
 _TEXT: tuple[TaskName, ...] = ("causal_lm", "hf_causal_lm", "hf_masked_lm")
 _IMAGES: tuple[TaskName, ...] = ("image_classification", "super_resolution")
-_DOCUMENTS = tuple(
-    f"data.{key}"
-    for key in ("tokenizer", "chat_template", "columns", "loss_on", "add_eos", "long_samples", "max_bad_rows",
-                "sources", "tokenize_workers")
-)  # fmt: skip
 _FOR_ONE: dict[str, tuple[TaskName, ...]] = {
     **{f"model.{key}": ("causal_lm",) for key in _REFERENCE},
     "model.resize_embeddings": ("hf_causal_lm", "hf_masked_lm"),
@@ -259,7 +254,7 @@ _FOR_ONE: dict[str, tuple[TaskName, ...]] = {
         ("train.sample_prompts", "train.sample_tokens", "train.sample_temperature"), ("causal_lm", "hf_causal_lm")
     ),
     **dict.fromkeys(("data.packing", "data.streaming"), ("causal_lm", "hf_causal_lm")),
-    **dict.fromkeys(_DOCUMENTS, _TEXT),
+    **dict.fromkeys((f"data.{key}" for key in ("tokenizer", *DOCUMENT_KEYS)), _TEXT),
     **dict.fromkeys(("data.mask_fraction", "data.mask_token"), ("hf_masked_lm",)),
     **dict.fromkeys(("data.crops_per_image", "data.augment"), _IMAGES),
     "data.crop_size": ("super_resolution",),

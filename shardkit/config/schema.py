@@ -232,9 +232,11 @@ class DataConfig(Section):
     chat_date: date | None = None
     """The day (YYYY-MM-DD) that a chat template takes for today. Templates that write the date into the text
     (`strftime_now`; Llama 3's does) need it: all nodes and resumes then make the same tokens."""
-    columns: dict[Literal["text", "messages", "prompt", "completion"], str] = {}
+    columns: dict[Literal["text", "messages", "prompt", "completion", "input", "system", "tools"], str] = {}
     """Columns of records under other names, such as {text: body}; unset = messages, conversations, prompt and
-    completion, or text, whichever is there."""
+    completion, or text, whichever is there. An input joins the prompt behind an empty line."""
+    ignore: list[str] = []
+    """Columns, and members of conversations' turns, that are as if they were not there, such as [label]."""
     loss_on: Literal["auto", "all", "assistant", "completion"] = "auto"
     """Tokens to predict: auto = the assistant's turns of conversations, the completion after a prompt, all of a text;
     all; assistant; completion = of a conversation, its last turn by the assistant."""
@@ -284,6 +286,13 @@ class DataConfig(Section):
         if twice is not None:
             raise conflict(f"data.sources has two sources named {twice}", "give each a name of its own")
         return self
+
+
+DOCUMENT_KEYS = (
+    "chat_template", "chat_date", "columns", "ignore", "loss_on", "add_eos", "long_samples", "max_bad_rows", "sources",
+    "tokenize_workers",
+)  # fmt: skip
+"""Keys of `data` that only text with a tokenizer reads."""
 
 
 class TrainConfig(Section):

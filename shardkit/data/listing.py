@@ -1,10 +1,11 @@
-"""List the files of a data set, and split them into training and validation files."""
+"""List the files of a data set, and split them into training and validation files, by a hash or by their names."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,43 @@ def held_out(names: list[str], val_fraction: float) -> set[str]:
     if len(names) > 1:
         n_val = min(max(n_val, 1), len(names) - 1)
     return set(ordered[:n_val])
+
+
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Split → the words that mean it in the names of files and folders, as in `datasets`."""
+_SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+
+
+def splits_by_name(names: list[str]) -> dict[str, set[str]]:
+    """Split → the files in it, by the rules of `datasets` (data_files.py); empty if no name means a split.
+
+    The first rule that applies to any file decides: `data/SPLIT-00000-of-00001.*`, then words in the names of folders,
+    then in those of files, where `-`, `.`, `_`, a space or a digit ends a word. Unlike there, case does not matter: the
+    test data of `Train.jsonl` and `Test.jsonl` would be trained.
+    """
+    shards = {name: match[1] for name in names if (match := _SHARD.fullmatch(name))}
+    if shards:
+        splits: dict[str, set[str]] = {}
+        for name, split in shards.items():
+            split = next((s for s, words in SPLIT_WORDS.items() if split.lower() in words), split)
+            splits.setdefault(split, set()).add(name)
+        return splits
+    for of_folder in (True, False):
+        splits = {}
+        for split, words in SPLIT_WORDS.items():
+            end = "(?:[-._ 0-9].*)?" if of_folder else "[-._ 0-9].*"
+            pattern = re.compile(f"(?:.*[-._ 0-9])?(?:{'|'.join(words)}){end}", re.IGNORECASE)
+            for name in names:
+                *folders, last = name.split("/")
+                if any(pattern.fullmatch(part) for part in (folders if of_folder else [last])):
+                    splits.setdefault(split, set()).add(name)
+        if splits:
+            return splits
+    return {}
 
 
 def unreadable(path: str, error: OSError) -> DataError:

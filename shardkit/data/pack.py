@@ -16,9 +16,8 @@ import numpy.typing as npt
 import torch
 
 from ..errors import DataError
-from .datasets.windows import IGNORE_INDEX
-from .store.cache import CHUNK, SEPARATOR
-from .store.corpus import Corpus, TokenSpan
+from .corpus import CHUNK, SEPARATOR, Corpus, TokenSpan
+from .windows import IGNORE_INDEX
 
 Ints = npt.NDArray[np.int64]
 Packing = Literal["packed", "padding_free"]

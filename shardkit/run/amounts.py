@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..config.schema import RunConfig, TrainConfig
-from ..data.datasets.text_data import Mixed, Streamed
-from ..data.datasets.windows import DocumentWindows, MaskedWindows, Samples, Windows
 from ..data.order import BatchSchedule, State
 from ..data.pack import PackedDocuments
+from ..data.text_data import Mixed, Samples, Streamed
+from ..data.windows import DocumentWindows, MaskedWindows, Windows
 from ..tasks.base import Dataset
 
 MANY_PASSES = 20

@@ -17,7 +17,7 @@ from torch import nn
 from ..config import capability, libraries
 from ..config.load import LoadedConfig, load_config, resolve_batch
 from ..config.schema import RunConfig
-from ..data.tokenize.tokenizer import with_local_folders
+from ..data.tokenizer import with_local_folders
 from ..errors import ConfigError
 from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config.schema import RunConfig
-from ..data.rows.formats import RECORDS_ALONE
-from ..data.tokenize.tokenizer import tokenizer_path
+from ..data.rows import format_of
+from ..data.tokenizer import tokenizer_path
 from ..errors import CheckpointError, ConfigError
 from ..launch.local import run_dir
 
@@ -68,7 +68,7 @@ def _check_tokenizer(config: RunConfig, folder: Path) -> None:
     if tokenizer_path(config) is not None:
         return
     paths = [path for path in (config.data.path, *(source.path for source in config.data.sources)) if path is not None]
-    records = next((path for path in paths if path.lower().endswith(RECORDS_ALONE)), None)
+    records = next((path for path in paths if format_of(path) is not None), None)
     if records is None:
         return
     raise ConfigError(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ..checkpoint.save import Checkpointer
 from ..config.schema import RunConfig
-from ..data.datasets.text_data import Mixed
 from ..data.order import BatchSchedule
 from ..data.pack import PackedDocuments
+from ..data.text_data import Mixed
 from ..errors import DataError
 from ..launch.failures import failure
 from ..launch.local import restart

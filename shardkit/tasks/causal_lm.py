@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..data.datasets.text_data import TextData
-from ..data.datasets.windows import IGNORE_INDEX
 from ..data.pack import documents_of
+from ..data.text_data import TextData
+from ..data.windows import IGNORE_INDEX
 from ..models.flops import transformer_flops_per_token
 from ..models.transformer import Block, Transformer, init_parameter
 from .base import Dataset

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..data.datasets.text_data import TextData
 from ..data.pack import documents_of
-from ..data.tokenize.tokenizer import embedding_rows
+from ..data.text_data import TextData
+from ..data.tokenizer import embedding_rows
 from ..errors import ConfigError
 from ..models.cross_entropy import attach_loss, check_loss_fits
 from ..models.flops import hf_flops_per_token

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..data.datasets.text_data import TextData
-from ..data.datasets.windows import MaskedWindows, flatten_targets
-from ..data.tokenize.tokenizer import embedding_rows, load_tokenizer, tokenizer_path
+from ..data.text_data import TextData
+from ..data.tokenizer import embedding_rows, load_tokenizer, tokenizer_path
+from ..data.windows import MaskedWindows, flatten_targets
 from ..errors import ConfigError
 from ..models.cross_entropy import attach_loss, check_loss_fits
 from ..models.lora import adapter_of, hf_model

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..data.datasets.pictures import LabelledCrops, Picture, find_classes, shipped_pictures, split_pictures
+from ..data.pictures import LabelledCrops, Picture, find_classes, shipped_pictures, split_pictures
 from ..errors import DataError
 from ..models.hf import HFModel
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig, TaskName, TrainConfig
-from ..data.tokenize.tokenizer import load_tokenizer, tokenizer_path
+from ..data.tokenizer import load_tokenizer, tokenizer_path
 from ..errors import ConfigError, ShardkitError
 from .base import Task
 from .causal_lm import CausalLM

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..data.datasets.pictures import ScaledCrops, find_pictures, shipped_pictures, split_pictures
+from ..data.pictures import ScaledCrops, find_pictures, shipped_pictures, split_pictures
 from ..errors import ConfigError
 from ..models.hf import HFModel
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shardkit.config.schema import DataConfig
-from shardkit.data.store.tokenised import Documents
-from shardkit.data.tokenize.prepared import open_source
-from shardkit.data.tokenize.tokenizer import load_tokenizer
+from shardkit.data.store import Documents
+from shardkit.data.tokenize import open_source
+from shardkit.data.tokenizer import load_tokenizer
 from tests.commands import Done, python_m
 from tests.data.chats import conversation, write_lines, write_tokenizer
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardkit.config.schema import RunConfig
-from shardkit.data.tokenize.tokenizer import load_tokenizer
+from shardkit.data.tokenizer import load_tokenizer
 from shardkit.tasks.causal_lm import CausalLM
 
 

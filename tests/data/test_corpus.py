@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from shardkit.config.schema import DataConfig, RunConfig
-from shardkit.data.datasets.windows import IGNORE_INDEX, Windows, open_covered
+from shardkit.data.corpus import Corpus, open_corpus
 from shardkit.data.listing import split_files
-from shardkit.data.rows.formats import find_text_files
-from shardkit.data.store.corpus import Corpus, open_corpus
+from shardkit.data.rows import find_text_files
+from shardkit.data.windows import IGNORE_INDEX, Windows, open_covered
 from shardkit.errors import ConfigError, DataError
 
 
@@ -305,10 +305,11 @@ def test_records_are_refused_by_name(name: str, tmp_path: Path) -> None:
         open_corpus(data(tmp_path, write_tree(tmp_path / "text"), val_path=str(folder / name)))
 
 
-def test_lines_of_json_beside_text_are_text(tmp_path: Path) -> None:
+def test_records_beside_text_are_refused_with_the_files_named(tmp_path: Path) -> None:
     root = write_tree(tmp_path / "text")
     (root / "cases.jsonl").write_text('{"text": "a line"}\n')
-    assert open_corpus(data(tmp_path, root)).n_train_files > 30
+    with pytest.raises(DataError, match=r"mixes records \(cases.jsonl\) and text \(d0/f0.txt"):
+        open_corpus(data(tmp_path, root))
 
 
 def judged(tmp_path: Path, vocab_size: int, path: Path, **model: object) -> Corpus:

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from shardkit.config.schema import RunConfig
-from shardkit.data.datasets.pictures import (
+from shardkit.data.pictures import (
     LabelledCrops,
     ScaledCrops,
     find_classes,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardkit.config.schema import RunConfig
-from shardkit.data.datasets.windows import MaskedWindows, flatten_targets
+from shardkit.data.windows import MaskedWindows, flatten_targets
 from shardkit.errors import ConfigError
 from shardkit.tasks.hf_masked_lm import HFMaskedLM
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from shardkit.config.schema import RunConfig
-from shardkit.data.datasets.text_data import TextData
-from shardkit.data.datasets.windows import IGNORE_INDEX
-from shardkit.data.rows.parquet import Parquet
+from shardkit.data.rows import Parquet
+from shardkit.data.text_data import TextData
+from shardkit.data.windows import IGNORE_INDEX
 from shardkit.errors import DataError
 
 from .chats import MARKED, PLAIN, write_lines, write_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.data.tokenize.tokenizer import load_tokenizer
+from shardkit.data.tokenizer import load_tokenizer
 from shardkit.errors import ConfigError, DataError
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
@@ -200,7 +200,7 @@ def test_a_template_that_writes_the_date_takes_it_from_the_config(tmp_path: Path
     ]
     assert len({*digests, *streams}) == 4, "the date is part of the data that a checkpoint was trained with"
     command = [
-        "shardkit.data.tokenize.prepared", str(path), str(tmp_path / "out"), str(tmp_path / "tok"),
+        "shardkit.data.tokenize", str(path), str(tmp_path / "out"), str(tmp_path / "tok"),
         "data.chat_date=2024-07-06",
     ]  # fmt: skip
     assert python_m(*command, env={"TZ": "Pacific/Kiritimati"}).returncode == 0

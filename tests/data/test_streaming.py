@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shardkit.data.datasets.text_data import Streamed
-from shardkit.data.datasets.windows import IGNORE_INDEX
 from shardkit.data.loader import StepLoader
 from shardkit.data.order import BatchSchedule, State, WindowOrder
-from shardkit.data.rows.format import RowFormat
-from shardkit.data.tokenize.tokenizer import load_tokenizer
+from shardkit.data.rows import Piece, RowFormat
+from shardkit.data.text_data import Streamed
+from shardkit.data.tokenizer import load_tokenizer
+from shardkit.data.windows import IGNORE_INDEX
 from shardkit.errors import ConfigError, DataError
-from shardkit.files.bounded import LIMITS, Limit
 from tests.commands import python_m
 
 from .chats import conversation, write_lines, write_tokenizer
@@ -44,12 +42,6 @@ def test_an_epoch_has_each_row_once_window_by_window(sizes: list[int], shuffle: 
             held = [*(p for p in held if p != piece), piece][-WindowOrder.WINDOW :]
         assert n_loads == len(sizes), "a reader that holds a window's pieces reads each once"
     assert (epochs[0].tolist() == epochs[1].tolist()) is (not shuffle)
-
-
-def alarm() -> tuple[bool, float]:
-    """Whether this process's alarm is set, as the test's own time limit may do, and how often it repeats."""
-    remaining_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
-    return remaining_s > 0, interval_s
 
 
 def stream_of(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Streamed:
@@ -274,31 +266,9 @@ def test_the_digest_sees_contents_of_the_same_size(kind: str, tmp_path: Path, mo
     assert first == again and first["tokenizer"] == other["tokenizer"] and first["data"] != other["data"]
 
 
-TOO_LONG = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-FOLDED = "{{ 9 ** (9 ** 9) }}"
-"""Computed while the template is compiled, where jinja2 swallows exceptions."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("template", [TOO_LONG, FOLDED], ids=["loops", "constant"])
-def test_a_template_that_does_not_end_is_stopped_while_streaming(
-    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(LIMITS, "chat template", Limit(1 << 30, 0, 0.2, 1))
-    path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
-    val = write_lines(tmp_path / "val.jsonl", ({"prompt": "ask", "completion": "answer"} for _ in range(9)))
-    write_tokenizer(tmp_path / "hostile", template)
-    before = alarm()
-    data = stream_of(tmp_path, path, monkeypatch, val_path=str(val), tokenizer=str(tmp_path / "hostile"))
-    with pytest.raises(DataError, match=r"takes it more than 0\.2 s") as caught:
-        data[0]
-    assert "\n" not in caught.value.cause + caught.value.fix and caught.value.fix
-    assert alarm() == before, "the limit's alarm is gone, and the test's own is set again"
-
-
 @pytest.mark.parametrize("keys", [{"packing": "packed"}, {"long_samples": "split"}, {"val_path": None}])
 def test_settings_that_streaming_cannot_have_are_refused(keys: dict[str, Any], tmp_path: Path) -> None:
-    from shardkit.data.datasets.text_data import TextData
+    from shardkit.data.text_data import TextData
 
     path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
     settings = config(tmp_path, path, **{"streaming": True, "val_path": str(path), **keys})
@@ -314,7 +284,7 @@ def test_parts_of_a_row_group_are_read_once_and_in_order(
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    from shardkit.data.rows import parquet as parquet_format
+    from shardkit.data.rows import Parquet
 
     rows = [{"messages": conversation(i)} for i in range(300)]
     path = tmp_path / "rows.parquet"
@@ -323,15 +293,15 @@ def test_parts_of_a_row_group_are_read_once_and_in_order(
         writer.write_table(pa.Table.from_pylist(rows[start:stop]))
     writer.close()
     whole = [tokens[:-1] for tokens, _ in everything(opened(tmp_path, path, seq_len=200))]
-    monkeypatch.setattr(parquet_format.Parquet, "part_rows", 20)
+    monkeypatch.setattr(Parquet, "part_rows", 20)
     decoded: list[int] = []
-    read_groups = parquet_format.read_groups
+    batches = Parquet.batches
 
-    def counted(path: str, groups: Any, columns: Any) -> Any:
-        decoded.extend(groups)
-        yield from read_groups(path, groups, columns)
+    def counted(self: Parquet, piece: Piece, columns: Any) -> Any:
+        decoded.append(piece.start)
+        yield from batches(self, piece, columns)
 
-    monkeypatch.setattr(parquet_format, "read_groups", counted)
+    monkeypatch.setattr(Parquet, "batches", counted)
     data = stream_of(tmp_path, path, monkeypatch, seq_len=200)
     assert [piece.n_rows is not None for piece in data.stream.pieces] == [False, *[True] * 7, False, False] + [
         True
@@ -351,11 +321,10 @@ def test_parts_of_a_row_group_are_read_once_and_in_order(
 
 _STREAMED = """
 import json, os, resource, sys
-from shardkit.data.rows.formats import find_records
-from shardkit.data.rows.pieces import PieceReader, cut
+from shardkit.data.rows import PieceReader, cut, find
 def peak(): return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
-files, row_format = find_records(sys.argv[1])
-pieces = cut(files, row_format, split_groups=sys.argv[2] == "parts")
+found = find(sys.argv[1])
+pieces = cut(found.train, found.format, split_groups=sys.argv[2] == "parts")
 reader = PieceReader(pieces, ["text"], 4)
 reader.row(0, 0)
 open("/proc/self/clear_refs", "w").write("5")

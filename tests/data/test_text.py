@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +12,12 @@ import numpy as np
 import pytest
 
 from shardkit.config.schema import RunConfig
-from shardkit.data.datasets.text_data import TextData
-from shardkit.data.datasets.windows import IGNORE_INDEX
 from shardkit.data.order import MixOrder
-from shardkit.data.rows.format import RowFormat
-from shardkit.data.rows.formats import find_records
-from shardkit.data.rows.jsonl import JsonLines
-from shardkit.data.rows.pieces import cut
-from shardkit.data.tokenize.prepared import open_source
-from shardkit.data.tokenize.tokenizer import load_tokenizer, tokenizer_path
+from shardkit.data.rows import Json, RowFormat, cut, find
+from shardkit.data.text_data import TextData
+from shardkit.data.tokenize import open_source
+from shardkit.data.tokenizer import load_tokenizer, tokenizer_path
+from shardkit.data.windows import IGNORE_INDEX
 from shardkit.errors import ConfigError, DataError
 
 from .chats import MARKED, PLAIN, conversation, write_lines, write_tokenizer
@@ -55,7 +48,7 @@ def opened(tmp_path: Path, path: Path | None, **keys: Any) -> TextData:
 def everything(data: TextData) -> list[tuple[list[int], list[bool]]]:
     """Tokens and targets of all documents, in the order of the file."""
     assert data.sources is not None
-    from shardkit.data.store.tokenised import Documents
+    from shardkit.data.store import Documents
 
     whole = Documents(data.sources.train)
     return [
@@ -151,7 +144,7 @@ def test_windows_of_text_hold_each_token_once(tmp_path: Path) -> None:
 
 def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are cut into pieces, and a document that spans several, are the same whoever encodes them."""
-    from shardkit.data.tokenize import pool
+    from shardkit.data import tokenize
 
     folder = tmp_path / "text"
     folder.mkdir()
@@ -159,7 +152,7 @@ def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pyt
         (folder / f"{module}.py").write_bytes((Path(json.__file__).parent / f"{module}.py").read_bytes())
     one = opened(tmp_path, folder)
     monkeypatch.setattr(RowFormat, "piece_bytes", 3000)
-    monkeypatch.setattr(pool, "_SMALL", 0)
+    monkeypatch.setattr(tokenize, "_SMALL", 0)
     several = opened(tmp_path, folder, cache_dir=str(tmp_path / "other"))
     lengths = [
         data.documents("train").lengths.tolist() + data.documents("val").lengths.tolist() for data in (one, several)
@@ -172,55 +165,9 @@ def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pyt
 
 def test_a_small_set_has_work_for_every_worker(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", ({"text": f"ask {i} " * 100} for i in range(2000)))
-    files, row_format = find_records(str(path))
-    sizes = [piece.size for piece in cut(files, row_format, row_format.encoded_piece_bytes(files))]
+    found = find(str(path))
+    sizes = [piece.size for piece in cut(found.train, found.format, found.format.encoded_piece_bytes(found.train))]
     assert len(sizes) >= 12 and max(sizes) < path.stat().st_size / 10
-
-
-@pytest.mark.slow
-def test_tokenising_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
-    """Workers take longer to start than the bar waits between two drawings."""
-    path = write_lines(tmp_path / "rows.jsonl", ({"text": f"ask {i} " * 400} for i in range(700)))
-    command = [
-        "shardkit.data.tokenize.prepared",
-        str(path),
-        str(tmp_path / "out"),
-        str(write_tokenizer(tmp_path / "tok")),
-    ]
-    ours, terminal = os.openpty()
-    shown = b""
-    with subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=terminal) as process:
-        os.close(terminal)
-        with contextlib.suppress(OSError):  # how Linux says that the other side is closed
-            while read := os.read(ours, 4096):
-                shown += read
-    os.close(ours)
-    assert process.returncode == 0
-    drawn = re.findall(
-        r"\r\[(#*) *\] tokenising \S+/rows.jsonl: +(\d+)%, [\d,]+ tokens, [\d,]+ a second", shown.decode()
-    )
-    shares = [int(share) for _, share in drawn]
-    assert shares == sorted(shares) and len(drawn) >= 1 and shares[-1] <= 100
-    assert all(len(bar) == pytest.approx(int(share) / 5, abs=1) for bar, share in drawn)
-    assert shown.endswith(b"\r\n"), "the shell's prompt begins a line of its own"
-
-
-def test_tokenising_writes_a_line_every_half_minute_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from shardkit.data.tokenize.pool import _Progress
-
-    now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    progress = _Progress("books", 1000)
-    for second in range(70):
-        now = float(second)
-        progress.advance(10, 100 * second)
-    progress.close()
-    said = capsys.readouterr().out.splitlines()
-    assert said == [
-        "tokenising books:  31%, 3,000 tokens, 100 a second", "tokenising books:  61%, 6,000 tokens, 100 a second",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["truncate", "split", "drop"])
@@ -290,7 +237,7 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
     if case == "utf16":
         path.write_bytes(path.read_text().encode("utf-16"))
     if case == "array":
-        path = tmp_path / "all.json"
+        path = tmp_path / "all.jsonl"
         path.write_text(json.dumps(good))
     if case == "columns":
         path = write_lines(tmp_path / "x.jsonl", [{"body": "a text", "id": 1}])
@@ -456,6 +403,6 @@ def test_the_cache_knows_tokenizer_template_data_and_pieces(tmp_path: Path, monk
     others = {entry(loss_on="all"), entry(chat_template=str(tmp_path / "other.jinja"), max_bad_rows=0.9)}
     write_lines(path, ({"messages": conversation(i + 1)} for i in range(9)))
     others.add(entry())
-    monkeypatch.setattr(JsonLines, "encoded_bytes", (100, 100))  # the data digest is of the pieces
+    monkeypatch.setattr(Json, "encoded_bytes", (100, 100))  # the data digest is of the pieces
     others.add(entry())
     assert len(others | {first}) == 5

@@ -14,13 +14,14 @@ import pytest
 
 from shardkit.config import capability
 from shardkit.config import errors as config_errors
-from shardkit.data.rows import formats, pieces
-from shardkit.data.rows.format import BadRow, Piece, RowFormat
-from shardkit.errors import ConfigError
+from shardkit.data import rows
+from shardkit.data.rows import BadRow, Piece, RowFormat
+from shardkit.errors import ConfigError, DataError
 from shardkit.launch.script import Script
 from shardkit.launch.spec import JobSpec
 from shardkit.telemetry import catalog
 from tests.config import test_capability, test_load
+from tests.data.test_text import opened
 from tests.ranks import run_ranks
 from tests.texts import write_program
 
@@ -274,13 +275,12 @@ def test_a_metric_is_a_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_format_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = names_of("Add a row format", RowFormat=RowFormat, Piece=Piece, BadRow=BadRow, Path=Path)
-    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, names["TabSeparated"]()))
-    path = tmp_path / "rows.tsv"
-    path.write_text("prompt\tcompletion\n2 + 2\t4\nshort\n1 + 2\t3\n")
-    files, row_format = formats.find_records(str(path))
-    assert row_format.name == "tsv" and row_format.columns(files, set()) == ["prompt", "completion"]
-    [piece] = pieces.cut(files, row_format)
-    first, bad, last = pieces.rows(piece)
-    assert first == {"prompt": "2 + 2", "completion": "4"} and last == {"prompt": "1 + 2", "completion": "3"}
-    assert isinstance(bad, BadRow)
-    assert row_format.load(piece, None).row(2) == (2, last)
+    monkeypatch.setattr(rows, "FORMATS", (*rows.FORMATS, names["Stanzas"]()))
+    path = tmp_path / "sums.stanzas"
+    path.write_text("prompt: 2 + 2 =\ncompletion: 4\n\nshort\n\nprompt: 1 + 2 =\ncompletion: 3\n")
+    for keys in ({}, {"streaming": True, "val_path": str(path)}):
+        data = opened(tmp_path, path, max_bad_rows=0.5, **keys).dataset("train")
+        prompts = [data[i]["tokens"].tolist() for i in range(len(data))]
+        assert len([tokens for tokens in prompts if len(tokens) > 3]) == 2
+    with pytest.raises(DataError, match=r"sums.stanzas:2: no line with a name and a colon"):
+        opened(tmp_path, path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardkit.checkpoint.formats.convert import convert
-from shardkit.data.tokenize.tokenizer import tokenizer_path, with_local_folders
+from shardkit.data.tokenizer import tokenizer_path, with_local_folders
 from shardkit.errors import ConfigError
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...config.libraries import is_first_rank
-from ...config.schema import RunConfig
-from ...errors import ConfigError, DataError
-from ..order import generator_of
-from ..store.corpus import Corpus, TokenSpan, open_corpus
-from ..store.tokenised import Documents
-from ..tokenize.tokenizer import FILES
+from ..config.libraries import is_first_rank
+from ..config.schema import RunConfig
+from ..errors import ConfigError, DataError
+from .corpus import Corpus, TokenSpan, open_corpus
+from .order import generator_of
+from .store import Documents
+from .tokenizer import FILES
 
 IGNORE_INDEX = -100
 _BYTE_VOCABULARY = 512
@@ -105,44 +105,6 @@ class DocumentWindows:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"documents": self.documents, "seq_len": self.seq_len}
-
-
-class Samples:
-    """A document a sample: {"tokens": int64 [L - 1], "targets": int64 [L - 1]}, the next tokens that count.
-
-    `IGNORE_INDEX` stands where the next token is not to be predicted.
-    """
-
-    def __init__(self, documents: Documents) -> None:
-        self.documents = documents
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        document = self.documents[index]
-        targets = document["tokens"][1:].where(document["is_target"][1:], IGNORE_INDEX)
-        return {"tokens": document["tokens"][:-1], "targets": targets}
-
-
-_PAD_TO = 8
-
-
-def pad_batch(samples: list[dict[str, torch.Tensor]], seq_len: int, fill_rows: bool) -> dict[str, torch.Tensor]:
-    """Samples of different lengths as a micro-batch [B, T], padded at their ends with token 0, which is no target.
-
-    T is the longest sample's length, rounded up to a multiple of 8, or `seq_len` with `whole`. A causal model never
-    looks at what stands behind a token, so it needs no attention mask.
-    """
-    longest = max(sample["tokens"].shape[0] for sample in samples)
-    size = seq_len if fill_rows else min(seq_len, -(-longest // _PAD_TO) * _PAD_TO)
-    fill = {"tokens": 0, "targets": IGNORE_INDEX}
-
-    def padded(tokens: torch.Tensor, value: int) -> torch.Tensor:
-        missing = size - tokens.shape[0]
-        return torch.nn.functional.pad(tokens, (0, missing), value=value) if missing else tokens
-
-    return {key: torch.stack([padded(sample[key], value) for sample in samples]) for key, value in fill.items()}
 
 
 def open_covered(config: RunConfig, vocab_size: int, key: str, reserved: int = 0) -> Corpus:

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...errors import DataError, importing
-from ..listing import held_out
-from ..order import generator_of
+from ..errors import DataError, importing
+from .listing import held_out
+from .order import generator_of
 
 Pixels = npt.NDArray[np.uint8]
 """[height, width, 3], RGB."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +18,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ...config.schema import DataConfig
-from ...errors import DataError
-from ..listing import TextFile, unreadable
-from ..rows.formats import find_text_files
-from .cache import CHUNK, TEXT_DTYPE, cache_key, cached_entry, tail_size, tokenise
+from ..config.schema import DataConfig
+from ..errors import DataError
+from .listing import TextFile, is_text, split_files, unreadable
+from .rows import find_text_files
+from .store import cache_key, cached_entry, tail_size
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,10 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 Counts = npt.NDArray[np.int64]
 
 FORMAT_VERSION = 1
+SEPARATOR = 0
+TEXT_DTYPE = "<u2"
+CHUNK = 1 << 24
+"""Bytes or tokens handled at a time."""
 _BIN_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _MAX_VOCAB = 1 << 24
 _STRETCHES, _STRETCH = 64, 512
@@ -159,6 +164,8 @@ def open_corpus(data: DataConfig) -> Corpus:
 def _open_text(data: DataConfig) -> Corpus:
     files = find_text_files(data.path)
     val_files = find_text_files(data.val_path) if data.val_path is not None else None
+    if val_files is None and data.path is not None and data.val_fraction:
+        val_files = find_text_files(data.path, "validation") or None
 
     def build(directory: Path) -> dict[str, Any]:
         return tokenise(directory, _named(data), files, val_files, data.val_fraction)
@@ -169,6 +176,55 @@ def _open_text(data: DataConfig) -> Corpus:
     entry, meta = cached_entry(data.cache_dir, f"text-{key}", build, [file.path for file in every])
     spans = {s: TokenSpan(str(entry / f"{s}.bin"), TEXT_DTYPE, 0, meta[s]["tokens"]) for s in ("train", "val")}
     return _corpus(_named(data), spans["train"], spans["val"], meta)
+
+
+def tokenise(
+    directory: Path, source: str, files: list[TextFile], val_files: list[TextFile] | None, val_fraction: float
+) -> dict[str, Any]:
+    """Write `train.bin` and `val.bin`; returns their metadata."""
+    candidates = len(files) + len(val_files or [])
+    logger.info("tokenising %s: %d files, %.3f GiB", source, candidates, sum(f.size for f in files) / 2**30)
+    train = [file for file in files if is_text(file)]
+    val = [file for file in val_files if is_text(file)] if val_files is not None else []
+    for text_files, name in ((train, source), *(((val, "data.val_path"),) if val_files is not None else ())):
+        if not text_files:
+            raise DataError(f"{name} holds binary files only", "point it at text, or at one .bin file of tokens")
+    meta: dict[str, Any] = {"n_skipped": candidates - len(train) - len(val)}
+    if val_files is None and len(train) == 1:
+        split = train[0].size - tail_size(train[0].size, val_fraction)
+        meta["train"] = _write(directory / "train.bin", [(train[0], 0, split)])
+        meta["val"] = _write(directory / "val.bin", [(train[0], split, train[0].size)])
+        return meta
+    if val_files is None:
+        train, val = split_files(train, val_fraction)
+    meta["train"] = _write(directory / "train.bin", [(file, 0, file.size) for file in train])
+    meta["val"] = _write(directory / "val.bin", [(file, 0, file.size) for file in val])
+    return meta
+
+
+def _write(path: Path, documents: list[tuple[TextFile, int, int]]) -> dict[str, Any]:
+    """Append the byte ranges as tokens, each followed by the separator; returns the counts."""
+    counts = np.zeros(256, dtype=np.int64)
+    with open(path, "wb") as stream:
+        for document in documents:
+            for data in _read(*document):
+                counts += np.bincount(data, minlength=256)
+                data.astype(TEXT_DTYPE).tofile(stream)
+            counts[SEPARATOR] += 1
+            np.array([SEPARATOR], dtype=TEXT_DTYPE).tofile(stream)
+    return {"tokens": int(counts.sum()), "counts": counts.tolist(), "n_files": len(documents)}
+
+
+def _read(file: TextFile, start: int, stop: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """Bytes [start, stop) in chunks."""
+    try:
+        with open(file.path, "rb") as stream:
+            stream.seek(start)
+            while start < stop and (data := stream.read(min(CHUNK, stop - start))):
+                start += len(data)
+                yield np.frombuffer(data, dtype=np.uint8)
+    except OSError as error:
+        raise unreadable(file.path, error) from error
 
 
 def _open_bin(data: DataConfig, path: str) -> Corpus:

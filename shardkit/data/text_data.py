@@ -4,34 +4,69 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...config.schema import DataConfig, RunConfig
-from ...errors import ConfigError, DataError
-from ..chat import limits
-from ..loader import MapDataset
-from ..order import MixOrder, WindowOrder
-from ..pack import PackedDocuments, collate_packed, corpus_documents, nothing_left, plan_packed
-from ..rows.columns import RowError
-from ..rows.format import BadRow
-from ..rows.pieces import PieceReader
-from ..store.corpus import Corpus, unigram_cross_entropy
-from ..store.tokenised import Documents, LongCounts, Split
-from ..tokenize.encode import Encoder
-from ..tokenize.prepared import Sources, Stream, open_sources, open_stream, reads_documents
-from .windows import IGNORE_INDEX, DocumentWindows, Samples, Windows, open_covered, pad_batch, plan_windows
+from ..config.schema import DOCUMENT_KEYS, DataConfig, RunConfig
+from ..errors import ConfigError, DataError
+from .chat import Refused, RowError
+from .corpus import Corpus, unigram_cross_entropy
+from .loader import MapDataset
+from .order import MixOrder, WindowOrder
+from .pack import PackedDocuments, collate_packed, corpus_documents, nothing_left, plan_packed
+from .rows import BadRow, PieceReader, find
+from .store import Documents, LongCounts, Split
+from .tokenize import Encoder, Sources, Stream, open_sources, open_stream, reads_documents, refuse_unread_marks
+from .windows import IGNORE_INDEX, DocumentWindows, Windows, open_covered, plan_windows
 
 _LOG = logging.getLogger(__name__)
 _SEVERAL = (
     "the chat template changes earlier turns once later ones follow, so that it makes {} samples, and data.streaming "
     "takes one of a row: train without data.streaming, or with data.loss_on=completion"
 )
+
+
+class Samples:
+    """A document a sample: {"tokens": int64 [L - 1], "targets": int64 [L - 1]}, the next tokens that count.
+
+    `IGNORE_INDEX` stands where the next token is not to be predicted.
+    """
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        document = self.documents[index]
+        targets = document["tokens"][1:].where(document["is_target"][1:], IGNORE_INDEX)
+        return {"tokens": document["tokens"][:-1], "targets": targets}
+
+
+_PAD_TO = 8
+
+
+def pad_batch(samples: list[dict[str, torch.Tensor]], seq_len: int, fill_rows: bool) -> dict[str, torch.Tensor]:
+    """Samples of different lengths as a micro-batch [B, T], padded at their ends with token 0, which is no target.
+
+    T is the longest sample's length, rounded up to a multiple of 8, or `seq_len` with `whole`. A causal model never
+    looks at what stands behind a token, so it needs no attention mask.
+    """
+    longest = max(sample["tokens"].shape[0] for sample in samples)
+    size = seq_len if fill_rows else min(seq_len, -(-longest // _PAD_TO) * _PAD_TO)
+    fill = {"tokens": 0, "targets": IGNORE_INDEX}
+
+    def padded(tokens: torch.Tensor, value: int) -> torch.Tensor:
+        missing = size - tokens.shape[0]
+        return torch.nn.functional.pad(tokens, (0, missing), value=value) if missing else tokens
+
+    return {key: torch.stack([padded(sample[key], value) for sample in samples]) for key, value in fill.items()}
 
 
 class Mixed:
@@ -87,7 +122,8 @@ class Streamed:
         return int(self._stops[-1])
 
     def order(self, seed: int, shuffle: bool) -> WindowOrder:
-        goes_on = np.array([piece.follows_previous for piece in self.stream.pieces], dtype=np.bool_)
+        # A part of a row group can only be read behind the part before it.
+        goes_on = np.array([piece.first_row > 0 for piece in self.stream.pieces], dtype=np.bool_)
         return WindowOrder(self._sizes, seed, shuffle, goes_on)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -99,12 +135,14 @@ class Streamed:
             self._encoder = Encoder(self.stream.recipe)
         at, row = self._reader.row(number, index - int(self._stops[number] - self._sizes[number]))
         self._n_read += 1
-        problem = row.reason if isinstance(row, BadRow) else ""
+        problem, fix = row.reason if isinstance(row, BadRow) else "", ""
         tokens, targets = np.zeros(1, np.int64), np.zeros(0, np.bool_)
         if not problem:
             try:
-                with nullcontext() if self.stream.recipe.template is None else limits():
-                    texts = self._encoder.texts(row)
+                texts = self._encoder.texts(row)
+                members = self._encoder.reader.members
+                if unknown := members.keys() - self.stream.members:
+                    refuse_unread_marks(self._name_of_row(number, at), {name: members.pop(name) for name in unknown})
                 if len(texts) > 1:
                     raise RowError(_SEVERAL.format(len(texts)))
                 encoded = self._encoder.encode(texts)
@@ -116,10 +154,12 @@ class Streamed:
                 targets = mask[1 : self.max_tokens] & (not self.drop or not too_long)
                 if too_long:
                     self._count_long(number, at, len(encoded.tokens), bool(targets.any()))
+            except Refused as error:
+                raise DataError(f"{self._name_of_row(number, at)}: {error}", error.fix) from error
             except RowError as error:
-                problem = str(error)
+                problem, fix = str(error), error.fix
         if problem:
-            self._note(number, at, problem)
+            self._note(number, at, problem, fix)
         self._say_counts()
         if len(tokens) < 2:
             return {"tokens": torch.zeros(1, dtype=torch.int64), "targets": torch.full((1,), IGNORE_INDEX)}
@@ -128,14 +168,14 @@ class Streamed:
             "targets": torch.from_numpy(np.where(targets, tokens[1:], IGNORE_INDEX)),
         }
 
-    def _note(self, number: int, at: int, problem: str) -> None:
+    def _note(self, number: int, at: int, problem: str, fix: str) -> None:
         name = self._name_of_row(number, at)
         self._n_bad += 1
         if self._n_bad > self.max_bad_rows * max(self._n_read, self.JUDGED_AFTER):
             raise DataError(
                 f"{name}: {problem} ({self._n_bad:,} of the {self._n_read:,} rows that were read are bad); "
                 f"data.max_bad_rows={self.max_bad_rows:g}",
-                "correct the rows, or raise data.max_bad_rows",
+                fix or "correct the rows, or raise data.max_bad_rows",
             )
         _LOG.warning("%s is left out: %s", name, problem)
 
@@ -339,11 +379,14 @@ class TextData:
 
 def _refuse_beside_streaming(config: RunConfig) -> None:
     data = config.data
+    no_validation = data.val_path is None and config.train.eval_samples > 0
+    if no_validation and data.path is not None and Path(data.path).expanduser().is_dir():
+        no_validation = not find(data.path).splits.get("validation")
     for key, refused, reason in (
         ("packing", data.packing != "none", "packing needs the lengths of all documents"),
         ("sources", bool(data.sources), "it reads one set"),
         ("long_samples", data.long_samples == "split", "a row is one sample"),
-        ("val_path", data.val_path is None and config.train.eval_samples > 0, "it holds out no rows"),
+        ("val_path", no_validation, "it holds out no rows"),
     ):
         if refused:
             fix = f"remove data.streaming, or change data.{key}"
@@ -375,16 +418,10 @@ def target_counts(documents: Documents, most: int = _COUNTED) -> npt.NDArray[np.
     return counts
 
 
-_OF_DOCUMENTS = (
-    "chat_template", "chat_date", "columns", "loss_on", "add_eos", "long_samples", "max_bad_rows", "tokenize_workers",
-)  # fmt: skip
-"""Keys of `data` that only documents read."""
-
-
 def _refuse_keys_of_tokenizers(data: DataConfig) -> None:
     defaults = type(data).model_fields
-    for key in _OF_DOCUMENTS:
-        if getattr(data, key) != defaults[key].default:
+    for key in DOCUMENT_KEYS:
+        if key != "sources" and getattr(data, key) != defaults[key].default:
             raise ConfigError(
                 f"data.{key}={getattr(data, key)} would be ignored: the data are read without a tokenizer",
                 f"set data.tokenizer, or remove data.{key}",

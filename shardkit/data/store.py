@@ -1,4 +1,4 @@
-"""A tokenised corpus with the bounds of its documents, memory-mapped, and the samples that training takes from it.
+"""A tokenised corpus with the bounds of its documents, memory-mapped, and the cache that it is kept in.
 
 A corpus is a directory: `tokens.bin` (uint16 or uint32, little endian), `bounds.bin` (int64 [n + 1]: document i is
 tokens[bounds[i] : bounds[i + 1]]), `places.bin` (uint64 [n]: a hash of each document's text, which decides its split),
@@ -7,8 +7,16 @@ tokens[bounds[i] : bounds[i + 1]]), `places.bin` (uint64 [n]: a hash of each doc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,11 +24,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .cache import tail_size
+from .. import files
+from ..errors import DataError
+from ..files import group_of_new_files, locked, mode_like
+from .listing import TextFile
 
 if TYPE_CHECKING:
     import torch
 
+_LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 TOKENS, BOUNDS, PLACES, TARGETS = "tokens.bin", "bounds.bin", "places.bin", "targets.bin"
 Split = Literal["train", "val"]
@@ -185,6 +197,13 @@ def _choose(store: Store, choice: Choice, counts: LongCounts) -> tuple[Integers,
     return starts, lengths
 
 
+def tail_size(n: int, fraction: float) -> int:
+    """Size of the held-out tail: at least one of n, never all; nothing if `fraction` is 0."""
+    if not fraction:
+        return 0
+    return min(max(round(n * fraction), 1), n - 1) if n > 1 else 0
+
+
 def is_held_out(places: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
     """Which documents validate: those whose hash falls in the first `fraction`. Neither part is empty, unless it is 0.
 
@@ -291,3 +310,114 @@ class Writer:
                 np.packbits(self._bits, bitorder="little").tofile(self._files[TARGETS])
             else:
                 self.n_targets = self.n_tokens - self.n_documents
+
+
+# The cache, which several processes may fill at the same time.
+
+META = "meta.json"
+_TEMPORARY = ".building-"
+_ABANDONED_AFTER_S = 24 * 3600.0
+_FIX = "set data.cache_dir to a directory that can be written and has room"
+
+
+def cached_entry(
+    cache_dir: str | None, key: str, build: Callable[[Path], dict[str, Any]], sources: Iterable[str] = ()
+) -> tuple[Path, dict[str, Any]]:
+    """The entry `key`, built once: `build` fills an empty directory and returns the metadata kept beside its files.
+
+    An entry is rebuilt if the size of one of its files differs from its metadata. Other users may read an entry as far
+    as the umask allows, if they may read all of `sources`.
+
+    Returns:
+        The entry's directory and its metadata.
+
+    Raises:
+        DataError: the cache directory cannot be written, or is full.
+    """
+    try:
+        root = Path(cache_dir).expanduser() if cache_dir else files.cache_dir()
+    except RuntimeError as error:
+        raise DataError("this user has no home directory to keep the token cache in", _FIX) from error
+    entry = root / key
+    meta = read_meta(entry)
+    if meta is not None:
+        return entry, meta
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with locked(root / f"{key}.lock", optional=True):
+            meta = read_meta(entry)
+            if meta is None:
+                _remove_abandoned(root)
+                meta = build_entry(entry, build, mode_like(map(Path, sources), group_of_new_files(root)))
+    except OSError as error:
+        raise DataError(f"cache directory {root} cannot be used: {error.strerror or error}", _FIX) from error
+    return entry, meta
+
+
+def cache_key(values: list[Any]) -> str:
+    """A hash of plain values, and of the path, size and modification time of each file among them."""
+
+    def listed(file: TextFile) -> list[Any]:
+        return [os.path.abspath(file.path), file.name, file.size, file.mtime_ns]
+
+    text = json.dumps(values, sort_keys=True, default=listed)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+def build_entry(entry: Path, build: Callable[[Path], dict[str, Any]], mode: int = 0o777) -> dict[str, Any]:
+    """Make the folder `entry`, whole or not at all: `build` fills an empty one beside it and returns its metadata.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    temporary = entry.parent / f"{_TEMPORARY}{os.urandom(6).hex()}"
+    temporary.mkdir(mode=mode)
+    try:
+        meta = build(temporary)
+        meta["files"] = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        (temporary / META).write_text(json.dumps(meta, indent=1) + "\n")
+        return _rename_into_place(temporary, entry, meta)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _rename_into_place(temporary: Path, entry: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Make `temporary` the entry; if another process was first, use its entry if it is complete, else replace it."""
+    for _ in range(10):
+        try:
+            temporary.rename(entry)
+            return meta
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        existing = read_meta(entry)
+        if existing is not None:
+            return existing
+        _LOG.warning("%s is damaged and is built again", entry)
+        damaged = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=entry.parent))
+        try:
+            entry.rename(damaged / entry.name)
+        except FileNotFoundError:
+            pass  # another process has moved it away just now
+        finally:
+            shutil.rmtree(damaged, ignore_errors=True)
+    raise OSError(errno.EBUSY, f"other processes keep rewriting {entry}")
+
+
+def read_meta(entry: Path) -> dict[str, Any] | None:
+    """Metadata of a complete entry; None if the entry is absent or damaged."""
+    try:
+        meta: dict[str, Any] = json.loads((entry / META).read_text())
+        is_complete = all((entry / name).stat().st_size == size for name, size in meta["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return meta if is_complete else None
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove directories that killed processes left while building, after a day."""
+    for path in root.glob(f"{_TEMPORARY}*"):
+        with suppress(FileNotFoundError):  # another process removes it too, or has just finished with it
+            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(path, ignore_errors=True)

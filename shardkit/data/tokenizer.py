@@ -13,9 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ...config.schema import RunConfig
-from ...errors import ConfigError, importing
-from ...files.bounded import in_child
+from ..config.schema import RunConfig
+from ..errors import ConfigError, importing
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """Any of these makes a folder one with a tokenizer; tokenizer_config.json alone holds no vocabulary."""
@@ -74,30 +73,23 @@ def load_tokenizer(path: str | Path) -> Any:
             "save it as a tokenizer.json with the library it came from, and set data.tokenizer to that file",
         )
     alone = path.is_file() or not (settings or (folder / "config.json").is_file())
-    file = path if path.is_file() else folder / "tokenizer.json"
-    if file.is_file():
-        in_child("tokenizer", str(file), [file], lambda: _read_alone(file), ConfigError)
     try:
         if alone:
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **_special(settings))
+            tokenizer = PreTrainedTokenizerFast(
+                tokenizer_file=str(path if path.is_file() else folder / "tokenizer.json"), **_special(settings)
+            )
             tokenizer.chat_template = tokenizer.chat_template or _template_beside(folder, settings)
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the libraries raise anything
+        if getattr(tokenizer, "is_fast", False):
+            tokenizer("a b")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the libraries raise anything; panics of tokenizers are no Exceptions
         raise ConfigError(f"the tokenizer in {path} cannot be read: {' '.join(str(error).split())}", _FIX) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"the tokenizer in {path} is a slow one ({type(tokenizer).__name__})", _FIX)
     return tokenizer
-
-
-def _read_alone(file: Path) -> None:
-    """Read a tokenizer.json with the library that transformers reads it with, and use it once."""
-    from tokenizers import Tokenizer
-
-    try:
-        Tokenizer.from_file(str(file)).encode("a b")
-    except Exception as error:  # the library raises nothing else; a panic of its patterns is no Exception
-        raise ConfigError(f"the tokenizer in {file} cannot be read: {' '.join(str(error).split())}", _FIX) from error
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -237,8 +229,25 @@ def with_local_folders(config: RunConfig) -> RunConfig:
 _TEXTS = (*FILES, "*.json", "*.jinja", "merges.txt", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
-def _from_hub(name: str, key: str = "data.tokenizer", patterns: Sequence[str] = _TEXTS) -> Path:
-    """A model's files on a hub, downloaded once; only where a hub can be reached.
+def data_folder(path: str) -> str:
+    """The folder of a data set on the hub, downloaded once a node, if `path` is its name and no path here; else `path`.
+
+    Raises:
+        ConfigError: no hub has it, or none can be reached.
+    """
+    is_name = _HUB_NAME.fullmatch(path) and not Path(path).expanduser().exists()
+    if not is_name or Path(path.partition("@")[0]).suffix in (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt"):
+        return path
+    return str(_from_hub(path, "data.path", _DATA, repo_type="dataset"))
+
+
+_DATA = ("*.jsonl", "*.ndjson", "*.json", "*.parquet", "*.arrow", "*.feather", "*.csv", "*.tsv", "*.txt", "README.md")
+
+
+def _from_hub(
+    name: str, key: str = "data.tokenizer", patterns: Sequence[str] = _TEXTS, repo_type: str = "model"
+) -> Path:
+    """The files of a model or a data set on a hub, downloaded once; only where a hub can be reached.
 
     Args:
         name: `org/model` for the newest revision, or `org/model@REVISION`.
@@ -247,10 +256,14 @@ def _from_hub(name: str, key: str = "data.tokenizer", patterns: Sequence[str] = 
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(patterns)))
+        return Path(
+            snapshot_download(repository, repo_type=repo_type, revision=revision or None, allow_patterns=list(patterns))
+        )
     except Exception as error:  # no network, no such name, no permission: each has an exception of its own
         reason = " ".join(str(error).split())
         fix = _FIX if key == "data.tokenizer" else f"set {key} to a folder of transformers, a run or a checkpoint"
+        if key == "data.path":
+            fix = "set data.path to a file of text or records, a directory, a glob or a .bin file"
         folders = [str(path) for path in Path(name).parent.glob("*/")]
         if near := get_close_matches(name, folders, 1):
             fix = f"did you mean {key}={near[0]}?"

@@ -1,1 +1,0 @@
-"""Rows of a data set: formats, pieces of files, columns."""

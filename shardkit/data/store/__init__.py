@@ -1,1 +1,0 @@
-"""Tokens on disk: the cache, tokenised corpora, and streams of bytes."""
