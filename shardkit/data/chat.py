@@ -370,13 +370,12 @@ class RowReader:
         return self._conversation(messages, tools, range(len(messages)))
 
     def _look_at_further_columns(self, row: Mapping[str, Any]) -> None:
-        for name in row.keys() - self._ignored:
-            value, kind = row[name], self.columns.kind
-            if value is None:
-                continue
-            self.further.add(name)
-            if _PREFERENCE.fullmatch(name):
-                raise Refused(preference_words([name]), ignoring([name]))
+        kind = self.columns.kind
+        further = {name: value for name, value in row.items() if name not in self._ignored and value is not None}
+        self.further.update(further)
+        if preferences := [name for name in further if _PREFERENCE.fullmatch(name)]:
+            raise Refused(preference_words(preferences), ignoring(preferences))
+        for name, value in further.items():
             if kind == "text" or not changes_meaning(name):
                 continue
             if name == "label" and _is_mark(value, words=True):
@@ -576,7 +575,7 @@ class RowReader:
                 written, _ = self._render([*messages[:n], probe, *messages[n + 1 :]], tools)
             except RowError:
                 continue
-            if _PROBE not in written:
+            if _PROBE not in written.lower():
                 raise RowError(
                     f"the chat template leaves out message {n + 1}, whose role is {message['role']}",
                     "set data.chat_template to a file with a template that writes this role",
@@ -729,7 +728,7 @@ class RowReader:
             text, _ = self._render([Message(role="user", content=content)], None)
         except RowError:
             return False
-        return _PROBE in text and "'type'" not in text and '"type"' not in text
+        return _PROBE in text.lower() and "'type'" not in text and '"type"' not in text
 
 
 def _is_mark(value: Any, words: bool = False) -> bool:

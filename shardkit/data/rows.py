@@ -638,7 +638,10 @@ class Found:
         """
         if "train" not in self.splits:
             examples = "; ".join(f"{split}: {listed([f.name for f in files])}" for split, files in self.splits.items())
-            beside = f"; of no split: {listed(self.left_out)}" if self.left_out else ""
+            of_no_split = [
+                name for name in self.left_out if os.path.basename(name) not in _METADATA and format_of(name)
+            ]
+            beside = f"; of no split: {listed(of_no_split)}" if of_no_split else ""
             raise DataError(
                 f"data path {self.path} has no training split ({examples}{beside})",
                 "name the files to train on: data.path=FOLDER/NAME, or a glob of them",

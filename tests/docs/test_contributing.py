@@ -278,8 +278,8 @@ def test_a_row_format_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rows, "FORMATS", (*rows.FORMATS, names["Stanzas"]()))
     path = tmp_path / "sums.stanzas"
     path.write_text("prompt: 2 + 2 =\ncompletion: 4\n\nshort\n\nprompt: 1 + 2 =\ncompletion: 3\n")
-    for keys in ({}, {"streaming": True, "val_path": str(path)}):
-        data = opened(tmp_path, path, max_bad_rows=0.5, **keys).dataset("train")
+    for streaming in (False, True):
+        data = opened(tmp_path, path, max_bad_rows=0.5, val_path=str(path), streaming=streaming).dataset("train")
         prompts = [data[i]["tokens"].tolist() for i in range(len(data))]
         assert len([tokens for tokens in prompts if len(tokens) > 3]) == 2
     with pytest.raises(DataError, match=r"sums.stanzas:2: no line with a name and a colon"):

@@ -29,7 +29,7 @@ def reachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("evil.py", "pytorch_model.bin"):
         (remote / name).write_text("raise SystemExit")
 
-    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(name: str, repo_type: str, revision: str | None, allow_patterns: list[str]) -> str:
         if name != "some/model" or revision not in (None, "v1.0"):
             raise OSError("no such\nmodel")
         local = tmp_path / "hub" / "models--some--model" / "snapshots" / ("0a1b" if revision is None else "2c3d")
