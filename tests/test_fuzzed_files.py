@@ -66,7 +66,6 @@ def weights(kind: str, folder: Path) -> tuple[Path, Read]:
 
 def picture(folder: Path) -> tuple[Path, Read]:
     from PIL import Image
-
     from shardkit.data.datasets.pictures import find_pictures, read
 
     Image.effect_noise((64, 48), 40).save(folder / "a.png")
