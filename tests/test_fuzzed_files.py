@@ -66,7 +66,8 @@ def weights(kind: str, folder: Path) -> tuple[Path, Read]:
 
 def picture(folder: Path) -> tuple[Path, Read]:
     from PIL import Image
-    from shardkit.data.datasets.pictures import find_pictures, read
+
+    from shardkit.data.pictures import find_pictures, read
 
     Image.effect_noise((64, 48), 40).save(folder / "a.png")
     return folder / "a.png", lambda: [read(path) for path in find_pictures(str(folder))]

@@ -76,7 +76,7 @@ class UnknownColumnsError(DataError):
     """None of the columns is known to hold text."""
 
 
-class Refused(ValueError):
+class RefusedRow(ValueError):
     """A row that says that the whole set is no data for this task; it is never left out as a bad row."""
 
     def __init__(self, cause: str, fix: str) -> None:
@@ -351,7 +351,7 @@ class RowReader:
 
         Raises:
             RowError: the row cannot be used; the message gives the reason.
-            Refused: the row says that the set is no data for this task.
+            RefusedRow: the row says that the set is no data for this task.
             DataError: see `Template.render`.
         """
         self._look_at_further_columns(row)
@@ -374,12 +374,12 @@ class RowReader:
         further = {name: value for name, value in row.items() if name not in self._ignored and value is not None}
         self.further.update(further)
         if preferences := [name for name in further if _PREFERENCE.fullmatch(name)]:
-            raise Refused(preference_words(preferences), ignoring(preferences))
+            raise RefusedRow(preference_words(preferences), ignoring(preferences))
         for name, value in further.items():
             if kind == "text" or not changes_meaning(name):
                 continue
             if name == "label" and _is_mark(value, words=True):
-                raise Refused(
+                raise RefusedRow(
                     f"preferences (column label, here {value}), which this task does not train: an answer that is "
                     "labelled as bad would be learned",
                     ignoring([name]),
@@ -387,7 +387,7 @@ class RowReader:
             marks = value if isinstance(value, list) and value else [value]
             is_weight = name == "weight" and isinstance(value, (int, float))
             if name in _MARKS and (is_weight or all(map(_is_mark, marks))):
-                raise Refused(
+                raise RefusedRow(
                     f"column {name} marks which rows or turns count, and only marks on turns are obeyed",
                     f"write the mark into each turn, or train every row alike: data.ignore=[{name}]",
                 )
@@ -397,7 +397,7 @@ class RowReader:
                     f"'data.columns={{prompt: {names['prompt']}, input: {name}, completion: {names['completion']}}}'"
                 )
                 fix = f"{joined} joins it to the prompt behind an empty line; " if isinstance(value, str) else ""
-                raise Refused(
+                raise RefusedRow(
                     f"column {name} holds a part of the prompt, which would be left out",
                     f"{fix}data.ignore=[{name}] trains without it",
                 )

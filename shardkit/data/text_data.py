@@ -14,7 +14,7 @@ import torch
 
 from ..config.schema import DOCUMENT_KEYS, DataConfig, RunConfig
 from ..errors import ConfigError, DataError
-from .chat import Refused, RowError
+from .chat import RefusedRow, RowError
 from .corpus import Corpus, unigram_cross_entropy
 from .loader import MapDataset
 from .order import MixOrder, WindowOrder
@@ -154,7 +154,7 @@ class Streamed:
                 targets = mask[1 : self.max_tokens] & (not self.drop or not too_long)
                 if too_long:
                     self._count_long(number, at, len(encoded.tokens), bool(targets.any()))
-            except Refused as error:
+            except RefusedRow as error:
                 raise DataError(f"{self._name_of_row(number, at)}: {error}", error.fix) from error
             except RowError as error:
                 problem, fix = str(error), error.fix

@@ -39,7 +39,7 @@ from .chat import (
     READS_CLOCK,
     Columns,
     LossOn,
-    Refused,
+    RefusedRow,
     RowError,
     RowReader,
     Template,
@@ -174,7 +174,7 @@ class Encoder:
 
         Raises:
             RowError: the row cannot be used.
-            Refused: the set is no data for this task.
+            RefusedRow: the set is no data for this task.
         """
         texts = [Text(row)] if isinstance(row, str) else self.reader.read(row)
         try:
@@ -313,7 +313,7 @@ def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, Report]:
         except RowError as error:
             report.add_bad(number, str(error), error.fix)
             continue
-        except Refused as error:
+        except RefusedRow as error:
             report.refused = number, str(error), error.fix
             break
         report.n_several += len(texts) > 1
@@ -860,7 +860,7 @@ def _look_at_first_rows(plan: Plan, piece: Piece) -> RowReader:
                 encoder.texts(row)
             except RowError:
                 continue  # it is counted when it is read
-            except Refused as error:
+            except RefusedRow as error:
                 raise DataError(f"{piece.path}:{number + 1}: {error}", error.fix) from error
     refuse_unread_marks(plan.source, encoder.reader.members)
     return encoder.reader
