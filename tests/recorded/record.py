@@ -180,7 +180,7 @@ def main(folder: Path) -> None:
 
     write_inputs(folder / "inputs")
     python_m(
-        "shardkit.data.tokenize.prepared", "inputs/chats.jsonl", "inputs/corpus", "inputs/model", cwd=folder, code=0
+        "shardkit.data.tokenize", "inputs/chats.jsonl", "inputs/corpus", "inputs/model", cwd=folder, code=0
     )
     expected = {}
     for world in (1, 2):
