@@ -179,9 +179,7 @@ def main(folder: Path) -> None:
     from tests.ranks import run_ranks
 
     write_inputs(folder / "inputs")
-    python_m(
-        "shardkit.data.tokenize", "inputs/chats.jsonl", "inputs/corpus", "inputs/model", cwd=folder, code=0
-    )
+    python_m("shardkit.data.tokenize", "inputs/chats.jsonl", "inputs/corpus", "inputs/model", cwd=folder, code=0)
     expected = {}
     for world in (1, 2):
         names = [name for name, ranks in RANKS.items() if ranks == world]
