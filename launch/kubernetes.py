@@ -39,36 +39,68 @@ def render_job_set(spec: JobSpec) -> str:
     Raises:
         LaunchError: no image, or a name or volume that Kubernetes would refuse.
     """
-    metadata = _metadata(spec)
-    disrupted = {
-        "name": "disrupted",
-        "action": "RestartJobSetAndIgnoreMaxRestarts",
-        "onJobFailureReasons": ["PodFailurePolicy"],
+    options = spec.kubernetes
+    if not _NAME.fullmatch(spec.name):
+        raise LaunchError(
+            f"--name {spec.name!r}: Kubernetes takes up to 40 lower-case letters, digits and '-', a letter first",
+            "pass --name with such a name",
+        )
+    if not options.image:
+        raise LaunchError(
+            "a job on Kubernetes needs an image", "pass --container IMAGE, an image whose python3 has shardkit"
+        )
+    # A pod's own /dev/shm has 64 MiB, too little for loaders and NCCL.
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    for number, volume in enumerate(options.volumes):
+        claim, colon, path = volume.partition(":")
+        if not colon or not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not path.startswith("/"):
+            raise LaunchError(
+                f"--volume {volume!r} is not CLAIM:/PATH", "name a PersistentVolumeClaim and where it goes"
+            )
+        volumes.insert(number, {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.insert(number, {"name": f"volume-{number}", "mountPath": path})
+    grace_s = GRACE_S if spec.grace_s is None else spec.grace_s
+    if spec.script is not None:
+        grace_s = spec.script.grace_s
+    # By these variables the pods meet, and know their job, how often JobSet has started it, and their time to save.
+    variables: dict[str, str | dict[str, Any]] = {
+        "PET_NNODES": str(spec.nodes[1]),
+        "PET_NPROC_PER_NODE": str(spec.nproc_per_node),
+        "PET_NODE_RANK": _field(_INDEX),
+        "PET_MASTER_ADDR": f"{spec.name}-{NODE}-0-0.{spec.name}",
+        "PET_MASTER_PORT": str(_PORT),
+        restart.JOB_ID: _field(_UID),
+        restart.RESTARTS: _field(_ATTEMPT),
+        restart.GRACE: f"{grace_s:g}",
     }
-    job = _job(spec, _container(spec, str(metadata["name"])))
-    manifest = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": spec.kubernetes.max_restarts, "rules": [disrupted]},
-            "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": job}}],
-        },
+    amounts = {
+        "nvidia.com/gpu": str(spec.gpus_per_node) if spec.gpus_per_node else None,
+        "cpu": options.cpus,
+        "memory": options.memory,
     }
-    return _yaml(manifest)
-
-
-def _job(spec: JobSpec, container: dict[str, Any]) -> dict[str, Any]:
-    """The indexed Job of the pods, which fails as a whole with its first pod."""
-    limit_s = spec.kubernetes.limit_s
+    limits = {name: value for name, value in amounts.items() if value is not None}
+    # Kubernetes replaces $(NAME) by a variable of the container, and $$ by $: a $ of the user's stays one.
+    words = [word.replace("$", "$$") for word in _words(spec)]
+    container = {
+        "name": NODE,
+        "image": options.image,
+        "command": words[:4],
+        "args": words[4:],
+        "env": [
+            {"name": name, **({"value": value} if isinstance(value, str) else value)}
+            for name, value in variables.items()
+        ],
+        "volumeMounts": mounts,
+        **({"resources": {"limits": limits, "requests": dict(limits)}} if limits else {}),
+    }
     stopped = {"containerName": NODE, "operator": "In", "values": [exit_codes.PREEMPTED]}
-    return {
+    job = {
         "parallelism": spec.nodes[1],
         "completions": spec.nodes[1],
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        **({} if limit_s is None else {"activeDeadlineSeconds": limit_s}),
+        **({} if options.limit_s is None else {"activeDeadlineSeconds": options.limit_s}),
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onExitCodes": stopped},
@@ -78,39 +110,52 @@ def _job(spec: JobSpec, container: dict[str, Any]) -> dict[str, Any]:
         "template": {
             "spec": {
                 "restartPolicy": "Never",
-                "terminationGracePeriodSeconds": _END_S + math.ceil(_grace_s(spec)),
+                "terminationGracePeriodSeconds": _END_S + math.ceil(grace_s),
                 "containers": [container],
-                "volumes": _volumes(spec),
+                "volumes": volumes,
             }
         },
     }
-
-
-def _container(spec: JobSpec, name: str) -> dict[str, Any]:
-    """The container of a pod, which runs one launcher.
-
-    Args:
-        name: the JobSet's, which the first pod's host name begins with.
-    """
-    variables: list[dict[str, Any]] = [
-        {"name": "PET_NNODES", "value": str(spec.nodes[1])},
-        {"name": "PET_NPROC_PER_NODE", "value": str(spec.nproc_per_node)},
-        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
-        {"name": "PET_MASTER_ADDR", "value": f"{name}-{NODE}-0-0.{name}"},
-        {"name": "PET_MASTER_PORT", "value": str(_PORT)},
-        *_start_variables(spec),
-    ]
-    # Kubernetes replaces $(NAME) by a variable of the container, and $$ by $: a $ of the user's stays one.
-    words, resources = [word.replace("$", "$$") for word in _words(spec)], _resources(spec)
-    return {
-        "name": NODE,
-        "image": _image(spec),
-        "command": words[:4],
-        "args": words[4:],
-        "env": variables,
-        "volumeMounts": _mounts(spec),
-        **({"resources": resources} if resources else {}),
+    disrupted = {
+        "name": "disrupted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
     }
+    manifest = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": spec.name, "annotations": {"shardkit/run-dir": spec.run_dir}},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": options.max_restarts, "rules": [disrupted]},
+            "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+    return _yaml(manifest)
+
+
+def _field(path: str) -> dict[str, Any]:
+    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _words(spec: JobSpec) -> list[str]:
+    """The launcher's command line in a pod; the first four words are the program."""
+    launch = ["python3", "-m", "shardkit.cli", "launch"]
+    sizes = ["--nnodes", str(spec.nodes[1]), "--nproc-per-node", str(spec.nproc_per_node)]
+    sizes += ["--max-restarts", str(spec.max_restarts)]
+    if spec.script is None:
+        return [*launch, spec.config or "-", *sizes, *spec.overrides]
+    return [*launch, *sizes, "--run-dir", spec.run_dir, *spec.script.launch_options(), "--", *spec.script.argv]
+
+
+def _yaml(manifest: Mapping[str, Any]) -> str:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return str(yaml.dump(manifest, Dumper=Dumper, sort_keys=False, width=4096, allow_unicode=True))
 
 
 def meeting(environ: Mapping[str, str], run_id: str) -> Rendezvous | None:
@@ -140,91 +185,3 @@ def sizes(environ: Mapping[str, str], nnodes: str | None, nproc_per_node: str) -
     if job_nodes is not None and nproc_per_node == "auto" and per_node.isdigit():
         nproc_per_node = per_node
     return nnodes or job_nodes or "1", nproc_per_node
-
-
-def _metadata(spec: JobSpec) -> dict[str, object]:
-    if not _NAME.fullmatch(spec.name):
-        raise LaunchError(
-            f"--name {spec.name!r}: Kubernetes takes up to 40 lower-case letters, digits and '-', a letter first",
-            "pass --name with such a name",
-        )
-    return {"name": spec.name, "annotations": {"shardkit/run-dir": spec.run_dir}}
-
-
-def _image(spec: JobSpec) -> str:
-    if not spec.kubernetes.image:
-        raise LaunchError(
-            "a job on Kubernetes needs an image", "pass --container IMAGE, an image whose python3 has shardkit"
-        )
-    return spec.kubernetes.image
-
-
-def _words(spec: JobSpec) -> list[str]:
-    """The launcher's command line in a pod; the first four words are the program."""
-    launch = ["python3", "-m", "shardkit.cli", "launch"]
-    sizes = ["--nnodes", str(spec.nodes[1]), "--nproc-per-node", str(spec.nproc_per_node)]
-    sizes += ["--max-restarts", str(spec.max_restarts)]
-    if spec.script is None:
-        return [*launch, spec.config or "-", *sizes, *spec.overrides]
-    return [*launch, *sizes, "--run-dir", spec.run_dir, *spec.script.launch_options(), "--", *spec.script.argv]
-
-
-def _grace_s(spec: JobSpec) -> float:
-    if spec.script is not None:
-        return spec.script.grace_s
-    return GRACE_S if spec.grace_s is None else spec.grace_s
-
-
-def _start_variables(spec: JobSpec) -> list[dict[str, Any]]:
-    """The variables by which a pod knows its job, how often JobSet has started it again, and its time to save."""
-    fields = {restart.JOB_ID: _UID, restart.RESTARTS: _ATTEMPT}
-    return [
-        *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
-        {"name": restart.GRACE, "value": f"{_grace_s(spec):g}"},
-    ]
-
-
-def _resources(spec: JobSpec) -> dict[str, dict[str, str]]:
-    amounts = {
-        "nvidia.com/gpu": str(spec.gpus_per_node) if spec.gpus_per_node else None,
-        "cpu": spec.kubernetes.cpus,
-        "memory": spec.kubernetes.memory,
-    }
-    limits = {name: value for name, value in amounts.items() if value is not None}
-    return {"limits": limits, "requests": dict(limits)} if limits else {}
-
-
-def _claims(spec: JobSpec) -> list[tuple[str, str]]:
-    claims = []
-    for volume in spec.kubernetes.volumes:
-        claim, colon, path = volume.partition(":")
-        if not colon or not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not path.startswith("/"):
-            raise LaunchError(
-                f"--volume {volume!r} is not CLAIM:/PATH", "name a PersistentVolumeClaim and where it goes"
-            )
-        claims.append((claim, path))
-    return claims
-
-
-def _volumes(spec: JobSpec) -> list[dict[str, Any]]:
-    """The claims, and memory for /dev/shm: a pod's own has 64 MiB, too little for loaders and NCCL."""
-    claims = [
-        {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}
-        for number, (claim, _) in enumerate(_claims(spec))
-    ]
-    return [*claims, {"name": "shm", "emptyDir": {"medium": "Memory"}}]
-
-
-def _mounts(spec: JobSpec) -> list[dict[str, str]]:
-    mounts = [{"name": f"volume-{number}", "mountPath": path} for number, (_, path) in enumerate(_claims(spec))]
-    return [*mounts, {"name": "shm", "mountPath": "/dev/shm"}]
-
-
-def _yaml(manifest: Mapping[str, Any]) -> str:
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    return str(yaml.dump(manifest, Dumper=Dumper, sort_keys=False, width=4096, allow_unicode=True))

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO
 
 from ...files import open_regular
 
@@ -151,18 +151,10 @@ def _prctl(option: int, value: int) -> None:
 _TRACEBACK = re.compile(rb"^(\[rank\d+\]: )?(Traceback \(most recent call last\):|error: )", re.MULTILINE)
 
 
-class Sink(Protocol):
-    """Takes bytes that a follower copies."""
-
-    def write(self, text: bytes, /) -> object: ...
-
-    def flush(self) -> None: ...
-
-
 class Follower:
     """Copies text that is appended to a file; the file may appear later, and may be truncated."""
 
-    def __init__(self, path: Path, out: Sink) -> None:
+    def __init__(self, path: Path, out: BinaryIO) -> None:
         self.path = path
         self._out = out
         self._offset = 0
@@ -206,7 +198,7 @@ class PatientFollower(Follower):
         showed_traceback: whether a traceback was copied.
     """
 
-    def __init__(self, path: Path, out: Sink) -> None:
+    def __init__(self, path: Path, out: BinaryIO) -> None:
         super().__init__(path, out)
         self.showed_traceback = False
         self._traceback, self._since = b"", 0.0

@@ -232,7 +232,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> RankEnv:
             f"LOCAL_RANK={shown(environ['LOCAL_RANK'])} is set, but neither RANK nor WORLD_SIZE is",
             "unset LOCAL_RANK for a single process, or start through torchrun",
         )
-    return replace(SINGLE, restart_count=_requeues(environ))
+    return replace(SINGLE, restart_count=_count(environ, "SLURM_RESTART_COUNT"))
 
 
 def _task(environ: Mapping[str, str]) -> Placement | None:
@@ -278,7 +278,7 @@ def _from_torchelastic(environ: Mapping[str, str], task: Placement | None) -> Ra
         source="torchelastic",
         master_addr=_required_address(environ),
         master_port=_port(environ),
-        restart_count=_count(environ, "TORCHELASTIC_RESTART_COUNT") + _requeues(environ),
+        restart_count=_count(environ, "TORCHELASTIC_RESTART_COUNT") + _count(environ, "SLURM_RESTART_COUNT"),
     )
     return _checked(rank_env, "GROUP_RANK", "GROUP_WORLD_SIZE")
 
@@ -293,7 +293,9 @@ def _from_rank_variables(environ: Mapping[str, str], task: Placement | None) -> 
     rank, world_size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
     _check_range(rank, world_size, "RANK", "WORLD_SIZE")
     agrees = task is not None and (rank, world_size) == (task.rank, task.size)
-    if task is not None and not agrees and not _launcher_per_task(environ, task):
+    # deepspeed's launcher runs once in each task, for the ranks of a node, and sets CROSS_SIZE to the number of nodes.
+    is_per_task = task is not None and "CROSS_SIZE" in environ and integer(environ, "CROSS_SIZE") >= task.size
+    if task is not None and not agrees and not is_per_task:
         raise LaunchError(
             f"RANK={rank}, WORLD_SIZE={world_size}, but {task}",
             f"unset RANK and WORLD_SIZE to use {task.rank_var}, or start through torchrun",
@@ -301,10 +303,14 @@ def _from_rank_variables(environ: Mapping[str, str], task: Placement | None) -> 
     if task is not None and agrees:
         return _from_task(environ, task, "env")
     local_rank, local_size = _local(environ, rank, world_size)
-    node_rank, n_nodes = _node(environ, rank, world_size, local_rank, local_size)
+    if "CROSS_RANK" in environ and "CROSS_SIZE" in environ:  # from deepspeed's launcher
+        node_rank, n_nodes = integer(environ, "CROSS_RANK"), integer(environ, "CROSS_SIZE")
+    else:
+        names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
+        node_rank, n_nodes = node_of(rank, world_size, local_rank, local_size, names)
     places = rank, world_size, local_rank, local_size, node_rank, n_nodes
     master_addr, master_port = _master(environ, world_size)
-    rank_env = RankEnv(*places, "env", master_addr, master_port, _requeues(environ))
+    rank_env = RankEnv(*places, "env", master_addr, master_port, _count(environ, "SLURM_RESTART_COUNT"))
     return _checked(rank_env, "CROSS_RANK", "CROSS_SIZE")
 
 
@@ -317,7 +323,7 @@ def _from_task(environ: Mapping[str, str], task: Placement, source: Source) -> R
         )
     places = task.rank, task.size, task.local_rank, task.local_size, task.node_rank, task.n_nodes
     master_addr, master_port = _master(environ, task.size)
-    rank_env = RankEnv(*places, source, master_addr, master_port, _requeues(environ))
+    rank_env = RankEnv(*places, source, master_addr, master_port, _count(environ, "SLURM_RESTART_COUNT"))
     return _checked(rank_env, "CROSS_RANK", "CROSS_SIZE")
 
 
@@ -341,11 +347,6 @@ def _from_pod(environ: Mapping[str, str]) -> RankEnv | None:
     return RankEnv(rank, n_nodes, 0, 1, rank, n_nodes, "kubernetes", environ["PET_MASTER_ADDR"], port)
 
 
-def _launcher_per_task(environ: Mapping[str, str], task: Placement) -> bool:
-    """Whether each task runs a launcher for one node's ranks: deepspeed's sets CROSS_SIZE to the number of nodes."""
-    return "CROSS_SIZE" in environ and integer(environ, "CROSS_SIZE") >= task.size
-
-
 def _local(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[int, int]:
     """(local_rank, local_world_size), if only RANK and WORLD_SIZE are sure to be set."""
     size_var = first_set(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # deepspeed's launcher sets LOCAL_SIZE
@@ -355,20 +356,15 @@ def _local(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[int,
         if not 1 <= local_size <= world_size:
             raise LaunchError(f"{size_var}={local_size}, but WORLD_SIZE={world_size}", f"correct or unset {size_var}")
         return (rank % local_size if local_rank is None else local_rank), local_size
-    if local_rank == rank or world_size == 1 or (local_rank is None and _is_loopback(environ.get("MASTER_ADDR", ""))):
+    address = environ.get("MASTER_ADDR", "")
+    is_loopback = address in ("localhost", "::1") or address.startswith("127.")
+    if local_rank == rank or world_size == 1 or (local_rank is None and is_loopback):
         return rank if local_rank is None else local_rank, world_size
     if local_rank is None:
         cause = f"RANK={rank}, WORLD_SIZE={world_size}, but LOCAL_RANK is not set, and ranks may be on several nodes"
         raise LaunchError(cause, "set LOCAL_RANK and LOCAL_WORLD_SIZE, or start through torchrun")
     cause = f"RANK={rank} and LOCAL_RANK={local_rank} differ, but LOCAL_WORLD_SIZE is not set"
     raise LaunchError(cause, "set LOCAL_WORLD_SIZE to the number of ranks on this node, or start through torchrun")
-
-
-def _node(environ: Mapping[str, str], rank: int, world_size: int, local_rank: int, local_size: int) -> tuple[int, int]:
-    """(node_rank, n_nodes), from deepspeed's launcher, else from the numbering."""
-    if "CROSS_RANK" in environ and "CROSS_SIZE" in environ:
-        return integer(environ, "CROSS_RANK"), integer(environ, "CROSS_SIZE")
-    return node_of(rank, world_size, local_rank, local_size, "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE")
 
 
 def _checked(rank_env: RankEnv, node_var: str, nodes_var: str) -> RankEnv:
@@ -413,14 +409,6 @@ def _port(environ: Mapping[str, str]) -> int:
             f"MASTER_PORT={port} is not a port", "set MASTER_PORT between 1 and 65535, or unset MASTER_ADDR too"
         )
     return port
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
-
-
-def _requeues(environ: Mapping[str, str]) -> int:
-    return _count(environ, "SLURM_RESTART_COUNT")
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
