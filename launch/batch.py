@@ -293,11 +293,19 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     with system_errors(LaunchError, f"cannot write {batch.log_dir}", "set run.dir to one you can write"):
         batch.error_dir.mkdir(parents=True, exist_ok=True)
         batch = batch.pin()
-    _note_earlier_ends(batch)
+    for start in job_starts.starts(batch.run_dir):  # Slurm's reason for those that could not record their own end
+        if start.job == batch.job_id and start.restart < batch.restart and start.reason is None:
+            reason = requeue.end_by_slurm(batch.job_id, start.restart, start.began)
+            if reason is not None:
+                job_starts.note_end(batch.run_dir, batch.job_id, start.restart, reason)
     refuse(batch, environ)
     hosts = environ.get("SLURM_JOB_NODELIST", "")
     job_starts.note_start(batch.run_dir, batch.job_id, batch.restart, hosts, batch.progress())
-    _say_doubts(batch, environ)
+    ends_at = requeue.outlook(batch.job_id).ends_at
+    if ends_at is not None:
+        lead_s = integer(environ, "SHARDKIT_SIGNAL_S") if environ.get("SHARDKIT_SIGNAL_S") else None
+        for doubt in preemption_warning.doubts(ends_at - time.time(), lead_s, batch.run_dir, batch.is_periodic):
+            say(f"warning: {doubt}")
     _check_nodes(batch, environ)
     before = batch.newest_checkpoint()
     if batch.script is not None:
@@ -333,23 +341,6 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     code = after(batch, process.returncode, warning, environ, saved if saved != before else None, was_bounded)
     in_use.close()
     return code
-
-
-def _note_earlier_ends(batch: Batch) -> None:
-    """Note Slurm's reason for earlier starts that could not record their own end."""
-    for start in job_starts.starts(batch.run_dir):
-        if start.job == batch.job_id and start.restart < batch.restart and start.reason is None:
-            reason = requeue.end_by_slurm(batch.job_id, start.restart, start.began)
-            if reason is not None:
-                job_starts.note_end(batch.run_dir, batch.job_id, start.restart, reason)
-
-
-def _say_doubts(batch: Batch, environ: Mapping[str, str]) -> None:
-    ends_at = requeue.outlook(batch.job_id).ends_at
-    if ends_at is not None:
-        lead_s = integer(environ, "SHARDKIT_SIGNAL_S") if environ.get("SHARDKIT_SIGNAL_S") else None
-        for doubt in preemption_warning.doubts(ends_at - time.time(), lead_s, batch.run_dir, batch.is_periodic):
-            say(f"warning: {doubt}")
 
 
 def _check_nodes(batch: Batch, environ: Mapping[str, str]) -> None:

@@ -195,7 +195,8 @@ class Guard:
             return False
         self._next_look = time.monotonic() + _LOOK_S
         attempts = failure.attempts(self._log_dir)
-        self.preempted = self.preempted or self._file_is_there()
+        with contextlib.suppress(OSError):  # listing the folder refreshes NFS's cache of missing names
+            self.preempted = self.preempted or self._file.name in os.listdir(self._file.parent)
         if self.preempted and self._signalled and len(attempts) > self._attempts:
             return True
         if len(attempts) != self._attempts:
@@ -208,12 +209,6 @@ class Guard:
             _end_silent(process.pid, quiet, attempts[-1])
             self._beats.pause()
         return False
-
-    def _file_is_there(self) -> bool:
-        try:  # listing the folder refreshes NFS's cache of missing names
-            return self._file.name in os.listdir(self._file.parent)
-        except OSError:
-            return False
 
     def _tell(self, torchrun: int) -> None:
         ranks = {pid for pid, _ in processes.ranks_of(torchrun).values()}

@@ -80,7 +80,8 @@ def launch(spec: JobSpec, environ: Mapping[str, str] = os.environ, rendezvous_ti
         spec = replace(spec, log_dir=spec.log_dir or str(_new_log_dir(spec, environ)))
         in_use = job_starts.InUse(Path(spec.log_dir))
         cleanup.callback(in_use.close)
-        cpus = _cpu_shares(spec, environ)
+        is_bound = spec.bind_cpus and not environ.get(affinity.VARIABLE)
+        cpus = affinity.shares(spec.nproc_per_node, spec.on_gpus, environ) if is_bound else []
         argv, added = build_argv(spec), added_environment(spec, environ, cpus)
         guard = None
         if spec.script is not None:
@@ -129,12 +130,6 @@ def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[
         added[_SHUTDOWN_TIMEOUT] = str(_NO_LIMIT_S)  # torchrun kills ranks 30 s after SIGTERM, whatever KillWait is
     keep = [path for path in (environ.get("SHARDKIT_KEEP"), spec.log_dir) if path]
     return {**added, "SHARDKIT_KEEP": os.pathsep.join(keep)}
-
-
-def _cpu_shares(spec: JobSpec, environ: Mapping[str, str]) -> list[list[int]]:
-    if not spec.bind_cpus or environ.get(affinity.VARIABLE):
-        return []
-    return affinity.shares(spec.nproc_per_node, spec.on_gpus, environ)
 
 
 def _has_no_grace(spec: JobSpec, environ: Mapping[str, str]) -> bool:
@@ -494,11 +489,15 @@ class Restarts:
         torchrun may have restarted the ranks since the last look, before their error was seen.
         """
         attempts = failure.attempts(self._log_dir)
-        self.final = next((attempt for attempt in attempts[self._n_noted - 1 :] if _is_final(attempt)), None)
-        while self._n_noted < len(attempts) and self.final is None:
+        for attempt in attempts[self._n_noted - 1 :]:
+            errors = [end for end in failure.in_attempt(attempt) if end.exit_code in exit_codes.FINAL]
+            if any(not end.lost_peer for end in errors):
+                self.final = attempt
+                return True
+        while self._n_noted < len(attempts):
             self._note(attempts[self._n_noted - 1], self._n_noted)
             self._n_noted += 1
-        return self.final is not None
+        return False
 
     def _note(self, attempt: Path, number: int) -> None:
         try:
@@ -520,11 +519,3 @@ class Restarts:
             job_starts.note_restart(
                 self._run_dir, f"rank {origin.rank}: {origin.message.partition(chr(10))[0]}", origin.lost_peer
             )
-
-
-def _is_final(attempt: Path) -> bool:
-    """Whether a rank of the attempt reported an error that no restart can fix."""
-    return any(
-        rank_failure.exit_code in exit_codes.FINAL and not rank_failure.lost_peer
-        for rank_failure in failure.in_attempt(attempt)
-    )

@@ -29,7 +29,12 @@ def default_omp_threads(local_world_size: int, environ: Mapping[str, str] = os.e
         raise ValueError(f"local_world_size={local_world_size}, expected at least 1")
     threads = environ.get("OMP_NUM_THREADS", "").strip()
     if threads:
-        return _outermost(threads)
+        outermost = threads.split(",")[0].strip()  # it may list one for each nesting level
+        if not re.fullmatch(r"[0-9]{1,6}", outermost) or int(outermost) < 1:
+            raise LaunchError(
+                f"OMP_NUM_THREADS={shown(threads)} is not a positive integer", "correct or unset OMP_NUM_THREADS"
+            )
+        return int(outermost)
     cores = available_cores()
     if "SLURM_CPUS_PER_TASK" in environ and slurm_step(environ) is not None:
         return max(1, min(cores, integer(environ, "SLURM_CPUS_PER_TASK")))
@@ -57,16 +62,6 @@ def cgroup_cpu_quota(root: Path = _ROOT) -> float | None:
         if quota.isdigit() and period.isdigit() and int(period):  # -1 and max: no limit
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
-
-
-def _outermost(threads: str) -> int:
-    """The outermost number of OMP_NUM_THREADS, which may list one for each nesting level."""
-    outermost = threads.split(",")[0].strip()
-    if not re.fullmatch(r"[0-9]{1,6}", outermost) or int(outermost) < 1:
-        raise LaunchError(
-            f"OMP_NUM_THREADS={shown(threads)} is not a positive integer", "correct or unset OMP_NUM_THREADS"
-        )
-    return int(outermost)
 
 
 VARIABLE = "SHARDKIT_CPUS"
@@ -142,21 +137,17 @@ def bind(env: RankEnv, environ: Mapping[str, str] = os.environ) -> str | None:
             )
         _move(parse(listed[env.local_rank]))
         return None  # the launcher has printed it
-    if env.source != "slurm" or _bound_by_slurm(environ):
+    cpus_per_task = environ.get("SLURM_CPUS_PER_TASK", "")
+    # Slurm may have bound the task by --cpu-bind, or its cgroup may hold no more CPUs than it asked for.
+    is_bound = environ.get("SLURM_CPU_BIND_TYPE", "").rstrip(":").lower() not in _UNSET
+    is_bound = is_bound or (cpus_per_task.isdigit() and len(allowed_cpus()) <= int(cpus_per_task))
+    if env.source != "slurm" or is_bound:
         return None
     cpus_by_rank = shares(env.local_world_size, bool(pci_addresses(environ)), environ)
     if not cpus_by_rank:
         return None
     _move(cpus_by_rank[env.local_rank])
     return describe(cpus_by_rank)
-
-
-def _bound_by_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether this task already has its own CPUs: by --cpu-bind, or because it may use no more than it asked for."""
-    if environ.get("SLURM_CPU_BIND_TYPE", "").rstrip(":").lower() not in _UNSET:
-        return True
-    cpus_per_task = environ.get("SLURM_CPUS_PER_TASK", "")
-    return cpus_per_task.isdigit() and len(allowed_cpus()) <= int(cpus_per_task)
 
 
 def describe(cpus_by_rank: Sequence[Sequence[int]]) -> str:
