@@ -1,7 +1,4 @@
-"""What other tools call keys here: `errors` suggests a key by it, and `foreign` plans by it. Pure data.
-
-Names that stand in a section of a tool's file mean nothing without it: `foreign/tables.py` alone has them.
-"""
+"""What other tools call keys here: `errors` suggests a key by it. Pure data."""
 
 OTHER_NAMES = {
     "activation.policy": "gradient_checkpointing activation_checkpointing",

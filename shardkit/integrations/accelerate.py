@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .watching import Settings, Watching
+from .watching import Settings, Watching, refuse_removed
 
 
 def watch(
@@ -26,6 +26,7 @@ def watch(
     Raises:
         ConfigError: as `shardkit.watch`.
     """
+    refuse_removed({name: value for name, value in settings.items() if name in ("files", "tool")})
     half = accelerator.mixed_precision
     precision = {"precision.mode": half} if half in ("bf16", "fp16") else {}
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]

@@ -48,6 +48,7 @@ def watch(
     tensorboard: bool = True,
     bars: bool = True,
     total: int | None = None,
+    **removed: Any,
 ) -> Watching:
     """Account for the memory of a loop of any tool, and explain its out-of-memory errors.
 
@@ -76,10 +77,25 @@ def watch(
     Raises:
         ConfigError: (on entering) `run_dir` holds a run, or cannot be written; no optimizer.
     """
+    refuse_removed(removed)
     optimizers = () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
     config = None if model_config is None else str(model_config)
     settings = Settings(Path(run_dir), every, resume, done, tensorboard, cap, config, bars=bars, total=total)
     return Watching(model, optimizers, settings)
+
+
+def refuse_removed(arguments: Mapping[str, Any]) -> None:
+    """Answer arguments that earlier releases had; any other unknown one is a TypeError.
+
+    Raises:
+        ConfigError: names the argument and what to do.
+    """
+    for name in ("files", "tool"):
+        if name in arguments:
+            fix = "leave it out: the loop itself is observed, and a model of transformers has its own config"
+            raise ConfigError(f"watch() no longer takes {name}", fix)
+    if arguments:
+        raise TypeError(f"watch() got an unexpected keyword argument {next(iter(arguments))!r}")
 
 
 @dataclass(frozen=True)
