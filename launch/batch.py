@@ -45,28 +45,19 @@ _SHIELD = ["bash", "-c", "trap '' USR2; exec \"$@\"", "shield"]
 
 @dataclass(frozen=True)
 class Batch:
-    """One start of a batch job.
-
-    Attributes:
-        config: CONFIG, with its overrides; None = defaults.
-        restart: how often Slurm has requeued this job.
-        n_ranks_per_node: ranks on each node.
-        snapshot: the resolved config, as YAML.
-        is_periodic: whether the run makes periodic checkpoints.
-        script: the program that runs instead of a config.
-    """
+    """One start of a batch job."""
 
     style: str
     job_id: str
-    restart: int
-    config: str | None
+    restart: int  # how often Slurm has requeued this job
+    config: str | None  # CONFIG, with its overrides; None = defaults
     overrides: tuple[str, ...]
     run_dir: Path
     n_nodes: int
-    n_ranks_per_node: int
-    snapshot: str = ""
-    is_periodic: bool = False
-    script: Script | None = None
+    n_ranks_per_node: int  # ranks on each node
+    snapshot: str = ""  # the resolved config, as YAML
+    is_periodic: bool = False  # whether the run makes periodic checkpoints
+    script: Script | None = None  # the program that runs instead of a config
 
     def pin(self) -> Batch:
         """Keep the config with the run: every later start of the job uses the config of the first.
@@ -117,12 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
-    """The job from its command line and Slurm's variables.
-
-    Raises:
-        ConfigError: the config is wrong, or does not fit the ranks; raised before they start.
-        LaunchError: not inside a batch job, or no config.
-    """
+    """The job from its command line and Slurm's variables."""
     if len(args) < 2 or args[0] not in ("torchrun", "srun"):
         raise LaunchError("no config was given", "sbatch slurm/train.sbatch CONFIG [section.key=value ...]")
     if "SLURM_JOB_ID" not in environ:
@@ -283,11 +269,7 @@ def _announce(batch: Batch, on_preempt: str) -> None:
 
 
 def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) -> int:
-    """Run the step to its end, then requeue or end the job; returns the exit code.
-
-    Raises:
-        LaunchError: the run directory cannot be written, or the job has been started too often.
-    """
+    """Run the step to its end, then requeue or end the job; returns the exit code."""
     if batch.script is None and not has_run(batch.run_dir):
         refuse_without_run(batch.run_dir, False, environ)
     with system_errors(LaunchError, f"cannot write {batch.log_dir}", "set run.dir to one you can write"):
@@ -384,8 +366,7 @@ def note_ending(batch: Batch, ending: requeue.Ending, told_at: float | None) -> 
 def queue_once_saved(batch: Batch, before: tuple[int, int] | None) -> bool:
     """After the time limit: queue the job again as soon as its save is complete, which may be the last moment.
 
-    Args:
-        before: the newest checkpoint of earlier starts.
+    `before`: the newest checkpoint of earlier starts.
     """
     if batch.script is not None or batch.newest_checkpoint() in (None, before):
         return False
@@ -432,9 +413,8 @@ def after(
 ) -> int:  # fmt: skip
     """Note why the step ended; requeue the job, or end it with the returned code.
 
-    Args:
-        saved: the newest checkpoint, if this start made it.
-        was_bounded: whether srun was ended because it waited for tasks in vain.
+    `saved`: the newest checkpoint, if this start made it. `was_bounded`: whether srun was ended because it waited for
+    tasks in vain.
     """
     failures = _failures(batch)
     stopped = any(rank_failure.exit_code == exit_codes.PREEMPTED for rank_failure in failures)

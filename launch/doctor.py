@@ -254,19 +254,13 @@ _MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL"}
 
 @dataclass(frozen=True)
 class Check:
-    """One finding.
-
-    Attributes:
-        found: the state found, in one line.
-        fix: how to correct it; empty if the check passed.
-        data: the figures, for programs.
-    """
+    """One finding."""
 
     name: str
     status: Status
-    found: str
-    fix: str = ""
-    data: dict[str, Any] = field(default_factory=dict)
+    found: str  # the state found, in one line
+    fix: str = ""  # how to correct it; empty if the check passed
+    data: dict[str, Any] = field(default_factory=dict)  # the figures, for programs
 
 
 def warning(name: str, is_bad: bool, found: str, fix: str, data: dict[str, Any] | None = None) -> Check:

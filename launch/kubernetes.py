@@ -35,9 +35,6 @@ def render_job_set(spec: JobSpec) -> str:
     A pod that fails ends its job, and the set starts again as a whole, `max_restarts` times. Two kinds of ends do not
     count: a pod that is disrupted (preempted, drained), and a pod that saved and stopped, as all pods of a disrupted
     job do. Pods that stopped may be seen before the disrupted one.
-
-    Raises:
-        LaunchError: no image, or a name or volume that Kubernetes would refuse.
     """
     options = spec.kubernetes
     if not _NAME.fullmatch(spec.name):
@@ -159,11 +156,7 @@ def _yaml(manifest: Mapping[str, Any]) -> str:
 
 
 def meeting(environ: Mapping[str, str], run_id: str) -> Rendezvous | None:
-    """Where the nodes of a pod's job meet, and which of them this pod is; None outside such a job.
-
-    Raises:
-        LaunchError: variables that are incomplete or wrong.
-    """
+    """Where the nodes of a pod's job meet, and which of them this pod is; None outside such a job."""
     host = environ.get("PET_MASTER_ADDR")
     if not host:
         return None
@@ -173,11 +166,7 @@ def meeting(environ: Mapping[str, str], run_id: str) -> Rendezvous | None:
 
 
 def sizes(environ: Mapping[str, str], nnodes: str | None, nproc_per_node: str) -> tuple[str, str]:
-    """(nodes, ranks per node) of a launcher: as asked, else those of the pod's job, else one node.
-
-    Raises:
-        LaunchError: other nodes were asked for than the job has; each pod would train by itself, or wait for ever.
-    """
+    """(nodes, ranks per node) of a launcher: as asked, else those of the pod's job, else one node."""
     job_nodes = environ.get("PET_NNODES") if environ.get("PET_MASTER_ADDR") else None
     if job_nodes is not None and nnodes is not None and nnodes != job_nodes:
         raise LaunchError(f"--nnodes {nnodes}, but this pod's job has PET_NNODES={job_nodes}", "leave --nnodes out")

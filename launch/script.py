@@ -26,24 +26,18 @@ _HOW = "shardkit launch [options] -- train.py arguments, or -- -m package.module
 
 @dataclass(frozen=True)
 class Script:
-    """A program that torchrun or srun starts once per rank. It need not import shardkit.
+    """A program that torchrun or srun starts once per rank. It need not import shardkit."""
 
-    Attributes:
-        argv: `FILE argument…` or `-m MODULE argument…`.
-        on_preempt: how the script learns that its job is preempted: SIGTERM, SIGUSR1, SIGUSR2, or a file that appears.
-        heartbeat: `auto`, or a file that ranks touch while they make progress; `{local_rank}` in it is the rank's
-            number on its machine. None = no watchdog.
-        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as hung.
-        checkpoints: the folder where the script writes its checkpoints; new files in it are a job's progress.
-        grace_s: seconds that ranks get to end by themselves after the launcher's SIGTERM.
-    """
-
-    argv: tuple[str, ...]
+    argv: tuple[str, ...]  # `FILE argument…` or `-m MODULE argument…`
+    # how the script learns that its job is preempted: SIGTERM, SIGUSR1, SIGUSR2, or a file that appears
     on_preempt: str = "term"
+    # `auto`, or a file that ranks touch while they make progress; `{local_rank}` in it is the rank's number on its
+    # machine. None = no watchdog.
     heartbeat: str | None = None
-    heartbeat_timeout_s: float = 600.0
+    heartbeat_timeout_s: float = 600.0  # seconds without a heartbeat after which a rank counts as hung
+    # the folder where the script writes its checkpoints; new files in it are a job's progress
     checkpoints: str | None = None
-    grace_s: float = 25.0
+    grace_s: float = 25.0  # seconds that ranks get to end by themselves after the launcher's SIGTERM
 
     @property
     def name(self) -> str:
@@ -73,11 +67,7 @@ class Script:
 
 
 def from_json(text: str, file: str) -> Script:
-    """The description in a job's snapshot.
-
-    Raises:
-        LaunchError: the text is not a script's description.
-    """
+    """The description in a job's snapshot."""
     names = {field.name for field in fields(Script)}
     try:
         description = json.loads(text)
@@ -90,11 +80,7 @@ def from_json(text: str, file: str) -> Script:
 def check(script: Script, cwd: Path | None) -> None:
     """Refuse a script that cannot start.
 
-    Args:
-        cwd: where it will start; None = in an image, whose files cannot be seen from here.
-
-    Raises:
-        LaunchError: no such file or module, a word before it that does not belong there, or options that contradict.
+    `cwd`: where it will start; None = in an image, whose files cannot be seen from here.
     """
     program = script.argv[0] if script.argv else ""
     if not program:
@@ -120,11 +106,7 @@ def check(script: Script, cwd: Path | None) -> None:
 
 
 def check_grace(seconds: float) -> None:
-    """Refuse a time to save and end that is none.
-
-    Raises:
-        LaunchError: it is negative, or not a number.
-    """
+    """Refuse a time to save and end that is none."""
     if not 0 <= seconds < 1e9:
         raise LaunchError(f"--grace-s {seconds:g} is out of range", "pass seconds from 0")
 

@@ -67,8 +67,7 @@ def describe(code: int) -> str:
 def likely_cause(code: int, oom_kills: int = 0) -> tuple[str, str]:
     """Cause and fix for an exit code, both empty where none is known.
 
-    Args:
-        oom_kills: the kernel's OOM kills during the job.
+    `oom_kills`: the kernel's OOM kills during the job.
     """
     signum = signal_of(code)
     if signum is None:

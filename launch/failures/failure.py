@@ -71,31 +71,19 @@ UNSURE = 5
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end.
-
-    Attributes:
-        exit_code: Python's exit code; negative for a signal.
-        when: seconds since the epoch; 0 if unknown.
-        message: one line, or cause and fix for an error that the user can correct.
-        trace: the whole traceback; empty for user errors and signals.
-        fix: for user errors.
-        node: Slurm's name of the node; empty elsewhere.
-        local_rank: the rank's number on its machine, if torchrun reported it.
-        forced: torchrun or srun told it to end, or killed it, after another rank's failure.
-        raised: its stderr ends with an exception's traceback.
-    """
+    """One rank's end."""
 
     rank: int
-    exit_code: int
-    when: float = 0.0
-    message: str = ""
-    trace: str = ""
-    fix: str = ""
+    exit_code: int  # Python's exit code; negative for a signal
+    when: float = 0.0  # seconds since the epoch; 0 if unknown
+    message: str = ""  # one line, or cause and fix for an error that the user can correct
+    trace: str = ""  # the whole traceback; empty for user errors and signals
+    fix: str = ""  # for user errors
     is_error: bool = False
-    node: str = ""
-    local_rank: int | None = None
-    forced: bool = False
-    raised: bool = False
+    node: str = ""  # Slurm's name of the node; empty elsewhere
+    local_rank: int | None = None  # the rank's number on its machine, if torchrun reported it
+    forced: bool = False  # torchrun or srun told it to end, or killed it, after another rank's failure
+    raised: bool = False  # its stderr ends with an exception's traceback
 
     @property
     def order(self) -> tuple[int, float, int]:

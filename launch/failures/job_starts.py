@@ -25,22 +25,14 @@ _NO_END = "without a word: its node was lost, or it was killed"
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job.
-
-    Attributes:
-        restart: how often Slurm had requeued the job.
-        step: the run's optimizer step at this start.
-        reason: why the start ended; None while it runs, or if it could not record the reason.
-        began: local start time in Slurm's format.
-        refused: whether it was refused because another start wrote to the directory.
-    """
+    """One start of a job."""
 
     job: str
-    restart: int
-    step: int
-    reason: str | None
-    began: str = ""
-    refused: bool = False
+    restart: int  # how often Slurm had requeued the job
+    step: int  # the run's optimizer step at this start
+    reason: str | None  # why the start ended; None while it runs, or if it could not record the reason
+    began: str = ""  # local start time in Slurm's format
+    refused: bool = False  # whether it was refused because another start wrote to the directory
 
     @property
     def ended(self) -> str:

@@ -50,11 +50,7 @@ class Heartbeats:
         self._watched: dict[int, _Watched] = {}
 
     def variables(self) -> dict[str, str]:
-        """The variable that tells ranks where to touch their files; none if the user chose the files.
-
-        Raises:
-            LaunchError: the folder cannot be made.
-        """
+        """The variable that tells ranks where to touch their files; none if the user chose the files."""
         if self._template != str(self.folder / "{local_rank}"):
             return {}
         with system_errors(LaunchError, f"cannot make {self.folder}", "free space there"):

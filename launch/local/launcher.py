@@ -45,31 +45,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class Ended:
-    """The end of torchrun.
+    """The end of torchrun."""
 
-    Attributes:
-        code: its exit code.
-        signum: the signal that this process was sent, if any.
-        user_error: whether it was stopped early because a rank reported an error that no restart can fix.
-        unmet: whether it was stopped early because the nodes did not meet.
-        shown: whether the terminal has rank 0's last traceback.
-        attempt: the attempt whose ranks say why it was stopped early; None = the last one.
-    """
-
-    code: int
-    signum: int | None
-    user_error: bool
-    unmet: bool = False
-    shown: bool = False
-    attempt: Path | None = None
+    code: int  # its exit code
+    signum: int | None  # the signal that this process was sent, if any
+    user_error: bool  # whether it was stopped early because a rank reported an error that no restart can fix
+    unmet: bool = False  # whether it was stopped early because the nodes did not meet
+    shown: bool = False  # whether the terminal has rank 0's last traceback
+    attempt: Path | None = None  # the attempt whose ranks say why it was stopped early; None = the last one
 
 
 def launch(spec: JobSpec, environ: Mapping[str, str] = os.environ, rendezvous_timeout_s: float = 600) -> int:
-    """Run the job's ranks on this node; returns the exit code for the shell (docs/launch.md).
-
-    Raises:
-        LaunchError: contradictory options, or nodes that do not find each other.
-    """
+    """Run the job's ranks on this node; returns the exit code for the shell (docs/launch.md)."""
     environ = dict(environ)
     with ExitStack() as cleanup:
         spec = replace(spec, starts_by_file=sys.version_info < (3, 11) and spec.script is None)  # no PYTHONSAFEPATH
@@ -361,9 +348,6 @@ def build_argv(spec: JobSpec) -> list[str]:
     Every rank's output goes to a file below `log_dir`. A single node uses a file as its store: torchrun's own store
     listens on every interface and unpickles data from anyone. Nodes with given numbers keep them (static rendezvous)
     unless workers may restart, which needs c10d.
-
-    Raises:
-        LaunchError: several nodes without an endpoint, or no ranks.
     """
     if spec.nproc_per_node < 1:
         raise LaunchError(f"--nproc-per-node {spec.nproc_per_node}", "start at least one rank per node")
@@ -412,12 +396,7 @@ def _rendezvous(spec: JobSpec) -> list[str]:
 
 
 def check_elastic(spec: JobSpec, config: RunConfig | None) -> None:
-    """Refuse an elastic job that would go wrong when the number of nodes changes; a script has no config to look at.
-
-    Raises:
-        LaunchError: no restarts are allowed, or each start would delete the run.
-        ConfigError: a batch or mesh that does not fit some number of nodes.
-    """
+    """Refuse an elastic job that would go wrong when the number of nodes changes; a script has no config to look at."""
     if not spec.is_elastic:
         return
     nodes = f"--nnodes {spec.nodes[0]}:{spec.nodes[1]}"
@@ -448,11 +427,7 @@ def check_elastic(spec: JobSpec, config: RunConfig | None) -> None:
 
 
 def check_ranks(spec: JobSpec, config: RunConfig | None) -> None:
-    """Refuse a job of a fixed size that its ranks would refuse, before anything is written or started.
-
-    Raises:
-        ConfigError: the strategy, its mesh or the batch does not fit the ranks.
-    """
+    """Refuse a job of a fixed size that its ranks would refuse, before anything is written or started."""
     if spec.is_elastic or config is None:
         return
     device = "cpu" if config.run.device == "cpu" else "cuda"  # the ranks say that there is no GPU

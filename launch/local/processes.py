@@ -89,8 +89,7 @@ def descendants(pid: int | None = None) -> list[int]:
 def ranks_of(torchrun: int, start: str | None = None) -> dict[int, tuple[int, int]]:
     """Local rank → (process id, rank) of the ranks that a torchrun process runs.
 
-    Args:
-        start: only ranks with this TORCHELASTIC_RESTART_COUNT.
+    `start`: only ranks with this TORCHELASTIC_RESTART_COUNT.
     """
     ranks: dict[int, tuple[int, int]] = {}
     for pid in descendants(torchrun):
@@ -125,8 +124,7 @@ def rank_processes(torchrun: int) -> set[int]:
 def sweep(timeout_s: float = 2.0) -> list[int]:
     """Kill every process below this one; returns their ids. Only for a process that owns all its children.
 
-    Args:
-        timeout_s: for those that do not end of it, and for new ones; all are killed once, however late this one is.
+    `timeout_s`: for those that do not end of it, and for new ones; all are killed once, however late this one is.
     """
     killed: list[int] = []
     deadline = time.monotonic() + timeout_s
@@ -229,8 +227,7 @@ class PatientFollower(Follower):
 class RankOutput:
     """Copies one rank's output (default: rank 0's) below a torchrun log directory, attempt after attempt.
 
-    Args:
-        patient: hold back tracebacks, which ranks that run shardkit record in an error file.
+    `patient`: hold back tracebacks, which ranks that run shardkit record in an error file.
     """
 
     def __init__(self, log_dir: Path, out: BinaryIO, err: BinaryIO, local_rank: int = 0, patient: bool = False) -> None:

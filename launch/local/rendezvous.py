@@ -25,11 +25,7 @@ STORE = "SHARDKIT_STORE"
 
 @contextmanager
 def private_folder() -> Iterator[str]:
-    """A temporary folder on this machine that only this user can enter.
-
-    Raises:
-        LaunchError: the folder cannot be made.
-    """
+    """A temporary folder on this machine that only this user can enter."""
     fix = "free space there, or set TMPDIR to a folder of this machine that you can write"
     with system_errors(LaunchError, f"cannot make a folder in {tempfile.gettempdir()}", fix):
         made = tempfile.TemporaryDirectory(prefix="shardkit-", ignore_cleanup_errors=True)
@@ -51,9 +47,7 @@ class ReservedPort:
     """A free port that no other process gets: bound, but not listening, which lets the store take it over.
 
     The store (libuv) binds with SO_REUSEADDR; Linux allows this if the other socket also has it and does not listen.
-
-    Args:
-        path: where the port is published; `close` withdraws it.
+    `path`: where the port is published; `close` withdraws it.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -83,11 +77,7 @@ def reachable_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def publish(path: Path, endpoint: str) -> None:
-    """Write `endpoint` for the other nodes, atomically.
-
-    Raises:
-        LaunchError: the directory cannot be written.
-    """
+    """Write `endpoint` for the other nodes, atomically."""
     with system_errors(LaunchError, f"cannot write {path}", "set run.dir to a directory that every node can write"):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,11 +123,7 @@ def trouble(endpoint: str) -> str:
 
 
 def wait_for(path: Path, timeout_s: float) -> str:
-    """The endpoint that node 0 published.
-
-    Raises:
-        LaunchError: there was none within `timeout_s`.
-    """
+    """The endpoint that node 0 published."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

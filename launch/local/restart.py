@@ -30,22 +30,15 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class JobStart:
-    """One start of a job, as its environment describes it.
+    """One start of a job, as its environment describes it."""
 
-    Attributes:
-        job: the job's name, which is the same at all of its starts; None if nothing identifies the job.
-        agent: the torchrun process that starts and restarts these ranks; None without torchrun, or with one per node.
-        restart: how often Slurm or another supervisor has started the job again, if it counts.
-        step: Slurm's number of the step within the job.
-        attempt: how often torchrun has restarted the ranks.
-        is_named: whether the user or the manifest named the job, so that each start continues the one before.
-    """
-
-    job: str | None
+    job: str | None  # the job's name, which is the same at all of its starts; None if nothing identifies the job
+    # the torchrun process that starts and restarts these ranks; None without torchrun, or with one per node
     agent: str | None = None
-    restart: int = 0
-    step: str = ""
-    attempt: int = 0
+    restart: int = 0  # how often Slurm or another supervisor has started the job again, if it counts
+    step: str = ""  # Slurm's number of the step within the job
+    attempt: int = 0  # how often torchrun has restarted the ranks
+    # whether the user or the manifest named the job, so that each start continues the one before
     is_named: bool = False
 
     @property
@@ -126,11 +119,7 @@ def agent(environ: Mapping[str, str]) -> str | None:
 
 
 def grace_s(environ: Mapping[str, str] = os.environ) -> float:
-    """Seconds that ranks have to save and end after SIGTERM or SIGHUP.
-
-    Raises:
-        LaunchError: the variable is not a number of seconds.
-    """
+    """Seconds that ranks have to save and end after SIGTERM or SIGHUP."""
     text = environ.get(GRACE)
     if not text:
         return DEFAULT_GRACE_S
@@ -146,9 +135,8 @@ def grace_s(environ: Mapping[str, str] = os.environ) -> float:
 def how_to_continue(argv: Sequence[str], overwrites: bool, environ: Mapping[str, str] = os.environ) -> str:
     """The words for a run that saved and stopped: its job's next start continues it, or a command that one can paste.
 
-    Args:
-        argv: this process's `sys.argv`.
-        overwrites: the config says `run.overwrite=true`, which the continuation must not.
+    `argv`: this process's `sys.argv`. `overwrites`: the config says `run.overwrite=true`, which the continuation must
+    not.
     """
     job = this_start(environ).job
     if job is not None:

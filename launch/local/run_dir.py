@@ -28,11 +28,7 @@ def has_run(path: Path) -> bool:
 
 
 def refuse_blocked(path: Path) -> None:
-    """Check that no file lies where the directory, or a folder above it, has to be.
-
-    Raises:
-        ConfigError: names the file.
-    """
+    """Check that no file lies where the directory, or a folder above it, has to be."""
     for folder in (path, *path.parents):
         if folder.exists():
             if not folder.is_dir():
@@ -45,10 +41,6 @@ def refuse_without_run(path: Path, resume: bool | str, environ: Mapping[str, str
     """Check that a run may begin in a directory that holds none.
 
     `run.resume=true` is right at the first start of a scheduler's job, which has the same command at every start.
-
-    Raises:
-        ConfigError: the directory holds other things, a file lies in its way, or a person asks to continue the run that
-            it does not hold.
     """
     refuse_blocked(path)
     entries = foreign_entries(path)

@@ -21,9 +21,6 @@ def default_omp_threads(local_world_size: int, environ: Mapping[str, str] = os.e
 
     A task with its own cores from srun (SLURM_CPUS_PER_TASK) keeps all of them. torchrun sets an unset OMP_NUM_THREADS
     to 1 when it starts several ranks: call this before torchrun, not in its ranks.
-
-    Raises:
-        LaunchError: OMP_NUM_THREADS or SLURM_CPUS_PER_TASK is not a positive integer.
     """
     if local_world_size < 1:
         raise ValueError(f"local_world_size={local_world_size}, expected at least 1")
@@ -95,10 +92,8 @@ def divide(
 ) -> list[list[int]]:
     """Divide `allowed` among ranks: neighbours stay together, no CPU is used twice.
 
-    Args:
-        allowed: CPUs that this process may use.
-        places: where each CPU is; threads of a core stay together.
-        beside: the NUMA node of each rank's GPU; a node's ranks share its CPUs. Ignored unless known for every rank.
+    `allowed`: CPUs that this process may use. `places`: where each CPU is; threads of a core stay together. `beside`:
+    the NUMA node of each rank's GPU; a node's ranks share its CPUs. Ignored unless known for every rank.
     """
     ordered = sorted(allowed, key=lambda cpu: (places.get(cpu, (0,)), cpu))
     nodes = {cpu: places.get(cpu, (0,))[0] for cpu in ordered}
@@ -121,9 +116,6 @@ def bind(env: RankEnv, environ: Mapping[str, str] = os.environ) -> str | None:
     """Bind this rank to its CPUs, before it has threads; returns a message, None if there is nothing to say.
 
     The launcher's SHARDKIT_CPUS decides. An srun task takes its share itself, unless Slurm bound it (--cpu-bind).
-
-    Raises:
-        LaunchError: SHARDKIT_CPUS has no CPUs for this rank, or CPUs that it may not use.
     """
     setting = environ.get(VARIABLE, "")
     if setting == OFF:
@@ -167,11 +159,7 @@ def render(cpus: Sequence[int]) -> str:
 
 
 def parse(text: str) -> list[int]:
-    """`0-2,5` → [0, 1, 2, 5].
-
-    Raises:
-        LaunchError: anything else.
-    """
+    """`0-2,5` → [0, 1, 2, 5]."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)

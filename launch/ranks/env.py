@@ -23,16 +23,11 @@ _MAX_NODES = 1_000_000
 
 @dataclass(frozen=True)
 class Placement:
-    """A rank and its numbers from a task launcher.
-
-    Attributes:
-        rank_var: the variable of the rank, for messages.
-        size_var: the variable of the number of ranks.
-    """
+    """A rank and its numbers from a task launcher."""
 
     launcher: Literal["slurm", "mpi"]
-    rank_var: str
-    size_var: str
+    rank_var: str  # the variable of the rank, for messages
+    size_var: str  # the variable of the number of ranks
     rank: int
     size: int
     local_rank: int
@@ -45,11 +40,7 @@ class Placement:
 
 
 def integer(environ: Mapping[str, str], name: str) -> int:
-    """The non-negative integer in variable `name`.
-
-    Raises:
-        LaunchError: the variable is not set, or holds anything else.
-    """
+    """The non-negative integer in variable `name`."""
     value = environ.get(name)
     if value is None:
         raise LaunchError(f"{name} is not set", "set every rank variable, or none and let a launcher do it")
@@ -72,9 +63,6 @@ def node_of(rank: int, size: int, local_rank: int, local_size: int, names: str) 
     """(node_rank, n_nodes), for launchers that number ranks but not nodes.
 
     Assumes the same number of ranks on each node, numbered node after node or round-robin over nodes.
-
-    Raises:
-        LaunchError: the numbers fit neither; the message names their variables (`names`).
     """
     n_nodes, remainder = divmod(size, local_size)
     if not remainder:
@@ -92,9 +80,6 @@ def slurm_step(environ: Mapping[str, str]) -> Placement | None:
     """This process as a task of an srun step with several tasks; None anywhere else.
 
     A batch script and salloc's shell also see SLURM_PROCID=0 and SLURM_NTASKS=N, but they are not ranks.
-
-    Raises:
-        LaunchError: the step's variables are incomplete or not integers.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if not re.fullmatch(r"[0-9]{1,10}", step) or int(step) >= _FIRST_RESERVED_STEP:
@@ -147,11 +132,7 @@ def _tasks_on_node(environ: Mapping[str, str], node_rank: int, n_nodes: int, siz
 
 
 def mpi_task(environ: Mapping[str, str]) -> Placement | None:
-    """This process as one of several from mpirun or mpiexec; None anywhere else.
-
-    Raises:
-        LaunchError: the variables are incomplete or not integers, or nodes cannot be told apart.
-    """
+    """This process as one of several from mpirun or mpiexec; None anywhere else."""
     families = (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -184,39 +165,26 @@ Source = Literal["torchelastic", "env", "slurm", "mpi", "kubernetes", "single", 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process's place among the job's ranks.
+    """This process's place among the job's ranks."""
 
-    Attributes:
-        rank: 0 ≤ rank < world_size.
-        local_rank: position among the local_world_size ranks of this node.
-        node_rank: position of this node among n_nodes.
-        source: the launcher that set the rank; `group` if the caller had already made a process group.
-        master_addr: host of rank 0; None = ranks meet through a file in the run directory (plain srun, MPI).
-        master_port: set if and only if master_addr is.
-        restart_count: earlier starts of these ranks: torchrun's restarts plus Slurm's requeues.
-    """
-
-    rank: int
+    rank: int  # 0 ≤ rank < world_size
     world_size: int
-    local_rank: int
+    local_rank: int  # position among the local_world_size ranks of this node
     local_world_size: int
-    node_rank: int
+    node_rank: int  # position of this node among n_nodes
     n_nodes: int
-    source: Source
+    source: Source  # the launcher that set the rank; `group` if the caller had already made a process group
+    # host of rank 0; None = ranks meet through a file in the run directory (plain srun, MPI)
     master_addr: str | None = None
-    master_port: int | None = None
-    restart_count: int = 0
+    master_port: int | None = None  # set if and only if master_addr is
+    restart_count: int = 0  # earlier starts of these ranks: torchrun's restarts plus Slurm's requeues
 
 
 SINGLE = RankEnv(0, 1, 0, 1, 0, 1, "single")
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> RankEnv:
-    """This process's place in the job; `environ` defaults to os.environ.
-
-    Raises:
-        LaunchError: variables that are incomplete, not integers, out of range, or set differently by two launchers.
-    """
+    """This process's place in the job; `environ` defaults to os.environ."""
     task = _task(environ)
     if "TORCHELASTIC_RUN_ID" in environ:
         return _from_torchelastic(environ, task)

@@ -95,11 +95,7 @@ def flight_recorder(run_dir: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def ranks_per_node(option: str, device: str, environ: Mapping[str, str] = os.environ) -> int:
-    """`auto` → one rank per visible GPU; a number stays.
-
-    Raises:
-        LaunchError: neither a number nor `auto`, or `auto` without GPUs or for a run on the CPU.
-    """
+    """`auto` → one rank per visible GPU; a number stays."""
     if re.fullmatch(r"[0-9]{1,5}", option) and int(option) > 0:
         return int(option)
     if option != "auto":

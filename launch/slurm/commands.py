@@ -22,14 +22,7 @@ _NO_ANSWER = re.compile(
 
 
 def require(program: str, launch: str = LAUNCH) -> None:
-    """Check that one of Slurm's commands is installed.
-
-    Args:
-        launch: the command that trains here, for the error's fix.
-
-    Raises:
-        LaunchError: it is not installed.
-    """
+    """Check that one of Slurm's commands is installed. `launch`: the command that trains here, for the error's fix."""
     if shutil.which(program) is None:
         raise LaunchError(
             f"Slurm is not installed on this machine: there is no {program}",
@@ -38,14 +31,7 @@ def require(program: str, launch: str = LAUNCH) -> None:
 
 
 def call(program: str, *args: str, launch: str = LAUNCH) -> str:
-    """Output of one of Slurm's commands.
-
-    Args:
-        launch: the command that trains here, for the error's fix.
-
-    Raises:
-        LaunchError: Slurm is not installed here, no cluster answers, or the command refused (gives its reason).
-    """
+    """Output of one of Slurm's commands. `launch`: the command that trains here, for the error's fix."""
     require(program, launch)
     process = subprocess.run([program, *args], capture_output=True, text=True)
     if process.returncode:

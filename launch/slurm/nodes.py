@@ -53,16 +53,11 @@ print("Python {}.{}".format(*sys.version_info), *torch)
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A task's report about its node.
-
-    Attributes:
-        kind: `unseen`, `unwritable`, `interpreter`, `packages`, or `versions`, which is no fault.
-        detail: the folder, the interpreter, what it lacks, or its versions.
-    """
+    """A task's report about its node."""
 
     host: str
-    kind: str
-    detail: str
+    kind: str  # `unseen`, `unwritable`, `interpreter`, `packages`, or `versions`, which is no fault
+    detail: str  # the folder, the interpreter, what it lacks, or its versions
 
 
 def check(
@@ -81,8 +76,6 @@ def check(
         folders: directories that all nodes must see and may write to.
 
     Raises:
-        LaunchError: a node lacks the interpreter or a package, has other versions, or does not see the directories
-            that this node writes to. Names the node.
         OSError: this node cannot write to a directory.
     """
     with _marked(folders) as word:

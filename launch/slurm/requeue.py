@@ -56,24 +56,16 @@ _BEGAN = time.strftime("%Y-%m-%dT%H:%M:%S")  # this process is one start of the 
 
 @dataclass(frozen=True)
 class Outlook:
-    """Slurm's plans for a job.
+    """Slurm's plans for a job."""
 
-    Attributes:
-        ends_at: the end of its time limit in seconds since the epoch; None without a limit, and for a job that Slurm
-            is ending, whose end it sets to that moment.
-        preempted: whether Slurm has begun to preempt it.
-        excluded: nodes that it will not run on, in Slurm's list format.
-        restarts: how often it was requeued; more than the job itself knows of once Slurm has requeued it.
-        state: Slurm's JobState; empty if Slurm does not answer.
-        reason: Slurm's Reason of that state.
-    """
-
+    # the end of its time limit in seconds since the epoch; None without a limit, and for a job that Slurm is ending,
+    # whose end it sets to that moment
     ends_at: float | None = None
-    preempted: bool = False
-    excluded: str = ""
-    restarts: int = 0
-    state: str = "RUNNING"
-    reason: str = "None"
+    preempted: bool = False  # whether Slurm has begun to preempt it
+    excluded: str = ""  # nodes that it will not run on, in Slurm's list format
+    restarts: int = 0  # how often it was requeued; more than the job itself knows of once Slurm has requeued it
+    state: str = "RUNNING"  # Slurm's JobState; empty if Slurm does not answer
+    reason: str = "None"  # Slurm's Reason of that state
 
     @property
     def is_ending(self) -> bool:
@@ -83,17 +75,11 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Ending:
-    """How Slurm ends a start of a job.
+    """How Slurm ends a start of a job."""
 
-    Attributes:
-        how: in words, for the record of starts.
-        comes_back: whether the job belongs back into the queue: Slurm preempts it, or has requeued it.
-        kills: whether Slurm has begun to end its processes, and has sent them SIGTERM.
-    """
-
-    how: str
-    comes_back: bool = False
-    kills: bool = True
+    how: str  # in words, for the record of starts
+    comes_back: bool = False  # whether the job belongs back into the queue: Slurm preempts it, or has requeued it
+    kills: bool = True  # whether Slurm has begun to end its processes, and has sent them SIGTERM
 
 
 def outlook(job_id: str) -> Outlook:
@@ -115,8 +101,7 @@ def outlook(job_id: str) -> Outlook:
 def end_by_slurm(job_id: str, restart: int, since: str) -> str | None:
     """How a start ended, from Slurm's accounting, else from its messages in the job's output; None if unknown.
 
-    Args:
-        since: the start time, in Slurm's format.
+    `since`: the start time, in Slurm's format.
     """
     arguments = ("--jobs", job_id, "--duplicates", "--allocations", "--noheader", "--parsable2", "--format=Start,State")
     process = commands.ask("sacct", *arguments)
@@ -198,10 +183,8 @@ def reason(
     GraceTime). A step that died unsaved is requeued at a preemption, and resumes from its last checkpoint. After USR2
     this start must have made a checkpoint: without one the next start would get no further.
 
-    Args:
-        end: how Slurm ends this start.
-        saved: the step of the newest checkpoint, if this start made it.
-        lost: names processes that died without a word; such a job is requeued as if Slurm had lost their node.
+    `end`: how Slurm ends this start. `saved`: the step of the newest checkpoint, if this start made it. `lost`: names
+    processes that died without a word; such a job is requeued as if Slurm had lost their node.
     """
     was_warned = signal.SIGUSR2 in came
     if was_warned and stopped and saved is not None:
@@ -231,10 +214,8 @@ def script_reason(
     A script that was told of USR2 ends with 0, 75 or by a signal, or has saved: whether it has finished its work only
     its next start can tell. Slurm's own record of a preemption or a requeue counts whatever the script's last words.
 
-    Args:
-        code: the step's exit code.
-        saved: whether this start wrote a checkpoint.
-        lost: names processes that died without a word.
+    `code`: the step's exit code. `saved`: whether this start wrote a checkpoint. `lost`: names processes that died
+    without a word.
     """
     if end is not None and end.comes_back:
         return end.how
@@ -251,9 +232,8 @@ def refusal(
 ) -> LaunchError | None:
     """Why a job must not start again: too many requeues, or no progress. A preemption is not the job's fault.
 
-    Args:
-        now: the job's progress, as its starts recorded it; default: the run's step.
-        idle_words: says for a script that it made no progress.
+    `now`: the job's progress, as its starts recorded it; default: the run's step. `idle_words`: says for a script that
+    it made no progress.
     """
     starts = [start for start in job_starts.starts(run_dir) if start.job == job_id]
     if len(starts) > max_requeues:
@@ -279,9 +259,6 @@ def queue_again(job_id: str, without: Iterable[str] = (), restart: int = 0) -> s
     """Requeue the job unless Slurm has; Slurm then ends this script with SIGTERM. Returns a message for the user.
 
     Nodes can be excluded only while the job waits, as it does for a while after a requeue.
-
-    Raises:
-        LaunchError: Slurm refuses.
     """
     nodes = list(without)
     now = outlook(job_id)
@@ -316,8 +293,7 @@ _LOOK_S = 2.0
 class Bound:
     """Bounds how long srun may wait for tasks once the first of them has failed.
 
-    Args:
-        srun_log: returns what srun has written.
+    `srun_log`: returns what srun has written.
     """
 
     def __init__(self, srun_log: Callable[[], str]) -> None:
@@ -348,10 +324,8 @@ def lost_processes(
 ) -> str | None:  # fmt: skip
     """Names the nodes and ranks whose processes died without a word; None if the job ended for another reason.
 
-    Args:
-        was_bounded: whether srun was ended because it waited for tasks in vain.
-        failures: of the other ranks; each has to be a consequence of a lost peer.
-        nodes: the job's nodes, in Slurm's list format.
+    `was_bounded`: whether srun was ended because it waited for tasks in vain. `failures`: of the other ranks; each has
+    to be a consequence of a lost peer. `nodes`: the job's nodes, in Slurm's list format.
     """
     if not was_bounded and not _NO_STEP.search(srun_log):
         return None

@@ -20,9 +20,6 @@ def render_sbatch(spec: JobSpec) -> str:
     """The whole script for sbatch: `#SBATCH` lines from the spec, then the template's own commands.
 
     Everything from the user is quoted, for sbatch in the header and for bash below.
-
-    Raises:
-        LaunchError: a value that cannot be quoted (a line break; a backslash in the run directory).
     """
     for name, value in (("name", spec.name), ("run.dir", spec.run_dir), ("directory", spec.cwd)):
         _one_line(name, value)
@@ -73,11 +70,7 @@ def header_options(spec: JobSpec) -> list[str]:
 
 
 def output_pattern(path: str) -> str:
-    """`path` for --output, where `%j` means the job's id.
-
-    Raises:
-        LaunchError: the path has a backslash, which would turn off `%j` for the whole pattern.
-    """
+    """`path` for --output, where `%j` means the job's id."""
     if "\\" in path:
         raise LaunchError(f"run.dir={path!r} has a backslash: Slurm cannot write output there", "rename it")
     return path.replace("%", "%%")
@@ -109,11 +102,7 @@ CONTAINER_PYTHON = "python3"
 def srun_options(image: str, paths: Iterable[str], environ: Mapping[str, str]) -> list[str]:
     """srun's options for `image`, with `paths` mounted at the same place as outside.
 
-    Args:
-        environ: SHARDKIT_CONTAINER_MOUNTS holds more mounts in pyxis' format, `SRC:DST[:ro],...`.
-
-    Raises:
-        LaunchError: a path that a list of mounts cannot carry.
+    `environ`: SHARDKIT_CONTAINER_MOUNTS holds more mounts in pyxis' format, `SRC:DST[:ro],...`.
     """
     mounts: list[str] = []
     for path in paths:

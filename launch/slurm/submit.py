@@ -44,9 +44,6 @@ def write_snapshot(folder: Path, config: str, script: str, name: str = CONFIG) -
     Files: config.yaml (resolved) or script.json (how a script of the user's own starts), job.sbatch (can be submitted
     again), code.json (versions, commit), code.patch (the changes since that commit, if any; closed to other users
     where the repository is).
-
-    Raises:
-        LaunchError: the run directory cannot be written.
     """
     files = {name: config, BATCH_SCRIPT: script, "code.json": json.dumps(code_version(), indent=1) + "\n"}
     patch = read_git("diff", "HEAD", "--binary")
@@ -68,11 +65,7 @@ def _changed_files() -> list[Path]:
 
 
 def reserve(run_dir: Path) -> Path:
-    """Make a new folder for one submission, RUN_DIR/submit/N; later submissions never change an earlier job.
-
-    Raises:
-        LaunchError: the run directory cannot be written.
-    """
+    """Make a new folder for one submission, RUN_DIR/submit/N; later submissions never change an earlier job."""
     root = run_dir / FOLDER
     with system_errors(LaunchError, f"cannot write {root}", _WRITABLE):
         root.mkdir(parents=True, exist_ok=True)
@@ -117,17 +110,11 @@ def code_version() -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Submission:
-    """A job that is ready to be submitted.
+    """A job that is ready to be submitted."""
 
-    Attributes:
-        spec: the job, with the snapshot's config instead of the user's.
-        config: the resolved config as YAML; a script's description as JSON.
-        doubts: reasons why it may lose its work, to show to the user.
-    """
-
-    spec: JobSpec
-    config: str
-    doubts: tuple[str, ...] = ()
+    spec: JobSpec  # the job, with the snapshot's config instead of the user's
+    config: str  # the resolved config as YAML; a script's description as JSON
+    doubts: tuple[str, ...] = ()  # reasons why it may lose its work, to show to the user
 
     @property
     def script(self) -> str:
@@ -142,17 +129,13 @@ class Submission:
 
 @dataclass(frozen=True)
 class Request:
-    """What a job asks the cluster for.
-
-    Attributes:
-        name: the job's; None = by its run directory.
-    """
+    """What a job asks the cluster for."""
 
     nodes: int
     ranks_per_node: int
     gpus_per_node: int
     max_restarts: int = 0
-    name: str | None = None
+    name: str | None = None  # the job's; None = by its run directory
     options: SlurmOptions = field(default_factory=SlurmOptions)
 
     def spec(self, run_dir: Path, file_name: str) -> JobSpec:
@@ -170,12 +153,7 @@ class Request:
 
 
 def prepare(config: str, overrides: Sequence[str], request: Request) -> Submission:
-    """Check the config for these nodes and GPUs, and render the script; writes nothing.
-
-    Raises:
-        ConfigError: the config is wrong or does not fit the number of ranks, or the run directory already holds a run.
-        LaunchError: options that Slurm could not take.
-    """
+    """Check the config for these nodes and GPUs, and render the script; writes nothing."""
     array = request.options.array
     by_index = [item for item in overrides if "%a" in item and array is not None]
     loaded = _checked(config, [item for item in overrides if item not in by_index], by_index, request)
@@ -192,11 +170,7 @@ def prepare(config: str, overrides: Sequence[str], request: Request) -> Submissi
 
 
 def prepare_script(script: Script, run_dir: str, request: Request) -> Submission:
-    """Render the job of a script that `launch.script.check` accepted; writes nothing.
-
-    Raises:
-        LaunchError: options that Slurm could not take, or that contradict the script's.
-    """
+    """Render the job of a script that `launch.script.check` accepted; writes nothing."""
     if request.nodes < 1 or request.ranks_per_node < 1:
         raise LaunchError(
             f"--nodes {request.nodes} with {request.ranks_per_node} rank(s) per node", "ask for at least one of each"
@@ -217,13 +191,8 @@ def prepare_script(script: Script, run_dir: str, request: Request) -> Submission
 def _ready(spec: JobSpec, text: str, source: str | None, is_periodic: bool) -> Submission:
     """The job with this interpreter, this directory and the time of Slurm's warning.
 
-    Args:
-        text: the resolved config, or the script's description.
-        source: the run that this one continues.
-        is_periodic: whether checkpoints are saved at intervals.
-
-    Raises:
-        LaunchError: values that no script can carry.
+    `text`: the resolved config, or the script's description. `source`: the run that this one continues. `is_periodic`:
+    whether checkpoints are saved at intervals.
     """
     run_dir = Path(spec.run_dir)
     lead = signal_s(spec.slurm.signal_s, run_dir, source)
@@ -236,11 +205,7 @@ def _ready(spec: JobSpec, text: str, source: str | None, is_periodic: bool) -> S
 def submit(job: Submission, launch: str = commands.LAUNCH) -> tuple[str, Path]:
     """Write the snapshot and hand its script to sbatch; returns the job's id and the snapshot's folder.
 
-    Args:
-        launch: the command that trains without Slurm, for the errors' fix.
-
-    Raises:
-        LaunchError: Slurm is not installed, no cluster answers, or sbatch refused; the snapshot is then removed.
+    `launch`: the command that trains without Slurm, for the errors' fix.
     """
     commands.require("sbatch", launch)
     folder = reserve(Path(job.spec.run_dir))

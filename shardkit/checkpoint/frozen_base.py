@@ -85,11 +85,7 @@ def _odd_numbers(start: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def way_of(base: Mapping[str, Any]) -> RangeSum:
-    """What takes the checksums behind a checkpoint's digest of its base.
-
-    Raises:
-        CheckpointError: the checkpoint names another way than those that this version knows.
-    """
+    """What takes the checksums behind a checkpoint's digest of its base."""
     number = base.get("checksum", 1)
     if number not in (1, CHECKSUM):
         raise CheckpointError(
@@ -119,10 +115,8 @@ def frozen_sums(
 ) -> dict[str, int]:
     """The checksums of a wrapped model's frozen weights, in the types in which the model stores them; collective.
 
-    Args:
-        names: `model.<fqn>` of each frozen parameter → its name in the model without the adapter.
-        group: a gloo group of all ranks.
-        range_sum: takes checksums, of `way_of`.
+    `names`: `model.<fqn>` of each frozen parameter → its name in the model without the adapter. `group`: a gloo group
+    of all ranks. `range_sum`: takes checksums, of `way_of`.
     """
     order = {name: index for index, name in enumerate(sorted(names))}
     sums = torch.zeros(len(order), dtype=torch.int64)
@@ -158,11 +152,7 @@ class FrozenBase:
     def __init__(
         self, model: nn.Module, settings: Mapping[str, Any], base_name: Callable[[str], str | None], source: str | None
     ) -> None:
-        """
-        Args:
-            model: wrapped by any engine.
-            source: path of the base's weights; `None` if they were drawn.
-        """
+        """`model`: wrapped by any engine. `source`: path of the base's weights; `None` if they were drawn."""
         plain = {fqn.removeprefix("module."): param for fqn, param in model.named_parameters()}
         frozen = {fqn: param for fqn, param in plain.items() if not param.requires_grad}
         self.names = {f"model.{fqn}": base_name(fqn) or fqn for fqn in frozen}
@@ -179,9 +169,8 @@ class FrozenBase:
     ) -> None:
         """Compute the base's digest and add it to `about`; collective.
 
-        Args:
-            unpacked_sums: checksums of the weights that the model holds packed, before they were; their packed bytes
-                get a digest of their own.
+        `unpacked_sums`: checksums of the weights that the model holds packed, before they were; their packed bytes get
+        a digest of their own.
         """
         self._sums = partial(frozen_sums, strategy, self.names, group)
         sums = self._sums(WordSums())
@@ -195,12 +184,7 @@ class FrozenBase:
     def check(self, entry: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of another adapter, or of one over another base; collective.
 
-        Args:
-            entry: the `about` of the run that saved the checkpoint.
-
-        Raises:
-            ConfigError: a setting differs.
-            CheckpointError: the base's weights differ.
+        `entry`: the `about` of the run that saved the checkpoint.
         """
         saved_base = entry.get("base")
         if not isinstance(saved_base, dict):
@@ -256,12 +240,8 @@ def check_adapter(base: FrozenBase | None, entry: Any) -> None:
     """Refuse a checkpoint with an adapter in a run without one, a checkpoint without one in a run with one, and one of
     another adapter or base (`FrozenBase.check`).
 
-    Args:
-        base: the run's frozen base; None if the run trains the whole model.
-        entry: the adapter's entry in the checkpoint's manifest; None if the checkpoint holds a whole model.
-
-    Raises:
-        ConfigError, CheckpointError: the checkpoint does not suit the run.
+    `base`: the run's frozen base; None if the run trains the whole model. `entry`: the adapter's entry in the
+    checkpoint's manifest; None if the checkpoint holds a whole model.
     """
     if base is None and entry is not None:
         raise ConfigError(

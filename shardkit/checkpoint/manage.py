@@ -16,28 +16,19 @@ State = Literal["complete", "damaged", "unfinished", "set aside"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint folder.
-
-    Attributes:
-        problem: why it is not usable; empty if it is complete, as far as one sees without reading its bytes (`verify`).
-        is_latest: a resume would take this checkpoint.
-        is_best: it has the lowest validation loss of the complete checkpoints.
-    """
+    """A checkpoint folder."""
 
     path: Path
     state: State
+    # why it is not usable; empty if it is complete, as far as one sees without reading its bytes (`verify`)
     problem: str = ""
     manifest: Manifest | None = None
-    is_latest: bool = False
-    is_best: bool = False
+    is_latest: bool = False  # a resume would take this checkpoint
+    is_best: bool = False  # it has the lowest validation loss of the complete checkpoints
 
 
 def folder(run: Path) -> Path:
-    """The checkpoints folder of a run directory, or `run` itself if it is such a folder.
-
-    Raises:
-        CheckpointError: it is neither.
-    """
+    """The checkpoints folder of a run directory, or `run` itself if it is such a folder."""
     for root in (run / "checkpoints", run):
         if root.is_dir() and any(layout.step_of(p.with_suffix("")) is not None for p in root.iterdir()):
             return root
@@ -95,11 +86,7 @@ def table(listed: Sequence[Entry]) -> str:
 
 
 def select(run: Path, names: Sequence[str]) -> list[Path]:
-    """The checkpoint folders with these step numbers or folder names.
-
-    Raises:
-        CheckpointError: one of them does not exist.
-    """
+    """The checkpoint folders with these step numbers or folder names."""
     root = folder(run)
     chosen = []
     for name in names:
@@ -123,11 +110,7 @@ def verify(path: Path) -> list[str]:
 
 
 def remove(run: Path, paths: Sequence[Path], force: bool = False) -> None:
-    """Delete checkpoints.
-
-    Raises:
-        CheckpointError: no checkpoint would be left to resume from, and `force` is off; or files cannot be deleted.
-    """
+    """Delete checkpoints."""
     remaining = [e for e in entries(run) if e.state == "complete" and e.path not in paths]
     if not remaining and not force:
         raise CheckpointError(

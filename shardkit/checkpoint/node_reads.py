@@ -37,17 +37,12 @@ class Destination:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a range that travels in one bucket.
-
-    Attributes:
-        start: index of its first element, counted in the range.
-        offset: its first byte in the bucket.
-    """
+    """A part of a range that travels in one bucket."""
 
     source_range: Range
-    start: int
+    start: int  # index of its first element, counted in the range
     numel: int
-    offset: int
+    offset: int  # its first byte in the bucket
 
     def bytes_in(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         """The piece's elements as a view of the bucket."""
@@ -65,12 +60,9 @@ def read_ranges(
 ) -> CheckpointError | None:
     """Fill the memory of every range; returns this rank's first problem. Collective.
 
-    A rank with a problem goes on exchanging messages, so that no other rank waits for it forever.
-
-    Args:
-        ranges_by_rank: each rank's node, and the ranges that it needs.
-        bucket_bytes: host memory that the exchange takes.
-        block_bytes: ranges are cut at multiples of it: readers that check blocks would read a block that is cut twice.
+    A rank with a problem goes on exchanging messages, so that no other rank waits for it forever. `ranges_by_rank`:
+    each rank's node, and the ranges that it needs. `bucket_bytes`: host memory that the exchange takes. `block_bytes`:
+    ranges are cut at multiples of it: readers that check blocks would read a block that is cut twice.
     """
     block_bytes = math.lcm(block_bytes, _ALIGNMENT)  # so that no element is cut
     block_bytes = block_bytes if block_bytes <= bucket_bytes else _ALIGNMENT

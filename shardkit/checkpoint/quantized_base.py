@@ -37,19 +37,12 @@ _LISTED = 6
 
 @dataclass(frozen=True)
 class LayerPiece:
-    """Consecutive weights of a layer, about `PIECE` of them at most.
+    """Consecutive weights of a layer, about `PIECE` of them at most."""
 
-    Attributes:
-        name: the layer's weight in the wrapped model.
-        start: the first element of the flattened weight.
-        end: after the last element.
-        dtype: the type that they are wanted in.
-    """
-
-    name: str
-    start: int
-    end: int
-    dtype: torch.dtype
+    name: str  # the layer's weight in the wrapped model
+    start: int  # the first element of the flattened weight
+    end: int  # after the last element
+    dtype: torch.dtype  # the type that they are wanted in
 
 
 Pieces = Callable[[Iterable[LayerPiece]], Iterator[torch.Tensor]]
@@ -60,16 +53,11 @@ OpenReader = Callable[[ExitStack], Pieces | StoredLayers]
 
 @dataclass(frozen=True)
 class _Range:
-    """Bytes of a packed tensor that this rank fills.
+    """Bytes of a packed tensor that this rank fills."""
 
-    Attributes:
-        start: the first byte in the whole tensor.
-        counts: whether no other rank fills the same bytes for the digest.
-    """
-
-    start: int
+    start: int  # the first byte in the whole tensor
     local: torch.Tensor
-    counts: bool
+    counts: bool  # whether no other rank fills the same bytes for the digest
 
     @property
     def end(self) -> int:
@@ -95,17 +83,12 @@ def fill_quantized(
     """Fill the packed weights of the wrapped `model`; collective.
 
     Each rank packs the blocks of its own shard; of tensors that every rank holds whole, an even part that it sends.
-
-    Args:
-        base_name: maps a parameter's name to its name in the model without the adapter.
-        dtype: the type from which weights are packed.
+    `base_name`: maps a parameter's name to its name in the model without the adapter. `dtype`: the type from which
+    weights are packed.
 
     Returns:
         The checksum of each layer's weight, unpacked and in `dtype`, by its name in the model without the adapter; of
         its packed bytes if it was read packed.
-
-    Raises:
-        CheckpointError: a rank cannot read a weight.
     """
     tensors = {shard.name.removeprefix("model."): shard for shard in strategy.load_targets()}
     layers = _packed_layers(model, base_name)
@@ -144,19 +127,12 @@ def _packed_layers(model: nn.Module, base_name: Callable[[str], str | None]) -> 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A layer whose packed bytes are filled, and whose scales are not.
+    """A layer whose packed bytes are filled, and whose scales are not."""
 
-    Attributes:
-        checksum: of this rank's part of the weight.
-        first_block: the block of the first scale.
-        scales: fp32, 1-D.
-        failed: whether a rank could not read the layer.
-    """
-
-    checksum: int
-    first_block: int
-    scales: torch.Tensor
-    failed: bool = False
+    checksum: int  # of this rank's part of the weight
+    first_block: int  # the block of the first scale
+    scales: torch.Tensor  # fp32, 1-D
+    failed: bool = False  # whether a rank could not read the layer
 
 
 def _with_all_scales(packed: _Packed, n_blocks: int, group: dist.ProcessGroup, failed: bool) -> _Packed:

@@ -30,11 +30,7 @@ BUCKET_BYTES = 64 * 2**20
 
 
 def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]) -> None:
-    """Run `action`, which changes the file system, on rank 0 while the other ranks wait; collective.
-
-    Raises:
-        CheckpointError: on every rank, if the file system refuses.
-    """
+    """Run `action`, which changes the file system, on rank 0 while the other ranks wait; collective."""
     problem = None
     if world.is_main:
         try:
@@ -94,18 +90,12 @@ def resume(
 ) -> tuple[Path, RunState] | None:
     """Load the newest intact checkpoint of `source` into the strategy; collective.
 
-    Args:
-        own_root: the folder to which this run saves. Checkpoints in it that are damaged, or newer than the loaded one,
-            are renamed, because the run will write those steps again.
-        accept: raises if the run's state does not suit the caller; called before anything is loaded.
-        left_out: names of tensors that checkpoints of this run do not hold.
+    `own_root`: the folder to which this run saves. Checkpoints in it that are damaged, or newer than the loaded one,
+    are renamed, because the run will write those steps again. `accept`: raises if the run's state does not suit the
+    caller; called before anything is loaded. `left_out`: names of tensors that checkpoints of this run do not hold.
 
     Returns:
         The checkpoint's path and the state of its run; `None` if `source` has no checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint does not fit this run; or it is damaged, and no other is left or `on_corrupt` is
-            `error`.
     """
     box: list[list[Path]] = [[]]
 
@@ -234,11 +224,7 @@ def _rng_targets(manifest: Manifest, world: World) -> dict[str, Shard]:
 
 
 def matching_entry(tensors: Mapping[str, TensorEntry], shard: Shard) -> TensorEntry:
-    """The saved tensor from which a range is filled.
-
-    Raises:
-        CheckpointError: it is missing, or has another shape or dtype. Nothing is ever cast or reshaped.
-    """
+    """The saved tensor from which a range is filled."""
     entry = tensors.get(shard.name)
     if entry is None:
         raise CheckpointError(f"the checkpoint has no {shard.name}", _state_fix(shard.name))
@@ -258,11 +244,7 @@ def matching_entry(tensors: Mapping[str, TensorEntry], shard: Shard) -> TensorEn
 def refuse_leftovers(tensors: Mapping[str, TensorEntry], run_names: Sequence[str]) -> None:
     """Refuse a checkpoint with a weight, moment or buffer that this run would drop.
 
-    Args:
-        run_names: the tensors that the run loads.
-
-    Raises:
-        CheckpointError: a tensor would be dropped; the message names it.
+    `run_names`: the tensors that the run loads.
     """
     dropped = sorted({n for n, t in tensors.items() if n.startswith(_KINDS) and t.numel} - set(run_names))
     if dropped:

@@ -41,9 +41,8 @@ _STANDSTILL_TIMES = 10
 def standstill_s(configured_s: float | None, measured_s: Sequence[float]) -> float:
     """Seconds in which a save may write no byte before it counts as stuck.
 
-    Args:
-        configured_s: `checkpoint.timeout_s`; replaces the measured limit.
-        measured_s: durations of the run's saves so far.
+    `configured_s`: `checkpoint.timeout_s`; replaces the measured limit. `measured_s`: durations of the run's saves so
+    far.
     """
     if configured_s is not None:
         return configured_s
@@ -105,21 +104,14 @@ class Staging:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The outcome of a save. Times and `staging_bytes` are this rank's; the other fields are the same on every rank.
-
-    Attributes:
-        blocking_s: seconds for which training stood still.
-        total_s: seconds from the start of the save until it was on disk under its final name.
-        staging_bytes: host memory of this rank's copy if the save is asynchronous, otherwise 0.
-        error: why the save failed; `None` if it succeeded.
-    """
+    """The outcome of a save. Times and `staging_bytes` are this rank's; the other fields are the same on every rank."""
 
     step: int
     path: Path
-    blocking_s: float
-    total_s: float
-    staging_bytes: int
-    error: str | None
+    blocking_s: float  # seconds for which training stood still
+    total_s: float  # seconds from the start of the save until it was on disk under its final name
+    staging_bytes: int  # host memory of this rank's copy if the save is asynchronous, otherwise 0
+    error: str | None  # why the save failed; `None` if it succeeded
 
 
 class Checkpointer:
@@ -231,8 +223,7 @@ class Checkpointer:
     def due(self, step: int, *, is_last: bool = False, requested: bool = False) -> bool:
         """Whether to save after `step`.
 
-        Args:
-            requested: the ranks have agreed to save, because of the time or a preemption.
+        `requested`: the ranks have agreed to save, because of the time or a preemption.
         """
         every = self._config.every_steps
         by_count = every is not None and step % every == 0
@@ -245,12 +236,7 @@ class Checkpointer:
         report to `on_done`. There are never two saves at once: a save waits for the save before it.
 
         A disk that is full or fails ends the save, not the run: the report says why, and `failures` counts it.
-
-        Args:
-            is_last: the run ends after this save, so a warning about its failure does not say that the run goes on.
-
-        Raises:
-            CheckpointError: the state cannot be saved at all, or ranks are missing (the message names them).
+        `is_last`: the run ends after this save, so a warning about its failure does not say that the run goes on.
         """
         began = time.monotonic()
         self.wait()
@@ -376,15 +362,10 @@ class Checkpointer:
         """Load a checkpoint into the strategy: the newest intact one of a run or folder, or the one at `source`.
         Collective.
 
-        Args:
-            accept: raises if the run's state does not suit the caller; called before anything is changed.
+        `accept`: raises if the run's state does not suit the caller; called before anything is changed.
 
         Returns:
             The checkpoint's path and the state of its run; `None` if there is no checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint does not fit this run; or it is damaged, and no other is left or
-                `on_corrupt` is `error`.
         """
         from .resume import resume
 
@@ -395,11 +376,7 @@ class Checkpointer:
         return loaded
 
     def check_last(self) -> None:
-        """Wait for the background save and check that the last save succeeded; all ranks come to the same result.
-
-        Raises:
-            SaveError: the save failed; the fix names the newest checkpoint that exists.
-        """
+        """Wait for the background save and check that the last save succeeded; all ranks come to the same result."""
         self._run_ends = True
         self.wait()
         report = self.last_report
@@ -415,8 +392,7 @@ class Checkpointer:
     def close(self, failed: bool = False) -> None:
         """Wait for the background save and destroy its process group.
 
-        Args:
-            failed: an error already ends the run; an error of this call is logged, not raised in its place.
+        `failed`: an error already ends the run; an error of this call is logged, not raised in its place.
         """
         self._run_ends = True
         try:

@@ -50,11 +50,7 @@ def packed_names(source: Source) -> set[str]:
 def refuse_other_layers(source: Source, shapes: Mapping[str, object]) -> None:
     """Refuse a folder that has packed other layers than the model.
 
-    Args:
-        shapes: by the names of the weights that the model holds packed.
-
-    Raises:
-        CheckpointError: names a layer.
+    `shapes`: by the names of the weights that the model holds packed.
     """
     stored = packed_weights(source)
     prefix = find_prefix(list(shapes), dict.fromkeys(stored))
@@ -80,12 +76,8 @@ def refuse_other_layers(source: Source, shapes: Mapping[str, object]) -> None:
 class StoredLayers:
     """The packed layers of a folder.
 
-    Args:
-        shapes: name of each packed weight in the model → its shape unpacked.
-        code: the 16 numbers of the settings' type.
-
-    Raises:
-        CheckpointError: the folder has packed other layers, or has packed them otherwise.
+    `shapes`: name of each packed weight in the model → its shape unpacked. `code`: the 16 numbers of the settings'
+    type.
     """
 
     def __init__(
@@ -101,9 +93,7 @@ class StoredLayers:
     def read_into(self, weight: str, part: str, start: int, out: torch.Tensor) -> None:
         """Fill `out`, 1-D, with bytes of a layer's parameter from byte `start` on.
 
-        Args:
-            weight: the layer's weight in the model without the adapter.
-            part: packed, absmax or nested.
+        `weight`: the layer's weight in the model without the adapter. `part`: packed, absmax or nested.
         """
         fqn = self._weights[weight]
         if part == "nested":

@@ -68,8 +68,7 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
     Its mode is that of a new file. With several writers at once, the last one wins. A killed writer leaves its draft,
     `NAME.part…`, behind.
 
-    Args:
-        durable: sync the content to disk before the rename; for the rename itself, sync the folder.
+    `durable`: sync the content to disk before the rename; for the rename itself, sync the folder.
 
     Raises:
         OSError: the file cannot be written; the old one is unchanged.
@@ -100,9 +99,8 @@ def cache_dir() -> Path:
 def locked(path: Path, wait_s: float | None = None, optional: bool = False) -> Iterator[IO[str] | None]:
     """Hold an exclusive lock on a file, which is created and kept; it is released when the process ends.
 
-    Args:
-        wait_s: seconds to wait for other holders; None: without limit.
-        optional: continue without a lock on a file system that has no locks.
+    `wait_s`: seconds to wait for other holders; None: without limit. `optional`: continue without a lock on a file
+    system that has no locks.
 
     Yields:
         The file, open for reading and appending; None without a lock.
@@ -141,10 +139,8 @@ def _lock(file: IO[str], wait_s: float | None) -> None:
 def mode_like(sources: Iterable[Path], group: int) -> int:
     """The mode of a folder whose files derive from `sources`: open only to those who may read all of these.
 
-    Args:
-        sources: existing files or folders.
-        group: the id of the new folder's group. A source that another group may read is closed to this one, unless
-            everybody may read it.
+    `sources`: existing files or folders. `group`: the id of the new folder's group. A source that another group may
+    read is closed to this one, unless everybody may read it.
     """
     mode, folders = 0o777, set[Path]()
     for path in sources:
@@ -171,8 +167,7 @@ def group_of_new_files(folder: Path) -> int:
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
     """Open a file for reading without ever waiting; opening a pipe would wait for its writer.
 
-    Args:
-        flags: further ones of `os.open`, such as O_NOFOLLOW.
+    `flags`: further ones of `os.open`, such as O_NOFOLLOW.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a device or a folder.
@@ -211,7 +206,6 @@ def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
     there is one warning per file, and a partly written line is removed.
 
     Raises:
-        ConfigError: the file cannot be opened for writing for another reason.
         ValueError: a number is not finite, which JSON cannot hold.
     """
     lines = [json.dumps(obj, allow_nan=False).encode() + b"\n" for obj in objects]
@@ -262,7 +256,6 @@ def extend_last_line(path: str | Path, fields: Mapping[str, Any]) -> None:
     A file that is missing or ends in no such line is left alone; so is one on a full or failing disk, with a warning.
 
     Raises:
-        ConfigError: the file cannot be opened for writing.
         ValueError: a number is not finite, which JSON cannot hold.
     """
     addition = b", " + json.dumps(fields, allow_nan=False).encode()[1:] + b"\n"
@@ -292,8 +285,7 @@ def extend_last_line(path: str | Path, fields: Mapping[str, Any]) -> None:
 def read_objects(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
     """The objects on a file's lines; damaged lines are skipped, and a file that cannot be read has none.
 
-    Args:
-        last_bytes: read only the complete lines among this many bytes at the end.
+    `last_bytes`: read only the complete lines among this many bytes at the end.
     """
     try:
         with open_regular(path) as file:

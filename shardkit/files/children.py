@@ -25,9 +25,8 @@ def module_command(module: str, python: str = sys.executable) -> list[str]:
     the directory from its path before it imports anything. A task of the user's own is still found there:
     `shardkit.tasks.load` adds the directory when a config names one.
 
-    Args:
-        module: a dotted name, such as `shardkit.plan.worker`.
-        python: the interpreter; it finds this copy of shardkit if it has none of its own.
+    `module`: a dotted name, such as `shardkit.plan.worker`. `python`: the interpreter; it finds this copy of shardkit
+    if it has none of its own.
     """
     return [*code_command(_RUN_MODULE, python), module]
 

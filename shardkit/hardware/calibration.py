@@ -25,11 +25,7 @@ def cpu_name() -> str:
 
 
 def load() -> dict[str, Constants]:
-    """All saved constants, by "device x world size"; empty before the first calibration.
-
-    Raises:
-        ConfigError: the file cannot be read or is damaged.
-    """
+    """All saved constants, by "device x world size"; empty before the first calibration."""
     try:
         stored = json.loads(path().read_text())
         return {name: dict(constants) for name, constants in stored.items()}
@@ -44,8 +40,7 @@ def load() -> dict[str, Constants]:
 def find(device: str, world_size: int) -> Constants | None:
     """A device's constants at the nearest world size; a job of several ranks prefers those measured with several.
 
-    Args:
-        device: a name from `torch.cuda.get_device_name`, or `cpu_name()`.
+    `device`: a name from `torch.cuda.get_device_name`, or `cpu_name()`.
     """
 
     def distance(constants: Constants) -> tuple[bool, float]:

@@ -19,35 +19,21 @@ TYPICAL = "typical"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card.
-
-    Attributes:
-        device_name: the name from `torch.cuda.get_device_name`.
-        memory: bytes that the driver reports.
-        capability: compute capability.
-        multiprocessors: their number; kernels that share a sum among all of them take memory for each.
-        hbm_gb_s: memory bandwidth, GB/s.
-        link_gb_s: GB/s to another card of the machine in one direction (NVLink, or PCIe without it).
-        pcie_gb_s: GB/s to host memory in one direction.
-        network_gb_s: GB/s to other machines in a typical cluster of such cards.
-        context: bytes of a CUDA context with torch's and cuBLAS's kernels.
-        per_communicator: bytes that NCCL takes for each process group in use.
-        overhead_from: source of `context` and `per_communicator`.
-    """
+    """One card."""
 
     name: str
-    device_name: str
-    memory: int
-    capability: tuple[int, int]
-    multiprocessors: int
-    hbm_gb_s: float
-    link_gb_s: float
-    pcie_gb_s: float
-    network_gb_s: float
+    device_name: str  # the name from `torch.cuda.get_device_name`
+    memory: int  # bytes that the driver reports
+    capability: tuple[int, int]  # compute capability
+    multiprocessors: int  # their number; kernels that share a sum among all of them take memory for each
+    hbm_gb_s: float  # memory bandwidth, GB/s
+    link_gb_s: float  # GB/s to another card of the machine in one direction (NVLink, or PCIe without it)
+    pcie_gb_s: float  # GB/s to host memory in one direction
+    network_gb_s: float  # GB/s to other machines in a typical cluster of such cards
     _: KW_ONLY
-    context: int
-    per_communicator: int = 400 * 2**20
-    overhead_from: str = TYPICAL
+    context: int  # bytes of a CUDA context with torch's and cuBLAS's kernels
+    per_communicator: int = 400 * 2**20  # bytes that NCCL takes for each process group in use
+    overhead_from: str = TYPICAL  # source of `context` and `per_communicator`
 
     @property
     def threads_per_multiprocessor(self) -> int:
@@ -63,8 +49,7 @@ class Gpu:
 def blas_workspace(capability: tuple[int, int], requested: str = "") -> int:
     """Bytes that torch takes for cuBLAS, once in each thread that multiplies (torch's CublasHandlePool.cpp).
 
-    Args:
-        requested: CUBLAS_WORKSPACE_CONFIG: pairs of KiB and their number.
+    `requested`: CUBLAS_WORKSPACE_CONFIG: pairs of KiB and their number.
     """
     if pairs := re.findall(r":(\d+):(\d+)", requested):
         return sum(int(kib) * int(number) for kib, number in pairs) * 2**10
@@ -108,11 +93,7 @@ DEFAULT = "h100"
 
 
 def find_gpu(name: str) -> Gpu:
-    """A card of the table, by its short name or words of the driver's name: rtx4090, RTX 4090, A100-SXM4-40GB.
-
-    Raises:
-        ConfigError: there is none of that name, or more than one.
-    """
+    """A card of the table, by its short name or words of the driver's name: rtx4090, RTX 4090, A100-SXM4-40GB."""
     words = _words(name)
     matches = [gpu for gpu in GPUS.values() if words and words <= _words(f"{gpu.name} {gpu.device_name}")]
     if len(matches) > 1:  # "A100" is in several names, and a100 is one of them
@@ -146,11 +127,7 @@ def _words(name: str) -> set[str]:
 
 
 def parse_bytes(text: str, source: str) -> int:
-    """Bytes of "80GB" (10⁹), "24GiB" or "24G" (2³⁰), ….
-
-    Raises:
-        ConfigError: not a number with a unit, or not more than 0; the message names `source`.
-    """
+    """Bytes of "80GB" (10⁹), "24GiB" or "24G" (2³⁰), …."""
     try:
         return errors.parse_bytes(text, errors.ANY_UNIT)
     except ValueError:

@@ -39,9 +39,6 @@ def measure(config: RunConfig) -> tuple[calibration.Constants, list[str]] | None
     """Measure together with the other ranks; (constants, each rank's host) on rank 0, None on the others; collective.
 
     Constants are medians over ranks, which all measure at once; docs/launch.md lists them.
-
-    Raises:
-        LaunchError: ranks cannot find each other.
     """
     env = rank_env()
     device = choose_device(config, env)

@@ -37,9 +37,8 @@ _PLAIN = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "p
 def hf_flops_per_token(model: nn.Module, seq_len: float, adapter: int | None = None) -> float | None:
     """Training FLOPs per token of a transformers causal LM: 6 N_matmul + 12 L (heads × head width) T.
 
-    Args:
-        adapter: number of values of an adapter, if there is one. The frozen model then needs no gradients of its
-            weights: 4 N_matmul, and 6 for each of the adapter's values.
+    `adapter`: number of values of an adapter, if there is one. The frozen model then needs no gradients of its weights:
+    4 N_matmul, and 6 for each of the adapter's values.
 
     Returns:
         None if the formula does not fit: experts (a token meets few of them), state spaces, sliding windows.

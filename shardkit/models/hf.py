@@ -33,9 +33,7 @@ def init_as_the_model_does(model: nn.Module, fqn: str, full: torch.Tensor, gener
     child's result (GPT-2's residual projections). So this function calls it for the parameter's module and for each
     module around it. Only this parameter is real in them: on parameters on meta, `_init_weights` draws nothing.
 
-    Args:
-        model: a transformers model whose parameters are on meta.
-        full: takes the values; has the parameter's shape.
+    `model`: a transformers model whose parameters are on meta. `full`: takes the values; has the parameter's shape.
     """
     path = fqn.split(".")
     around = [model.get_submodule(".".join(path[:end])) for end in range(len(path))]
@@ -70,16 +68,11 @@ MAPPINGS = {
 class HFModel:
     """A transformers architecture for one task, as `model.preset`, `model.hf_config` and `model.hf` describe it.
 
-    Args:
-        attention: a name in transformers' table of attention functions; None = transformers chooses.
-        rows: least number of embedding rows (`model.resize_embeddings`); None = as many as the config says.
+    `attention`: a name in transformers' table of attention functions; None = transformers chooses. `rows`: least number
+    of embedding rows (`model.resize_embeddings`); None = as many as the config says.
 
     Attributes:
         resized: with `rows`, the names of the parameters that have a row for each id; otherwise empty.
-
-    Raises:
-        ConfigError: transformers is not installed, the config is missing or has unknown keys, transformers has no
-            model of that type for the task, or its embeddings cannot be resized.
     """
 
     def __init__(
@@ -192,11 +185,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def import_transformers(needed_by: str) -> Any:
     """Import transformers and return it, with its warnings off.
 
-    Args:
-        needed_by: name of the task that needs it, for the error.
-
-    Raises:
-        ConfigError: it cannot be imported; the fix says how to install it.
+    `needed_by`: name of the task that needs it, for the error.
     """
     with importing(f"task.name={needed_by} needs transformers", "pip install shardkit[hf]"):
         import transformers
@@ -211,11 +200,7 @@ _SIZES = (
 
 
 def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any]) -> Any:
-    """The model's transformers config: `defaults`, overridden by the model's config file, overridden by `model.hf`.
-
-    Raises:
-        ConfigError: there is no model type or an unknown one, a key is unknown, or transformers refuses the config.
-    """
+    """The model's transformers config: `defaults`, overridden by the model's config file, overridden by `model.hf`."""
     keys = {**defaults, **_file_keys(model), **model.hf}
     model_type = keys.pop("model_type", None)
     config_classes = transformers.CONFIG_MAPPING

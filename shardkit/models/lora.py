@@ -40,11 +40,7 @@ def file_name(fqn: str) -> str | None:
 def hf_model(config: RunConfig, task: str, attention: str | None = None, rows: int | None = None) -> HFModel:
     """The task's transformers model, with the adapter that the config asks for.
 
-    Args:
-        rows: see `HFModel`; never set together with an adapter.
-
-    Raises:
-        ConfigError: see `HFModel` and `AdaptedModel`.
+    `rows`: see `HFModel`; never set together with an adapter.
     """
     if config.adapter.type == "none":
         return HFModel(config.model, task, attention=attention, rows=rows)
@@ -67,10 +63,6 @@ class AdaptedModel(HFModel):
         expert_targets: names of the packed weights of experts that have LoRA for each expert.
         frozen_dtype: the type that `build` gives the frozen parameters.
         quantizer: packs the frozen linear layers; None without `model.quantize`.
-
-    Raises:
-        ConfigError: peft is not installed, or `adapter.targets` names no linear layer, or layers that cannot have LoRA;
-            see also `BaseQuantizer`.
     """
 
     base_name = staticmethod(base_name)
@@ -159,11 +151,7 @@ class AdaptedModel(HFModel):
 def find_targets(model: nn.Module, targets: str | list[str], experts: Sequence[str] = ()) -> list[str]:
     """The names of the linear layers that `adapter.targets` selects, in the model's order, then of experts' weights.
 
-    Args:
-        experts: names of the experts' weights that can be adapted, [experts, out, in] each.
-
-    Raises:
-        ConfigError: a target matches nothing (close names are listed), a module that is not linear, or the output head.
+    `experts`: names of the experts' weights that can be adapted, [experts, out, in] each.
     """
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()  # type: ignore[operator]

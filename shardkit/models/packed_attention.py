@@ -60,10 +60,9 @@ def document_attention(
 ) -> torch.Tensor:
     """Causal attention in which a token attends to tokens of its own document alone.
 
-    Args:
-        query: [rows, T, heads, width]; key and value may have fewer heads, each shared by a group of query heads.
-        scale: factor of the scores; None = 1 / √width.
-        window: most tokens that a token attends to, itself included; None = no limit.
+    `query`: [rows, T, heads, width]; key and value may have fewer heads, each shared by a group of query heads.
+    `scale`: factor of the scores; None = 1 / √width. `window`: most tokens that a token attends to, itself included;
+    None = no limit.
 
     Returns:
         [rows, T, heads, width of a value].
@@ -144,9 +143,6 @@ def attend(
     """The attention function that transformers' models call: from [rows, heads, T, width] to [rows, T, heads, width].
 
     Without `documents`, each row is one document.
-
-    Raises:
-        ConfigError: the layer asks for a kind of attention that this function does not compute.
     """
     obstacle = next((name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None), None)
     if attention_mask is not None:
@@ -173,11 +169,7 @@ def register() -> str:
 
 
 def refuse_what_crosses_documents(model: nn.Module) -> None:
-    """Refuse transformers models in which information can pass between documents outside of `attend`.
-
-    Raises:
-        ConfigError: the model keeps a state along the sequence, needs masks, or takes no positions.
-    """
+    """Refuse transformers models in which information can pass between documents outside of `attend`."""
     config: Any = model.config
     obstacle = None
     if not declares_no_masks(model):
@@ -193,11 +185,7 @@ def refuse_what_crosses_documents(model: nn.Module) -> None:
 
 
 def check_seen(documents: BatchDocuments, model: nn.Module) -> None:
-    """Check after a forward that all layers of the model used the documents.
-
-    Raises:
-        ConfigError: a layer did not call `attend`, or called it without the documents.
-    """
+    """Check after a forward that all layers of the model used the documents."""
     config: Any = model.config
     layers = config.get_text_config().num_hidden_layers
     if len(documents.seen) != layers:

@@ -43,10 +43,8 @@ def is_packed(fqn: str) -> bool:
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer with a packed weight, which forward and backward unpack into the compute type.
 
-    It is a subclass of `nn.Linear` so that peft adapts it as one.
-
-    Args:
-        linear: the layer that it replaces; its bias is taken over.
+    It is a subclass of `nn.Linear` so that peft adapts it as one. `linear`: the layer that it replaces; its bias is
+    taken over.
     """
 
     def __init__(self, linear: nn.Linear, settings: QuantizeConfig) -> None:
@@ -96,9 +94,7 @@ def packed_shapes(rows: int, columns: int, settings: QuantizeConfig) -> dict[str
 def scales_of(absmax: torch.Tensor, nested: torch.Tensor, *, first_block: int = 0) -> torch.Tensor:
     """The blocks' scales in fp32, 1-D, from a byte each and the numbers of `BaseQuantizer.state`.
 
-    Args:
-        absmax: bytes of the whole layer, or of whole blocks of 256 scales.
-        first_block: the first of these blocks.
+    `absmax`: bytes of the whole layer, or of whole blocks of 256 scales. `first_block`: the first of these blocks.
     """
     numbers = nested.view(torch.float32).view(-1)
     block_scales, mean, levels = torch.split(numbers, [numbers.numel() - 1 - _LEVELS, 1, _LEVELS])
@@ -134,11 +130,7 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 def stacked_weights(reference: nn.Module) -> list[str]:
-    """Names of the experts' 3-D parameters in a transformers model.
-
-    Raises:
-        ConfigError: the model has none, or its experts are computed otherwise.
-    """
+    """Names of the experts' 3-D parameters in a transformers model."""
     names = []
     for prefix, module in reference.named_modules():
         stacked = [name for name, param in module.named_parameters(recurse=False) if param.dim() == 3]
@@ -164,8 +156,7 @@ def stacked_weights(reference: nn.Module) -> list[str]:
 class PackedWeight(nn.Module):
     """One weight of all experts, packed; the module of the experts multiplies by it.
 
-    Args:
-        shape: (experts, out, in) of the parameter that it replaces.
+    `shape`: (experts, out, in) of the parameter that it replaces.
     """
 
     def __init__(self, shape: torch.Size, settings: QuantizeConfig) -> None:
@@ -185,9 +176,7 @@ class PackedWeight(nn.Module):
     def product(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Each row times the transposed weight of its expert, with the expert's LoRA if there is one.
 
-        Args:
-            rows: [n, in], sorted by expert.
-            counts: rows of each expert; their sum is n.
+        `rows`: [n, in], sorted by expert. `counts`: rows of each expert; their sum is n.
 
         Returns:
             [n, out], in the compute type.
@@ -312,18 +301,12 @@ class BaseQuantizer:
     """Chooses the linear layers of a model whose weights are packed, and experts where it is asked to, and packs them.
 
     The output head, tied layers, routers, those that `skip` names and layers of other types keep their weights.
-
-    Args:
-        reference: the model on meta, without an adapter.
+    `reference`: the model on meta, without an adapter.
 
     Attributes:
         shapes: the name of each layer → the shape of its weight, [out, in]; of an experts' weight, [experts, out, in].
         experts: names of the modules whose experts are packed.
         weights: the name of each layer → that of its weight.
-
-    Raises:
-        ConfigError: bitsandbytes is missing or too old, `skip` names nothing, no layer is left, experts cannot be
-            packed, or a layer's input features are no multiple of the block.
     """
 
     def __init__(self, reference: nn.Module, settings: QuantizeConfig) -> None:
@@ -377,8 +360,7 @@ class BaseQuantizer:
         With double quantisation a scale less the mean of all is a byte, a level of its block of 256; the numbers beside
         them are these blocks' scales, the mean, and the levels (Dettmers et al. 2023, section 3).
 
-        Args:
-            scales: fp32, 1-D; of the whole layer with double quantisation.
+        `scales`: fp32, 1-D; of the whole layer with double quantisation.
         """
         if not self.double:
             return {SCALES: scales.view(torch.uint8)}

@@ -141,9 +141,6 @@ class Transformer(nn.Module):
             targets: [batch, seq]; positions equal to `ignore_index` are not counted.
             documents: the documents of a packed batch: positions [batch, seq], bounds and lengths (`BatchDocuments`).
             positions: [n] indices into the flattened batch × seq; only their logits [n, vocab] are computed.
-
-        Raises:
-            ConfigError: the sequence, or the longest document, is longer than `max_seq_len`.
         """
         seq = tokens.shape[1] if documents is None else max(documents[2])
         if seq > self.config.max_seq_len:

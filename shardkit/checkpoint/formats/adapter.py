@@ -28,26 +28,16 @@ _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """A manifest's entry about the adapter that a checkpoint holds.
-
-    Attributes:
-        transposed: whether the adapted layers store their weights as [in, out].
-        base: digest, dtype and source of the frozen model, and the kind of its checksums.
-        quantized: whether the run held the frozen model packed.
-    """
+    """A manifest's entry about the adapter that a checkpoint holds."""
 
     settings: AdapterConfig
-    transposed: bool
-    base: Mapping[str, Any]
-    quantized: bool = False
+    transposed: bool  # whether the adapted layers store their weights as [in, out]
+    base: Mapping[str, Any]  # digest, dtype and source of the frozen model, and the kind of its checksums
+    quantized: bool = False  # whether the run held the frozen model packed
 
 
 def saved_adapter(source: Source) -> SavedAdapter | None:
-    """The adapter that a checkpoint holds instead of a whole model; `None` if it holds a model.
-
-    Raises:
-        CheckpointError: the manifest's entry about the adapter is not one that this version writes.
-    """
+    """The adapter that a checkpoint holds instead of a whole model; `None` if it holds a model."""
     entry = source.run.extra.get("adapter") if source.run is not None else None
     if entry is None:
         return None
@@ -78,9 +68,8 @@ def _of_experts(source: Source, layer: str) -> bool:
 def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch.dtype | None, model: Any) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json`, for `PeftModel.from_pretrained(base, folder)`.
 
-    Args:
-        dtype: type of the written weights; None keeps the saved types.
-        model: the transformers model with its adapter, on meta; `None` if it cannot be built.
+    `dtype`: type of the written weights; None keeps the saved types. `model`: the transformers model with its adapter,
+    on meta; `None` if it cannot be built.
     """
     layers = _layers(source)
     experts = [name for name in layers if _of_experts(source, name)]
@@ -168,9 +157,6 @@ def merged(
         reference: the model without its adapter, a transformers model on meta.
         parameters: names of the frozen model's parameters.
         dtype: type of the merged weights; None keeps the base's types.
-
-    Raises:
-        CheckpointError: the base is not known, cannot be read, or is not the one that the adapter was trained on.
     """
     base_path = base or adapter.base["source"]
     if base_path is None:

@@ -30,20 +30,14 @@ TARGETS = ("safetensors", "torch", "shardkit", "peft")
 
 @dataclass(frozen=True)
 class Converted:
-    """The result of a conversion.
+    """The result of a conversion."""
 
-    Attributes:
-        source: the checkpoint that was read.
-        files: the files that were written, sorted.
-        notes: the parts that were left out, one line each.
-    """
-
-    source: Path
+    source: Path  # the checkpoint that was read
     kind: str
     n_tensors: int
     n_bytes: int
-    files: list[Path]
-    notes: list[str]
+    files: list[Path]  # the files that were written, sorted
+    notes: list[str]  # the parts that were left out, one line each
 
 
 def convert(
@@ -70,10 +64,6 @@ def convert(
         average: export the moving average instead of the weights (not for `shardkit`).
         merge: add an adapter to the weights it was trained on, and write the whole model.
         base: where these weights are; None = where the run read them.
-
-    Raises:
-        CheckpointError: an argument is invalid, the source is missing, damaged or hostile, or `out` cannot be written;
-            nothing is left behind.
     """
     if to not in TARGETS:
         raise CheckpointError(f"--to {to!r} is not a format", f"pass one of {', '.join(TARGETS)}")

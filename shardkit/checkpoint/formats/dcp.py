@@ -43,11 +43,7 @@ class _State:
 
 
 def open_dcp(folder: Path, weights_only: bool = False) -> Source:
-    """Open a folder that `torch.distributed.checkpoint.save` wrote.
-
-    Raises:
-        CheckpointError: damaged, incomplete, or unclear about which tensors are the model's weights.
-    """
+    """Open a folder that `torch.distributed.checkpoint.save` wrote."""
     file = folder / METADATA
     with reading(file):
         return _Folder(folder, load(read_regular(file), file)).source(weights_only)

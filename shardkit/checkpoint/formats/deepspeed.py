@@ -35,11 +35,7 @@ def is_deepspeed(folder: Path) -> bool:
 
 
 def open_deepspeed(folder: Path, weights_only: bool = False) -> Source:
-    """Open a `global_step*` folder.
-
-    Raises:
-        CheckpointError: damaged, incomplete, from a model-parallel job, or with state that cannot be converted.
-    """
+    """Open a `global_step*` folder."""
     if (folder / "zero").is_dir():
         raise CheckpointError(
             f"{folder} is in DeepSpeed's universal layout", "convert the global_step folder that it was made from"

@@ -25,13 +25,8 @@ KINDS = (
 def open_source(path: Path, step: str = "latest", weights_only: bool = False) -> Source:
     """Open the checkpoint at `path`.
 
-    Args:
-        step: which checkpoint to open if `path` is a run or a DeepSpeed folder with several: a step, `latest`, or
-            `best` (runs only).
-        weights_only: leave optimizer state out.
-
-    Raises:
-        CheckpointError: there is no checkpoint with weights, or it cannot be trusted.
+    `step`: which checkpoint to open if `path` is a run or a DeepSpeed folder with several: a step, `latest`, or `best`
+    (runs only). `weights_only`: leave optimizer state out.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", f"name {KINDS}")
@@ -47,11 +42,7 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
 
 
 def opener(path: Path, step: str = "latest") -> tuple[Path, Callable[[Path, bool], Source]]:
-    """The file or folder to open for `path`, and the function that opens its kind; only names of files are looked at.
-
-    Raises:
-        CheckpointError: nothing there is of a kind that shardkit knows.
-    """
+    """The file or folder to open for `path`, and the function that opens its kind; looks only at names of files."""
     if not path.is_file() and not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a directory", f"name {KINDS}")
     chosen = _chosen(path, step)

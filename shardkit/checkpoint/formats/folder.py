@@ -37,10 +37,8 @@ CARD = "README.md"
 def write_configs(model: Any, config: RunConfig | None, folder: Path, dtype: torch.dtype) -> None:
     """Write `config.json` and the generation settings, which `AutoModel*.from_pretrained(folder)` looks for.
 
-    The generation settings come from the folder from which the run started, if it has any.
-
-    Args:
-        model: a transformers model, for its config.
+    The generation settings come from the folder from which the run started, if it has any. `model`: a transformers
+    model, for its config.
     """
     model_config = model.config
     model_config.architectures = [type(model).__name__]
@@ -61,14 +59,10 @@ def write_configs(model: Any, config: RunConfig | None, folder: Path, dtype: tor
 def copy_tokenizer(config: RunConfig, folder: Path, is_named: bool = True) -> str:
     """Copy the run's tokenizer, its chat template and the base model's licence.
 
-    Args:
-        is_named: whether the user named the run. Another config may be a stranger's, and name any file of the user's.
+    `is_named`: whether the user named the run. Another config may be a stranger's, and name any file of the user's.
 
     Returns:
         The reason why there is no tokenizer to copy; empty if there is one.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
     try:
         source = tokenizer_of(config)

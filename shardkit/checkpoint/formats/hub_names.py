@@ -33,18 +33,12 @@ class Region:
     """The elements of a model's tensor that one published tensor holds: a strided view into it.
 
     A run is a stretch of consecutive elements of the model's tensor.
-
-    Attributes:
-        name: name of the model's tensor, in the model.
-        shape: shape of the published tensor.
-        stride: strides of the view, in elements.
-        offset: index of the first element in the model's flattened tensor.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    name: str  # name of the model's tensor, in the model
+    shape: tuple[int, ...]  # shape of the published tensor
+    stride: tuple[int, ...]  # strides of the view, in elements
+    offset: int  # index of the first element in the model's flattened tensor
 
     @property
     def has_ascending_runs(self) -> bool:
@@ -72,15 +66,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Published:
-    """The layout of a model's published folder.
+    """The layout of a model's published folder."""
 
-    Attributes:
-        regions: published name → the elements of the model that it holds.
-        unknown: names of the model's tensors whose published form is not made of runs; no region covers them.
-    """
-
-    regions: dict[str, Region]
-    unknown: list[str]
+    regions: dict[str, Region]  # published name → the elements of the model that it holds
+    unknown: list[str]  # names of the model's tensors whose published form is not made of runs; no region covers them
 
     @property
     def differs(self) -> bool:
@@ -117,8 +106,7 @@ def reference_of(model: nn.Module) -> Any:
 def published(reference: Any) -> Published:
     """The folder layout in which transformers saves a model, found by its own conversion rules.
 
-    Args:
-        reference: a transformers model whose parameters are on meta.
+    `reference`: a transformers model whose parameters are on meta.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -165,12 +153,7 @@ def names_in_model(reference: Any, names: Iterable[str]) -> dict[str, str]:
 def as_the_model_names(source: Source, reference: Any) -> Source:
     """Present a folder's weights under the names and in the shapes of the model that reads them, without copying them.
 
-    Args:
-        source: weights of another tool.
-        reference: a transformers model whose parameters are on meta.
-
-    Raises:
-        CheckpointError: the parts of a fused tensor differ in type.
+    `source`: weights of another tool. `reference`: a transformers model whose parameters are on meta.
     """
     saved = {name.partition(".")[2]: tensor for name, tensor in source.tensors.items()}
     files = {name: tensor for name, tensor in saved.items() if isinstance(tensor, FileTensor)}

@@ -26,33 +26,20 @@ from .tensor_source import Source
 
 @dataclass(frozen=True)
 class PretendedWeights:
-    """A folder of weights that are holes.
+    """A folder of weights that are holes."""
 
-    Attributes:
-        class_name: the class of transformers that loads the folder.
-        n_parameters: numbers by name.
-        n_bytes: their bytes, of which none is on the disk.
-        notes: one line on each tensor that differs from a published folder's.
-    """
-
-    class_name: str
-    n_parameters: int
-    n_bytes: int
-    notes: list[str]
+    class_name: str  # the class of transformers that loads the folder
+    n_parameters: int  # numbers by name
+    n_bytes: int  # their bytes, of which none is on the disk
+    notes: list[str]  # one line on each tensor that differs from a published folder's
 
 
 def write_pretended_weights(described_by: Path, folder: Path, dtype: str | None = None) -> PretendedWeights:
     """Write a model folder for transformers from a config alone.
 
-    Args:
-        described_by: a `config.json`, or a folder that holds one; its tokenizer is copied, if it has one.
-        folder: the folder to write, new or empty.
-        dtype: fp32, bf16 or fp16; None for the type that the config names, and bf16 where it names none.
-
-    Raises:
-        ConfigError: the folder has files in it, or transformers cannot build the config's model without code that
-            comes with the model.
-        CheckpointError: a file of the tokenizer leads out of its folder.
+    `described_by`: a `config.json`, or a folder that holds one; its tokenizer is copied, if it has one. `folder`: the
+    folder to write, new or empty. `dtype`: fp32, bf16 or fp16; None for the type that the config names, and bf16 where
+    it names none.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already", "name a folder that does not exist")

@@ -47,46 +47,32 @@ _SAMPLED_VALUES = 64
 
 @dataclass(frozen=True)
 class Loaded:
-    """A source that a model was filled from.
-
-    Attributes:
-        bytes_read: bytes that all ranks together requested from its files; 0 for a checkpoint of shardkit.
-        resized: name of each parameter that got new rows → its number of rows in the source, and in the model.
-    """
+    """A source that a model was filled from."""
 
     path: Path
-    bytes_read: int
+    bytes_read: int  # bytes that all ranks together requested from its files; 0 for a checkpoint of shardkit
+    # name of each parameter that got new rows → its number of rows in the source, and in the model
     resized: dict[str, tuple[int, int]]
 
 
 @dataclass
 class _NewRows:
-    """Rows that a tensor has in the model and not in the source.
+    """Rows that a tensor has in the model and not in the source."""
 
-    Attributes:
-        n_rows: number of rows in the source, and in the model.
-        targets: this rank's memory for new rows: (index of its first element in the flattened tensor, memory).
-    """
-
-    n_rows: tuple[int, int]
+    n_rows: tuple[int, int]  # number of rows in the source, and in the model
+    # this rank's memory for new rows: (index of its first element in the flattened tensor, memory)
     targets: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Report:
-    """The needs of one rank, which it sends to all ranks before they read.
+    """The needs of one rank, which it sends to all ranks before they read."""
 
-    Attributes:
-        node: number of the rank's node.
-        ranges: the ranges of the source that the rank keeps.
-        n_rows: source name of each tensor with new rows → its number of rows in the source, and in the model.
-        digest: a digest of the source as this node sees it; empty except on one rank per node.
-    """
-
-    node: int
-    ranges: list[Range]
+    node: int  # number of the rank's node
+    ranges: list[Range]  # the ranges of the source that the rank keeps
+    # source name of each tensor with new rows → its number of rows in the source, and in the model
     n_rows: dict[str, tuple[int, int]]
-    digest: str
+    digest: str  # a digest of the source as this node sees it; empty except on one rank per node
 
 
 def load_weights(
@@ -109,10 +95,6 @@ def load_weights(
             ones. One rank reads these once more and sums them in float64 in the rows' order, so the mean has the same
             bits on any number of ranks.
         packed: name in files of the model → shape of the weights that the caller reads itself.
-
-    Raises:
-        CheckpointError: on every rank: a weight is missing or has another shape, the source cannot be trusted, or nodes
-            have other weights under its path.
     """
     problem: CheckpointError | None = None
     destinations: dict[Range, Destination] = {}
@@ -151,8 +133,7 @@ def load_weights(
 def opening(path: str | Path, model: nn.Module) -> Iterator[Callable[[], Source]]:
     """Gives a function that opens the weights at `path`, when it is called first, for all who read them until the end.
 
-    Args:
-        path: anything that `shardkit convert` reads.
+    `path`: anything that `shardkit convert` reads.
     """
     opened: list[Source] = []
 
@@ -203,14 +184,7 @@ def _refuse_different_sources(digests: Mapping[int, str], path: Path) -> None:
 
 
 def names_in(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """The source's name of each weight.
-
-    Args:
-        shapes: the weights' shapes by their names in the model.
-
-    Raises:
-        CheckpointError: the source lacks one, or has it in another shape.
-    """
+    """The source's name of each weight. `shapes`: the weights' shapes by their names in the model."""
     saved = source.by_plain_name()
     prefix = find_prefix(list(shapes), saved)
     names = {}

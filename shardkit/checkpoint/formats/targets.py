@@ -35,27 +35,19 @@ from .weight_files import SAFETENSORS_INDEX, header_of
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a run's model, which is built on the meta device for them.
+    """Facts about a run's model, which is built on the meta device for them."""
 
-    Attributes:
-        ties: further name of a tied parameter → the name under which it is saved.
-        prefix: path of the transformers model in the task's module, with a dot; empty if it is the module itself.
-        pretrained: the transformers model, for its config; `None` for any other model.
-        frozen: names that the parameters under an adapter have in the model without it; empty without an adapter.
-        config: the run's config, if there is a run.
-        run: the run's directory.
-        is_named: whether the user named this directory, not a checkpoint in it.
-        note: why the facts are missing; empty if they are not.
-    """
-
+    # further name of a tied parameter → the name under which it is saved
     ties: dict[str, str] = field(default_factory=dict)
+    # path of the transformers model in the task's module, with a dot; empty if it is the module itself
     prefix: str = ""
-    pretrained: Any = None
+    pretrained: Any = None  # the transformers model, for its config; `None` for any other model
+    # names that the parameters under an adapter have in the model without it; empty without an adapter
     frozen: tuple[str, ...] = ()
-    config: RunConfig | None = None
-    run: Path = Path()
-    is_named: bool = False
-    note: str = ""
+    config: RunConfig | None = None  # the run's config, if there is a run
+    run: Path = Path()  # the run's directory
+    is_named: bool = False  # whether the user named this directory, not a checkpoint in it
+    note: str = ""  # why the facts are missing; empty if they are not
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -72,9 +64,8 @@ def run_of(checkpoint: Path) -> Path | None:
 def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
     """Build the run's model on the meta device and collect facts about it, or note why it cannot be built.
 
-    Args:
-        path: the path that the user named. The config's `task.factory` is imported only if this is the run directory.
-        checkpoint: the checkpoint folder that was chosen at this path.
+    `path`: the path that the user named. The config's `task.factory` is imported only if this is the run directory.
+    `checkpoint`: the checkpoint folder that was chosen at this path.
     """
     run = run_of(checkpoint)
     if run is None:
@@ -136,11 +127,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB" (powers of 1000) or "5GiB" (of 1024).
-
-    Raises:
-        CheckpointError: it is not a size, or is below one byte.
-    """
+    """Bytes of "5GB" (powers of 1000) or "5GiB" (of 1024)."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise CheckpointError(f"--max-shard-size {text!r} is not a size", "write it as 5GB or 500MiB")
@@ -153,20 +140,13 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Export:
-    """Weights and buffers of a source, under the names by which they are exported.
-
-    Attributes:
-        names: exported name → name in the source.
-        tensors: exported name → its shape and exported dtype.
-        ties: further exported name of a tied weight → its exported name.
-        regions: exported name → the part that it exports of the source's tensor. A name without an entry exports the
-            whole tensor.
-    """
+    """Weights and buffers of a source, under the names by which they are exported."""
 
     source: Source
-    names: dict[str, str]
-    tensors: dict[str, TensorSpec]
-    ties: dict[str, str]
+    names: dict[str, str]  # exported name → name in the source
+    tensors: dict[str, TensorSpec]  # exported name → its shape and exported dtype
+    ties: dict[str, str]  # further exported name of a tied weight → its exported name
+    # exported name → the part that it exports of the source's tensor. A name without an entry exports the whole tensor.
     regions: dict[str, Region] = field(default_factory=dict)
 
     @property
@@ -191,12 +171,8 @@ def size_of(spec: TensorSpec) -> int:
 def exported(source: Source, dtype: torch.dtype | None, facts: ModelFacts, average: bool = False) -> Export:
     """The weights and saved buffers of a source, to export under the names of the run's model.
 
-    Args:
-        dtype: type of the floating tensors; None keeps theirs.
-        average: export the moving average of the weights instead of the weights.
-
-    Raises:
-        CheckpointError: the source has no moving average.
+    `dtype`: type of the floating tensors; None keeps theirs. `average`: export the moving average of the weights
+    instead of the weights.
     """
     if average and not any(name.startswith("ema.") for name in source.tensors):
         raise CheckpointError(
@@ -262,8 +238,7 @@ def write_safetensors(
 ) -> int:
     """Write Hugging Face's layout: shards of at most `max_shard` bytes (one tensor may be larger), and their index.
 
-    Args:
-        fill: writes the elements of a shard behind its header.
+    `fill`: writes the elements of a shard behind its header.
 
     Returns:
         The number of shards.
@@ -370,11 +345,7 @@ def write_torch(weights: Export, folder: Path) -> None:
 def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
     """Write a checkpoint folder of shardkit: masters, moments, buffers and step counters, bit for bit as in the source.
 
-    Args:
-        dtype: type of the floating tensors, allowed only without optimizer state; None keeps theirs.
-
-    Raises:
-        CheckpointError: optimizer state would be cast.
+    `dtype`: type of the floating tensors, allowed only without optimizer state; None keeps theirs.
     """
     tensors = _as_saved(source, dtype)
     cuts: list[tuple[str, int, int]] = []

@@ -26,11 +26,7 @@ PIECE_BYTES = 8 * 2**20
 
 @contextmanager
 def reading(path: Path, fix: str = RESTORE) -> Iterator[None]:
-    """Turn what a damaged or malformed file makes a reader raise into an error that names the file.
-
-    Raises:
-        CheckpointError: anything else was raised.
-    """
+    """Turn what a damaged or malformed file makes a reader raise into an error that names the file."""
     try:
         yield
     except CheckpointError:
@@ -45,30 +41,21 @@ def reading(path: Path, fix: str = RESTORE) -> Iterator[None]:
 
 @dataclass
 class Source:
-    """An open checkpoint of any kind, with shardkit's names: `model.<fqn>`, `buffer.<fqn>`, `optim.<fqn>.<state>`.
+    """An open checkpoint of any kind, with shardkit's names: `model.<fqn>`, `buffer.<fqn>`, `optim.<fqn>.<state>`."""
 
-    Attributes:
-        kind: name of the format in messages and in the manifest of a converted checkpoint.
-        read_into: (name, start, out) fills the 1-D CPU tensor `out`, of the tensor's dtype, from element `start` on.
-        scalars: optimizer states that are one number, by name.
-        step: number of optimizer steps; 0 if the source does not say.
-        ties: further name of a tied weight (`head.weight`) → its name in `tensors`; both without `model.`.
-        run: state of the run, if shardkit saved it; `None` for other sources.
-        notes: one line on each part of the checkpoint that is left out.
-        bytes_read: returns the bytes requested from files of other tools so far.
-    """
-
-    kind: str
+    kind: str  # name of the format in messages and in the manifest of a converted checkpoint
     path: Path
     tensors: Mapping[str, TensorSpec]
+    # (name, start, out) fills the 1-D CPU tensor `out`, of the tensor's dtype, from element `start` on
     read_into: Callable[[str, int, torch.Tensor], None]
     close: Callable[[], None]
-    scalars: dict[str, float] = field(default_factory=dict)
-    step: int = 0
+    scalars: dict[str, float] = field(default_factory=dict)  # optimizer states that are one number, by name
+    step: int = 0  # number of optimizer steps; 0 if the source does not say
+    # further name of a tied weight (`head.weight`) → its name in `tensors`; both without `model.`
     ties: dict[str, str] = field(default_factory=dict)
-    run: RunState | None = None
-    notes: list[str] = field(default_factory=list)
-    bytes_read: Callable[[], int] = lambda: 0
+    run: RunState | None = None  # state of the run, if shardkit saved it; `None` for other sources
+    notes: list[str] = field(default_factory=list)  # one line on each part of the checkpoint that is left out
+    bytes_read: Callable[[], int] = lambda: 0  # returns the bytes requested from files of other tools so far
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> torch.Tensor:
         """The elements [start, start + length) of the flattened tensor, 1-D; `None` = to its end."""
@@ -78,11 +65,7 @@ class Source:
         return elements
 
     def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """Yield the flattened tensor in order, in pieces of at most `PIECE_BYTES`, each a new 1-D tensor on the CPU.
-
-        Raises:
-            CheckpointError: a finite value overflows `dtype`.
-        """
+        """Yield the flattened tensor in order, in pieces of at most `PIECE_BYTES`, each a new 1-D tensor on the CPU."""
         return self.range_of(name, 0, math.prod(self.tensors[name].shape), dtype)
 
     def by_plain_name(self) -> dict[str, tuple[str, TensorSpec]]:
@@ -100,11 +83,7 @@ class Source:
 
 
 def cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Cast a piece of the tensor `name` to another type.
-
-    Raises:
-        CheckpointError: a finite value overflows the type.
-    """
+    """Cast a piece of the tensor `name` to another type."""
     out = piece.to(dtype)
     if not torch.equal(torch.isfinite(out), torch.isfinite(piece)):
         largest = piece[torch.isfinite(piece)].abs().max().item()
@@ -117,17 +96,12 @@ def cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Extent:
-    """Runs of consecutive elements of a flattened tensor, which lie one after another in a mapped file.
+    """Runs of consecutive elements of a flattened tensor, which lie one after another in a mapped file."""
 
-    Attributes:
-        content: the bytes of all runs.
-        starts: index of each run's first element in the flattened tensor, ascending.
-        run: number of elements in each run.
-    """
-
-    content: npt.NDArray[np.uint8]
+    content: npt.NDArray[np.uint8]  # the bytes of all runs
+    # index of each run's first element in the flattened tensor, ascending
     starts: tuple[int, ...] | npt.NDArray[np.int64]
-    run: int
+    run: int  # number of elements in each run
 
     @cached_property
     def run_starts(self) -> npt.NDArray[np.int64]:
@@ -156,11 +130,7 @@ def mapped(tensor: torch.Tensor) -> FileTensor:
 def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **fields: Any) -> Source:
     """A source whose tensors lie in mapped files; ranges are read from any thread.
 
-    Args:
-        fields: further attributes of the source.
-
-    Raises:
-        CheckpointError: an element of a tensor is in no file, or in two.
+    `fields`: further attributes of the source.
     """
     for name, tensor in tensors.items():
         _check_complete(name, tensor, path)
@@ -230,9 +200,7 @@ Prefix = tuple[str, str]
 def find_prefix(names: list[str], saved: Mapping[str, object]) -> Prefix:
     """The prefix change that turns every name of the model into a saved name; ("", "") if no change does.
 
-    Args:
-        names: the model's parameters.
-        saved: the tensors of the file, by name.
+    `names`: the model's parameters. `saved`: the tensors of the file, by name.
     """
     if any(name in saved for name in names):
         return "", ""

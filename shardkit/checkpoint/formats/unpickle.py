@@ -174,13 +174,8 @@ class _Unpickler(pickle.Unpickler):
 def load(content: bytes, file: Path) -> Any:
     """Read a pickle's content as dicts, lists, numbers, text, `TensorRef` and `PickledObject`. None of its code runs.
 
-    Eighty bytes can stand for 2**40 objects: a hostile pickle can cost memory and time, and nothing else.
-
-    Args:
-        file: the file's path, for messages.
-
-    Raises:
-        CheckpointError: the file asks for anything else, or is damaged.
+    Eighty bytes can stand for 2**40 objects: a hostile pickle can cost memory and time, and nothing else. `file`: the
+    file's path, for messages.
     """
     with reading(file):
         try:
@@ -221,9 +216,6 @@ class Archive:
 
     Attributes:
         content: the saved object, with a `TensorRef` for each tensor.
-
-    Raises:
-        CheckpointError: the file is not such an archive, is damaged, or would run code.
     """
 
     def __init__(self, file: Path, content: npt.NDArray[np.uint8]) -> None:
@@ -267,11 +259,7 @@ class Archive:
         return records
 
     def elements(self, ref: TensorRef, name: str, start: int = 0, length: int | None = None) -> npt.NDArray[np.uint8]:
-        """The bytes of the tensor's elements [start, start + length); `None` = to its end.
-
-        Raises:
-            CheckpointError: the tensor is missing, incomplete, or not contiguous.
-        """
+        """The bytes of the tensor's elements [start, start + length); `None` = to its end."""
         if not ref.is_contiguous:
             raise CheckpointError(
                 f"{name} in {self.file} is not contiguous: strides {ref.stride} for shape {ref.shape}",
@@ -287,11 +275,7 @@ class Archive:
         return FileTensor(ref.shape, ref.dtype, (Extent(self.elements(ref, name), (0,), ref.numel),))
 
     def number(self, content: Any, name: str) -> float:
-        """A number of the pickle, which may be stored as a tensor of one element.
-
-        Raises:
-            CheckpointError: the value is no number.
-        """
+        """A number of the pickle, which may be stored as a tensor of one element."""
         if isinstance(content, TensorRef) and content.numel == 1:
             content = torch.frombuffer(bytearray(self.elements(content, name)), dtype=content.dtype).item()
         if isinstance(content, bool) or not isinstance(content, (int, float)):

@@ -38,11 +38,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def open_safetensors(path: Path) -> Source:
-    """Open a `.safetensors` file, or a folder of them, as a source of weights.
-
-    Raises:
-        CheckpointError: a file is damaged or missing.
-    """
+    """Open a `.safetensors` file, or a folder of them, as a source of weights."""
     tensors: dict[str, FileTensor] = {}
     for file in listed_files(path, SAFETENSORS_INDEX, ".safetensors"):
         with reading(file), safe_open(str(file), "pt") as opened:
@@ -58,9 +54,7 @@ def weights_source(
 ) -> Source:
     """A source of weights and buffers, from tensors with the names that another tool gave them.
 
-    Args:
-        ties: further name of a tied weight → its name in `tensors`.
-        fields: further attributes of the source.
+    `ties`: further name of a tied weight → its name in `tensors`. `fields`: further attributes of the source.
     """
     ties = ties or {}
     plain = canonical([*tensors, *ties])
@@ -71,9 +65,6 @@ def weights_source(
 def listed_files(path: Path, index: str, suffix: str) -> list[Path]:
     """The files that a folder's index names, or all files with the suffix if there is no index; or `path`, if it is a
     file.
-
-    Raises:
-        CheckpointError: the index is damaged or names a file outside of the folder, or a file is missing.
     """
     if path.is_file():
         return [path]
@@ -91,11 +82,7 @@ def listed_files(path: Path, index: str, suffix: str) -> list[Path]:
 
 
 def header_of(tensors: Iterable[tuple[str, TensorSpec]]) -> bytes:
-    """The first bytes of a file that holds the tensors in this order, without gaps: the header's length and the header.
-
-    Raises:
-        CheckpointError: the format has no such dtype.
-    """
+    """The first bytes of a file that holds the tensors in this order, without gaps: its length and the header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, spec in tensors:
@@ -126,11 +113,7 @@ def _lone(folder: Path) -> list[Path]:
 
 
 def open_torch(path: Path) -> Source:
-    """Open a torch file, or a folder with one or with an index, as a source of weights without optimizer state.
-
-    Raises:
-        CheckpointError: a file is damaged, hostile, or without a state dict.
-    """
+    """Open a torch file, or a folder with one or with an index, as a source of weights without optimizer state."""
     lone = _lone(path) if path.is_dir() and not (path / TORCH_INDEX).exists() else []
     tensors: dict[str, FileTensor] = {}
     ties: dict[str, str] = {}

@@ -52,7 +52,6 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CorruptCheckpoint: the folder has none, or it is damaged.
-        CheckpointError: it cannot be read, or this version does not know its schema.
     """
     file = path / FILE_NAME
     try:

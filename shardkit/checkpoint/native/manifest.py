@@ -33,19 +33,13 @@ class CorruptCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [start, start + length) of a flattened tensor, as they lie in a file.
-
-    Attributes:
-        file: index of the file in the manifest.
-        offset: byte of the file at which they begin.
-        crcs: CRC-32 of each block of their bytes.
-    """
+    """Elements [start, start + length) of a flattened tensor, as they lie in a file."""
 
     start: int
     length: int
-    file: int
-    offset: int
-    crcs: tuple[int, ...]
+    file: int  # index of the file in the manifest
+    offset: int  # byte of the file at which they begin
+    crcs: tuple[int, ...]  # CRC-32 of each block of their bytes
 
 
 @dataclass(frozen=True)
@@ -76,46 +70,31 @@ class DataFile:
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run after a step, without its tensors.
+    """The state of a run after a step, without its tensors."""
 
-    Attributes:
-        step: number of optimizer steps; the learning rate is a function of it.
-        tokens_total: number of target tokens that the run has trained on.
-        seed: seed of the data order (train.seed).
-        epoch: epoch of the next sample.
-        next_sample: the next sample's position in the epoch's order, over all ranks.
-        n_samples: size of the training split, to notice that it changed; `None` if the caller feeds the data.
-        val_loss: validation loss at this step; `None` without an evaluation.
-        extra: any JSON values that the caller stores with the state.
-    """
-
-    step: int
-    tokens_total: int = 0
-    seed: int = 0
-    epoch: int = 0
-    next_sample: int = 0
+    step: int  # number of optimizer steps; the learning rate is a function of it
+    tokens_total: int = 0  # number of target tokens that the run has trained on
+    seed: int = 0  # seed of the data order (train.seed)
+    epoch: int = 0  # epoch of the next sample
+    next_sample: int = 0  # the next sample's position in the epoch's order, over all ranks
+    # size of the training split, to notice that it changed; `None` if the caller feeds the data
     n_samples: int | None = None
-    val_loss: float | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    val_loss: float | None = None  # validation loss at this step; `None` without an evaluation
+    extra: dict[str, Any] = field(default_factory=dict)  # any JSON values that the caller stores with the state
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint except its elements.
-
-    Attributes:
-        created: local time, ISO 8601.
-        scalars: optimizer states and engine states that are one number, by name.
-    """
+    """Everything about a checkpoint except its elements."""
 
     run: RunState
     strategy: str
     world_size: int
-    created: str
+    created: str  # local time, ISO 8601
     versions: dict[str, str]
     files: tuple[DataFile, ...]
     tensors: dict[str, TensorEntry]
-    scalars: dict[str, float]
+    scalars: dict[str, float]  # optimizer states and engine states that are one number, by name
     block_bytes: int = BLOCK_BYTES
 
     @property
@@ -124,11 +103,7 @@ class Manifest:
 
 
 def storable(run: RunState, scalars: Mapping[str, float]) -> RunState:
-    """The run's state in a form that JSON can hold: a validation loss that is not finite becomes `None`.
-
-    Raises:
-        CheckpointError: `extra` holds a value that is not JSON, or a scalar is not finite.
-    """
+    """The run's state in a form that JSON can hold: a validation loss that is not finite becomes `None`."""
     if run.val_loss is not None and not math.isfinite(run.val_loss):
         run = replace(run, val_loss=None)
     for name, value in scalars.items():
@@ -185,12 +160,10 @@ def _digest(text: str) -> str:
 def parse(content: bytes, file: str) -> Manifest:
     """Parse the content of a manifest file. Every number is checked, and nothing is executed.
 
-    Args:
-        file: the file's path, for messages.
+    `file`: the file's path, for messages.
 
     Raises:
         CorruptCheckpoint: the digest does not match, or an entry is impossible.
-        CheckpointError: this version does not read the manifest's schema.
     """
     try:
         document = json.loads(content)

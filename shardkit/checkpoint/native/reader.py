@@ -42,7 +42,6 @@ class CheckpointReader:
 
     Raises:
         CorruptCheckpoint: the bytes differ from the saved ones; the message names the file.
-        CheckpointError: it cannot be read, or its schema is unknown.
     """
 
     def __init__(self, path: str | Path) -> None:

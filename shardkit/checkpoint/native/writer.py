@@ -48,17 +48,12 @@ def data_file_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The part of a save that one rank does.
+    """The part of a save that one rank does."""
 
-    Attributes:
-        tensors: shape and dtype of each tensor of which the rank holds a part.
-        chunks: (tensor, first element, number of elements) of each chunk that it writes, in the order of its file.
-        n_bytes: of all its chunks.
-    """
-
-    tensors: dict[str, tuple[tuple[int, ...], str]]
+    tensors: dict[str, tuple[tuple[int, ...], str]]  # shape and dtype of each tensor of which the rank holds a part
+    # (tensor, first element, number of elements) of each chunk that it writes, in the order of its file
     chunks: list[tuple[str, int, int]]
-    n_bytes: int
+    n_bytes: int  # of all its chunks
 
 
 def plan_save(shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> tuple[SavePlan, list[torch.Tensor]]:
@@ -80,11 +75,7 @@ def plan_save(shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> tuple[
 
 
 def check_plans(plans: Iterable[SavePlan]) -> None:
-    """Check that the ranks' plans cover every element.
-
-    Raises:
-        CheckpointError: ranks disagree about a tensor, or its ranges leave a hole.
-    """
+    """Check that the ranks' plans cover every element."""
     tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     ranges: dict[str, list[tuple[int, int]]] = {}
     for plan in plans:
@@ -103,11 +94,7 @@ def check_plans(plans: Iterable[SavePlan]) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The manifest's name of a dtype.
-
-    Raises:
-        CheckpointError: the manifest has no name for it (complex, quantised).
-    """
+    """The manifest's name of a dtype."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise CheckpointError(f"tensors of {dtype} cannot be saved", f"use one of {', '.join(DTYPE_BYTES)}")
