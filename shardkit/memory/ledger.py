@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError, TrainingError
+from .growth import Growth
 from .limits import SHARE, HostRisk, tightest_limit
 from .phases import PhaseMeter, note_phase
 from .probe import DeviceProbe, HostProbe
@@ -90,6 +91,7 @@ class MemoryLedger:
         self._device_probe, self._host_probe = DeviceProbe(self.device), HostProbe()
         self._limit = tightest_limit()
         self._phases = PhaseMeter(self._device_probe, self._host_probe)
+        self._growth = Growth()
         self._state: dict[StateKind, StateBytes] | None = None
         self._source: HasState | None = None
         self._due: bool | None = None
@@ -242,6 +244,7 @@ class MemoryLedger:
         began = time.perf_counter()
         row = self.row()
         rows = self._collect(step, row)
+        self._growth.add(step, row)
         self._phases.start_interval()
         self._step_times.clear()
         self.last_rows = rows
@@ -311,7 +314,9 @@ class MemoryLedger:
             host_mem=HostMemory(
                 host.rss, host.peak_rss, uss, children, self._limit.n_bytes, self.staging_bytes, self._limit.in_use()
             ),
-            device_mem=None if device is None else DeviceMemory(*device[:4], self._device_probe.total or 0, on_card),
+            device_mem=None
+            if device is None
+            else DeviceMemory(*device[:4], self._device_probe.total or 0, on_card, self._growth.bytes_a_step),
             state=None if self._state is None else dict(self._state),
             phases=self._phases.rows(),
             alloc_retries=None if device is None else device.alloc_retries,

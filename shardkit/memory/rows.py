@@ -11,6 +11,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from statistics import median
 from typing import Any, Literal, TypeVar, get_args
 
+from ..errors import gib
+
 SCHEMA = 2
 READABLE = (1, 2)
 """Schema 1 calls the phase `update` `step`."""
@@ -78,6 +80,7 @@ class DeviceMemory:
     Attributes:
         total: the device's memory.
         in_use: held by all processes on the device together: `reserved`, contexts, and other processes' memory.
+        growth: that each of the last steps left behind (growth.py); None if memory does not grow.
     """
 
     allocated: int
@@ -86,6 +89,12 @@ class DeviceMemory:
     peak_reserved: int
     total: int
     in_use: int | None = None
+    growth: int | None = None
+
+    @property
+    def full_in(self) -> int:
+        """Steps until memory that grows has filled the device."""
+        return max(0, self.total - (self.in_use or self.reserved)) // self.growth if self.growth else 0
 
 
 @dataclass(frozen=True)
@@ -290,6 +299,20 @@ def summary(rows: Sequence[RankRow]) -> Summary:
 def pressure(row: RankRow) -> float:
     """The figure that ranks are ordered by: peak allocated on a device, peak RSS on the CPU."""
     return row.host_mem.peak_rss if row.device_mem is None else row.device_mem.peak_allocated
+
+
+def growing(rows: Sequence[RankRow]) -> list[str]:
+    """A sentence on the rank whose memory grows most; empty if none does."""
+    rates = [
+        (row.device_mem.growth, row.name, row.device_mem) for row in rows if row.device_mem and row.device_mem.growth
+    ]
+    if not rates:
+        return []
+    rate, name, memory = max(rates, key=lambda entry: entry[0])
+    return [
+        f"grows: rank {name} keeps {gib(rate)} more after each step and is full in {memory.full_in:,} steps; "
+        "shardkit rehearse names the line that makes it"
+    ]
 
 
 def _spreads(rows: Sequence[RankRow]) -> dict[str, Spread]:

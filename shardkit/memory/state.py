@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -80,7 +82,14 @@ def local_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def page_locked(n_bytes: int) -> int:
-    """Bytes that torch's allocator of pinned memory takes for `n_bytes`: a power of two (torch 2.9 to 2.13)."""
+    """Bytes that torch's allocator of pinned memory takes for `n_bytes`: a power of two (torch 2.9 to 2.15).
+
+    PYTORCH_ALLOC_CONF may limit that: `pinned_max_round_threshold_mb`, `pinned_max_cached_size_mb`.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    limits = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb:(\d+)", settings)
+    if any(n_bytes > int(limit) << 20 for limit in limits):
+        return n_bytes
     return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
 
 

@@ -28,6 +28,7 @@ from .rows import (
     Spread,
     StateKind,
     gather_json,
+    growing,
     pressure,
     quantized_bytes,
     summary,
@@ -207,6 +208,7 @@ def _summary_lines(rows: Sequence[RankRow]) -> Iterator[str]:
             yield f"node {host}: {_spread_line(metric, spreads[metric])}"
         if len(nodes) > SHOWN_SINGLY:
             yield f"({len(nodes) - WORST} more nodes)"
+    yield from growing(rows)
     for slow in condensed.stragglers:
         yield f"slow: rank {slow.name} is busy for {slow.ratio:.2f} × the median of a step (limit {SLOW} ×)"
 

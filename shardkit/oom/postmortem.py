@@ -123,7 +123,9 @@ class PostMortem:
         phase = phase_of(error) or self._ledger.open_phase
         row = self._row()
         shortage = self._completed(observed, row)
-        advice = self._advice(shortage, row, phase)
+        growth = None if row.device_mem is None else row.device_mem.growth
+        # Any setting only puts the end off for memory that grows with each step.
+        advice = [] if growth else self._advice(shortage, row, phase)
         record = {
             **self._head(shortage, row),
             "phase": phase,
@@ -135,14 +137,15 @@ class PostMortem:
             "snapshot": self._save_snapshot(shortage),
         }
         problem = self._write(record)
-        if self.planned is not None and shortage.kind != "host":
+        if self.planned is not None and shortage.kind != "host" and not growth:
             plans: list[Advice] = self._attempt("planned advice", self.planned, list[Advice]())
             planned_changes = {tip.change for tip in plans}
             n_fitting = sum(tip.verdict != "does not fit" for tip in plans)
             advice = [tip for tip in advice if tip.change not in planned_changes]
             advice = plans[:n_fitting] + advice + plans[n_fitting:]
             problem = self._write({**record, "advice": [tip.to_json() for tip in advice]})
-        return OutOfMemoryError(_cause(record, self._config.memory.cap), _fix(advice, self.path, problem))
+        cause, fix = _cause(record, self._config.memory.cap), _fix(advice, self.path, problem, growth)
+        return OutOfMemoryError(f"{cause}; it grew by {gib(growth)} in each step" if growth else cause, fix)
 
     def at_risk(self, row: RankRow) -> None:
         """Write a post-mortem while the host's memory is almost used up: a rank that is killed cannot."""
@@ -287,10 +290,12 @@ def _cause(record: dict[str, Any], cap: str | None) -> str:
     return f"rank {record['rank']} ran out of memory {doing}{inside}: {request_text} of {memory_name}{free}{pieces}"
 
 
-def _fix(advice: list[Advice], path: Path, problem: str | None) -> str:
+def _fix(advice: list[Advice], path: Path, problem: str | None, growth: int | None) -> str:
     best = [
         tip.change + (f" ({tip.planned})" if tip.planned else "") for tip in advice if tip.verdict != "does not fit"
     ]
     tips = "set " + ", or ".join(best[:2]) if best else "use more ranks, or a smaller model"
+    if growth:
+        tips = "find the tensors that outlive their step: shardkit rehearse -- COMMAND names the line that makes them"
     file = f"see {path}" if problem is None else f"{path} could not be written: {problem}"
     return f"{tips}; {file}"

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from ..errors import ShardkitError, system_errors
 from ..files import write_whole
-from ..memory.rows import KINDS, LABELS, pressure, quantized_bytes, summary
+from ..memory.rows import KINDS, LABELS, growing, pressure, quantized_bytes, summary
 from . import figures, measure, planned, traced
 from .html import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from .read import Run, mapping, number, sequence
@@ -103,6 +103,7 @@ def _summary(run: Run) -> list[Markup]:
         often = "bad" if 4 * times >= len(run.gathers) else "faint"
         busy = f"Slow: rank {slow.name} is busy for up to {slow.ratio:.2f} × the median of a step"
         parts.append(paragraph(f"{busy} (in {times} of {len(run.gathers)} gathers).", often))
+    parts += [paragraph(sentence, "bad") for sentence in growing(run.gathers[-1].rows if run.gathers else [])]
     if run.restarts:
         parts.append(paragraph(f"Started {len(run.restarts) + 1} times; why the earlier starts ended:"))
         parts.append(table(["", "reason"], [[Cell(f"{i}"), words(reason)] for i, reason in enumerate(run.restarts, 1)]))
