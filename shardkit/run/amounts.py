@@ -1,4 +1,4 @@
-"""How much data a run has: what trains, what validates, and how many passes its steps make."""
+"""How much data a run has, how many passes its steps make, and which samples each step reads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..config.load import resolve_batch
 from ..config.schema import RunConfig, TrainConfig
-from ..data.order import BatchSchedule, State
+from ..data.loader import StepLoader
+from ..data.order import BatchSchedule, Order, State
 from ..data.pack import PackedDocuments
 from ..data.text_data import Mixed, Samples, Streamed
 from ..data.windows import DocumentWindows, MaskedWindows, Windows
-from ..tasks.base import Dataset
+from ..errors import DataError
+from ..parallel.world import World
+from ..tasks.base import Dataset, Task
 
 MANY_PASSES = 20
 """More passes over the data get a warning."""
@@ -119,3 +123,53 @@ def without_validation(config: RunConfig) -> RunConfig:
     if config.train.eval_samples:
         return config
     return config.model_copy(update={"data": config.data.model_copy(update={"val_fraction": 0.0})})
+
+
+def make_schedule(config: RunConfig, world: World, samples: Dataset) -> BatchSchedule:
+    """Divide the training split into the micro-batches of steps and ranks.
+
+    Raises:
+        DataError: the split is too small for a step.
+    """
+    train, data, accum = config.train, config.data, resolve_batch(config, world.size)
+    if train.micro_batch_size > len(samples):
+        raise DataError(
+            f"train.micro_batch_size={train.micro_batch_size} is more than the {len(samples)} samples of the "
+            "training split",
+            f"set it to {max(1, len(samples) // (accum * world.size))} or less, or use more data",
+        )
+    make_order = getattr(samples, "order", None)
+    order: Order | None = make_order(train.seed, data.shuffle) if callable(make_order) else None
+    try:
+        return BatchSchedule(
+            n_samples=len(samples) if order is None else order.n,
+            global_batch=train.micro_batch_size * accum * world.size,
+            micro_batch=train.micro_batch_size,
+            accum=accum,
+            rank=world.rank,
+            world=world.size,
+            seed=train.seed,
+            shuffle=data.shuffle,
+            drop_last=data.drop_last,
+            order=order,
+        )
+    except ValueError as error:
+        raise DataError(
+            f"the training split cannot fill a step: {error}", "use more data, or smaller batches"
+        ) from error
+
+
+def make_loader(
+    config: RunConfig, world: World, task: Task, samples: Dataset, schedule: BatchSchedule, state: State, n_steps: int
+) -> StepLoader:
+    """Read `n_steps` steps from the position `state` on."""
+    return StepLoader(
+        samples,
+        schedule,
+        getattr(task, "collate", None),
+        state=state,
+        n_steps=n_steps,
+        workers=config.data.workers,
+        prefetch=config.data.prefetch,
+        pin_memory=world.device.type == "cuda",
+    )

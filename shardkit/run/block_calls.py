@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,7 +18,6 @@ from ..parallel.blocks import chosen_by_data, chosen_members, find_parts, is_sha
 from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.clocks import GatherWaits
-from .row_choice import RowChoice
 
 FIRST_STEPS = 2
 """Steps in which ranks compare their calls before an engine pairs their gathers, which it does by order alone."""
@@ -406,6 +406,55 @@ def plain_class(module: nn.Module) -> str:
 
 
 def _fsdp_reduces_unused() -> bool:
-    from ..strategies.unused import REDUCES_UNUSED  # imports FSDP2
+    from ..strategies.reach import REDUCES_UNUSED  # imports FSDP2
 
     return REDUCES_UNUSED
+
+
+class RowChoice:
+    """Notes modules inside blocks that are called with fewer rows than their block, and otherwise with its shape.
+
+    Such a module is a branch for some rows: in another step a rank may have none for it.
+
+    Args:
+        blocks: by name.
+
+    Attributes:
+        modules: names of the modules → names of their blocks.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self.modules: dict[str, str] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._hooks: list[Any] = []
+        for name, block in blocks.items():
+            self._hooks.append(block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            for inner, module in block.named_modules():
+                if module is not block and any(True for _ in module.parameters()):
+                    look = partial(self._look, name, f"{name}.{inner}")
+                    self._hooks.append(module.register_forward_pre_hook(look, with_kwargs=True))
+
+    def _enter(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        tensor = _first_tensor((args, kwargs))
+        if tensor is not None:
+            self._shapes[name] = tensor.shape
+
+    def _look(self, block: str, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        shape, tensor = self._shapes.get(block), _first_tensor((args, kwargs))
+        if not shape or tensor is None or tensor.dim() != len(shape):
+            return
+        if tensor.shape[1:] == shape[1:] and tensor.shape[0] < shape[0]:
+            self.modules[name] = block
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _first_tensor(tree: Any) -> torch.Tensor | None:
+    if isinstance(tree, torch.Tensor):
+        return tree
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        tree = vars(tree)
+    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return next((tensor for branch in branches if (tensor := _first_tensor(branch)) is not None), None)

@@ -12,7 +12,7 @@ import torch
 from ..data.loader import eval_batches
 from ..launch.failures import job_starts
 from ..parallel.blocks import release_graph_outputs
-from ..strategies.batches import to_device
+from ..strategies.step import to_device
 from ..tasks.base import Dataset, Task
 from . import directory
 from .job import Job

@@ -32,12 +32,8 @@ from ..strategies import OptimizerFactory, Strategy, make_strategy
 from ..strategies.build import parallelize
 from ..strategies.step import one_number
 from .block_calls import BlockCalls, plain
-from .dtypes import check_masters
-from .first_step import say_graph_breaks
+from .checks import SumCheck, check_masters, check_sources, refuse_unused, say_graph_breaks
 from .optimizer_step import OptimizerStep
-from .sources import check_sources
-from .sum_check import SumCheck
-from .unused_parameters import refuse_unused
 
 T = TypeVar("T")
 

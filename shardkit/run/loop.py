@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoint.save import Checkpointer
 from ..config.schema import RunConfig
 from ..data.loader import StepBatch, StepLoader
-from ..files import append_jsonl
+from ..files import append_jsonl, write_whole
+from ..hardware.cards import blas_workspace
+from ..memory.phases import Phases
 from ..memory.rows import gather_json
 from ..parallel.optim import lr_at
 from ..strategies.clocks import Mark
+from ..strategies.step import tensors_of
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts
-from .dtypes import audit
+from .checks import FirstUpdate, SumCheck, audit, say_graph_breaks
 from .evaluate import evaluate
-from .first_step import FirstUpdate, say_graph_breaks
-from .inspection import inspected
 from .job import Job
+from .optimizer_step import OptimizerStep
 from .profiler import Profiler
 from .records import LoopStep, Record, Span, StepRecords
 from .requests import Requests
 from .samples import write_samples
 from .saves import Saves
-from .sum_check import SumCheck
 from .watchdog import Watchdog
 
 
@@ -249,3 +255,40 @@ class Loop:
 
     def _is_last(self, step: int) -> bool:
         return step >= self.config.train.max_steps
+
+
+@contextmanager
+def inspected(step: OptimizerStep, profiler: Profiler | None, run_dir: Path) -> Iterator[Phases]:
+    """The context in which a step is taken; yields the ledger's phases, also profiled or traced if that is due."""
+    phases: Phases = step.job.ledger if profiler is None else profiler.before(step.number)
+    with _traced(step, phases, run_dir) as phases:
+        yield phases
+    if profiler is not None:
+        if profiler.ends_with(step.number) and step.reduction.has_begun:
+            # torch corrupts the heap if its profiler stops while gloo runs a collective that began under it.
+            step.reduction.wait()
+        profiler.after(step.number)
+
+
+def _traced(step: OptimizerStep, phases: Phases, run_dir: Path) -> AbstractContextManager[Phases]:
+    """The context of a step, which yields its phases; traced if this is the step of `memory.trace_step`."""
+    job = step.job
+    if step.number != job.config.memory.trace_step:
+        return nullcontext(phases)
+    from ..memory.tracing.compat import TRACKER
+    from ..memory.tracing.traced_step import FOLDER, traced_step
+
+    if not TRACKER.works("memory.trace_step"):
+        return nullcontext(phases)
+
+    def save(trace: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(trace) + "\n")
+
+    path = run_dir / FOLDER / f"rank{job.world.rank}.json"
+    device, workspace = job.world.device, 0
+    if device.type == "cuda":
+        setting = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+        workspace = blas_workspace(torch.cuda.get_device_capability(device), setting)
+    data = tensors_of(step.micro_batches)
+    return traced_step(job.strategy, job.model, phases, device, step.number, save, workspace, data)

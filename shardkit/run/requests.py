@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..parallel.world import World
-from .agreement import Reduction
+from .optimizer_step import Reduction
 from .owner import Owner, superseded
 from .preemption import StopRequest
 

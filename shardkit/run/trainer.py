@@ -25,21 +25,18 @@ from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts, build_model, load_task, read_prompts
 from ..telemetry.progress import draws_bars
 from . import amounts, directory
+from .amounts import make_loader, make_schedule
+from .checks import FirstUpdate, SumCheck, check_same_data, check_same_digests
 from .evaluate import report, val_parts
-from .first_step import FirstUpdate
 from .job import Job
 from .loop import Loop
 from .owner import Owner
 from .preemption import StopRequest
 from .profiler import Profiler
-from .recorder import open_recorder
-from .records import Record, StepRecords
+from .records import Record, StepRecords, open_recorder
 from .requests import Requests
 from .resume import StartingPoint, position_of
-from .same_data import check_same_data, check_same_digests
 from .saves import Saves, note_save
-from .schedule import make_loader, make_schedule
-from .sum_check import SumCheck
 from .watchdog import WATCHED_S, Watchdog
 
 

@@ -24,10 +24,9 @@ from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, mas
 from ..parallel.weights import Weights
 from ..parallel.world import World
 from .base import Facts, OptimizerFactory, Shard, StepRequest, Update
-from .reach import Reach, explained, without_views
+from .reach import REDUCES_UNUSED, Reach, UnusedParameters, explained, without_views
 from .states import TorchStates, buffer_shards, with_scalars
 from .step import clip_and_step
-from .unused import REDUCES_UNUSED, UnusedParameters
 
 Hook = Callable[[torch.Tensor], Any]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 Batch = Any
-"""A micro-batch: a tensor, or a nest of mappings, lists, tuples and dataclasses; see `shardkit.strategies.batches`."""
+"""A micro-batch: a tensor, or a nest of mappings, lists, tuples and dataclasses; see `shardkit.strategies.step`."""
 
 
 class Dataset(Sized, Protocol):

@@ -13,7 +13,7 @@ from shardkit.checkpoint.formats.detect import open_source
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.errors import CheckpointError, ConfigError, ShardkitError
-from shardkit.run.sources import check_sources
+from shardkit.run.checks import check_sources
 from tests.commands import python_m
 from tests.data.chats import conversation, write_lines, write_tokenizer
 

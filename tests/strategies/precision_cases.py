@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardkit.config.schema import PrecisionConfig
 from shardkit.parallel.precision import loss_scaler
-from shardkit.run.dtypes import count_dtypes
+from shardkit.run.checks import count_dtypes
 from shardkit.run.job import start
 from shardkit.strategies.base import StepRequest
 from shardkit.strategies.step import to_device

@@ -17,7 +17,7 @@ from shardkit.models.transformer import Transformer
 from shardkit.parallel.blocks import chosen_by_data, describe_blocks, find_blocks, find_units
 from shardkit.run.job import start
 from shardkit.strategies import fsdp
-from shardkit.strategies.unused import UnusedParameters
+from shardkit.strategies.reach import UnusedParameters
 from tests.ranks import run_ranks
 from tests.strategies import cases, reaching
 

@@ -12,7 +12,7 @@ from shardkit.config.load import load_config
 from shardkit.config.schema import PrecisionConfig
 from shardkit.errors import ConfigError
 from shardkit.parallel.precision import cast_parameters, convert_to_fp8, set_matmul_precision
-from shardkit.run.dtypes import check_masters, describe
+from shardkit.run.checks import check_masters, describe
 from shardkit.run.job import start
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardkit.config.schema import ParallelConfig
 from shardkit.errors import ConfigError
-from shardkit.run.unused_parameters import refuse_unused
+from shardkit.run.checks import refuse_unused
 from shardkit.strategies import clocks, step
 from shardkit.strategies.base import Facts, StepRequest, Update
 

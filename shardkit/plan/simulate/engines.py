@@ -19,8 +19,8 @@ from ...parallel.world import World
 from ...strategies import EngineFactory, Strategy
 from ...strategies.ddp import DDP, Wrapped, own_or_models
 from ...strategies.fsdp import FSDP
+from ...strategies.reach import UnusedParameters
 from ...strategies.single import Single
-from ...strategies.unused import UnusedParameters
 from .compat import unset_fake_temporarily
 
 _FIRST_BUCKET_MB = 1.0

@@ -20,9 +20,8 @@ from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies import Strategy, make_strategy
 from ...strategies.base import StepRequest
-from ...strategies.batches import map_tensors, to_device
 from ...strategies.build import parallelize
-from ...strategies.step import train_step
+from ...strategies.step import map_tensors, to_device, train_step
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts
 from .engines import planned_engine

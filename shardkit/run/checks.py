@@ -1,0 +1,363 @@
+"""What is checked of a run, from the paths it starts from to its first steps: data, parameters, types, losses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from functools import partial
+from pathlib import Path
+from statistics import pvariance
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.capability import CAPABILITIES
+from ..config.libraries import is_first_rank
+from ..config.schema import ParallelConfig, PrecisionConfig, RunConfig
+from ..data.rows import format_of
+from ..data.tokenizer import tokenizer_path
+from ..errors import SHOWN, CheckpointError, ConfigError, DataError, TrainingError, gib, listed
+from ..launch.local import run_dir
+from ..memory.rows import KINDS
+from ..memory.state import local_tensors
+from ..parallel.compat import graph_breaks
+from ..parallel.precision import master_dtype
+from ..parallel.world import World
+from ..strategies import Strategy
+from ..strategies.clocks import HostValue
+from ..strategies.step import one_number
+from .block_calls import plain
+
+
+def check_sources(config: RunConfig) -> None:
+    """Refuse a path to start from that is not there or holds nothing to load, and a model folder without a tokenizer.
+
+    Only names of files are looked at: what they hold is judged when they are read.
+
+    Raises:
+        ConfigError: names the missing file and the folder.
+        CheckpointError: the checkpoint that `run.resume` names is not there.
+    """
+    source = config.run.source
+    if source is not None:
+        _check_checkpoint(source)
+    if config.model.init_from is None:
+        return
+    goes_on = source is not None or (config.run.continues and run_dir.has_run(Path(config.run.dir)))
+    if config.adapter.type != "none" or not goes_on:  # a run that goes on has weights, unless for an adapter's base
+        _check_weights(config.model.init_from)
+    folder = Path(config.model.init_from).expanduser()
+    if (folder / "config.json").is_file():
+        _check_tokenizer(config, folder)
+
+
+def _check_checkpoint(source: str) -> None:
+    from ..checkpoint.resume import candidates
+
+    if not Path(source).exists():
+        raise CheckpointError(f"run.resume={source} does not exist", "name a checkpoint, or a run with one")
+    if not candidates(Path(source)):
+        raise CheckpointError(f"run.resume={source}: there is no checkpoint", "name a checkpoint, or a run with one")
+
+
+def _check_weights(init_from: str) -> None:
+    from ..checkpoint.formats.detect import opener
+
+    folder = Path(init_from).expanduser()
+    if not folder.exists():
+        raise ConfigError(
+            f"model.init_from={init_from} does not exist", "name a folder of transformers, a run or a checkpoint"
+        )
+    try:
+        opener(folder)
+    except CheckpointError as error:
+        only_described = (folder / "config.json").is_file()
+        fix = "; or set model.hf_config to that folder, to start from random weights" if only_described else ""
+        raise ConfigError(f"model.init_from={init_from}: {error.cause}", error.fix + fix) from error
+    except OSError as error:
+        raise ConfigError(
+            f"model.init_from={init_from} cannot be read: {error.strerror}", "make it readable, or name another"
+        ) from error
+
+
+def _check_tokenizer(config: RunConfig, folder: Path) -> None:
+    if config.task.factory is not None or config.task.name not in ("hf_causal_lm", "hf_masked_lm"):
+        return
+    if tokenizer_path(config) is not None:
+        return
+    paths = [path for path in (config.data.path, *(source.path for source in config.data.sources)) if path is not None]
+    records = next((path for path in paths if format_of(path) is not None), None)
+    if records is None:
+        return
+    raise ConfigError(
+        f"no tokenizer.json in {folder}, and {records} needs a tokenizer",
+        "copy the model's tokenizer there, or set data.tokenizer to a tokenizer.json or to a folder that holds one",
+    )
+
+
+def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized]) -> None:
+    """Refuse data of different sizes: ranks would take different numbers of steps and wait for each other; collective.
+
+    Raises:
+        DataError: the sizes differ; names the ranks' numbers of samples.
+    """
+    everyone: list[Any] = world.gather(
+        [None if train is None else len(train), sum(map(len, val.values())) if val else None]
+    )
+    for split, sizes in zip(("training", "validation"), zip(*everyone, strict=True), strict=True):
+        if len(set(sizes)) > 1:
+            shown = ", ".join("none" if size is None else str(size) for size in sizes[: 4 * SHOWN])
+            raise DataError(
+                f"ranks see different {split} data: {shown} samples on ranks 0 to {len(sizes[: 4 * SHOWN]) - 1}",
+                "give every rank the whole data (the sampler splits it); check that its files are on all nodes",
+            )
+
+
+def check_same_digests(world: World, digests: Mapping[str, str]) -> None:
+    """Refuse ranks whose data differ at the same size, or are tokenised differently: they would train on a mixture.
+
+    Collective.
+
+    Args:
+        digests: of this rank's data, by name, as `Task.digests` gives them.
+
+    Raises:
+        DataError: the digests differ; names the ranks and hosts with each.
+    """
+    everyone: list[Any] = world.gather((platform.node(), dict(digests)))
+    for name in sorted({name for _, rank_digests in everyone for name in rank_digests}):
+        ranks_with: dict[str, list[str]] = {}
+        for rank, (host, rank_digests) in enumerate(everyone):
+            ranks_with.setdefault(rank_digests.get(name, "none"), []).append(f"{rank} ({host})")
+        if len(ranks_with) > 1:
+            parts = [
+                f"digest {digest} on {len(ranks)} rank{'s' * (len(ranks) > 1)}: {listed(ranks)}"
+                for digest, ranks in sorted(ranks_with.items(), key=lambda pair: -len(pair[1]))[:SHOWN]
+            ]
+            raise DataError(
+                f"ranks do not have the same {name}, and would train a mixture: {'; '.join(parts)}",
+                "give every node the same files: the digest is of their contents, not of where they are",
+            )
+
+
+def refuse_unused(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: ParallelConfig,
+    chosen: set[str],
+    allowed: Collection[str],
+) -> None:
+    """Before each update, raise if a trained parameter got no gradient and the strategy cannot leave it alone.
+
+    Args:
+        chosen: names of the parameters that a rank may skip in a step. Unless `parallel.find_unused` is false, they
+            are left out of the check.
+        allowed: names that are left out too, of which more may be found in a step (`BlockCalls.allowed`).
+
+    Raises (from the optimizer's step):
+        ConfigError: parameters got no gradient; names them.
+    """
+    strategy = config.strategy
+    reason = CAPABILITIES["unused_params"].reasons.get(strategy)
+    may_skip = set[str]() if config.find_unused is False else {plain(name) for name in chosen}
+    if reason is None:
+        return
+    named = ((plain(fqn), p) for fqn, p in model.named_parameters())
+    trained = {fqn: p for fqn, p in named if p.requires_grad and fqn not in may_skip}
+    waiting = dict(trained)
+    for fqn, param in trained.items():
+        param.register_hook(partial(_seen, waiting, fqn))  # type: ignore[no-untyped-call]
+    steps = 0
+
+    def check(*_: Any) -> None:
+        nonlocal steps
+        if len(waiting) == len(trained):  # no backward: a resume creates the optimizer's state by such a step
+            return
+        lacking = [fqn for fqn in waiting if fqn not in allowed]
+        if lacking:
+            when = "this step" if steps else "the first step"
+            raise ConfigError(
+                f"{len(lacking)} of {len(trained)} parameters got no gradient in {when} ({listed(lacking)}), which "
+                f"parallel.strategy={strategy} cannot train: {reason}",
+                "freeze them (requires_grad_(False)), use them in the loss, or set parallel.strategy=fsdp",
+            )
+        steps += 1
+        waiting.update(trained)
+
+    optimizer.register_step_pre_hook(check)
+
+
+def _seen(waiting: dict[str, nn.Parameter], fqn: str, grad: torch.Tensor) -> None:
+    waiting.pop(fqn, None)
+
+
+_LOG = logging.getLogger(__name__)
+Bytes = dict[str, dict[str, int]]
+"""category → dtype → bytes on one rank."""
+
+
+def check_masters(config: PrecisionConfig, strategy: Strategy) -> None:
+    """Check that the optimizer updates weights in the dtype of the precision mode.
+
+    Raises:
+        ConfigError: the model was built in another dtype.
+    """
+    masters = [tensor for kind, tensor in strategy.state_tensors() if kind == "master_params"]
+    if not masters:
+        masters = [param for group in strategy.optimizer.param_groups for param in group["params"]]
+    expected = master_dtype(config)
+    wrong = [t for t in masters if t.is_floating_point() and t.dtype != expected]
+    if wrong:
+        size = sum(t.numel() * t.element_size() for t in wrong)
+        raise ConfigError(
+            f"precision.mode={config.mode} updates {_name(expected)} weights, but {gib(size)} of the model's trainable "
+            f"parameters are {_name(wrong[0].dtype)}",
+            "build the model in fp32" + (", or set precision.mode=pure_bf16" if expected == torch.float32 else ""),
+        )
+
+
+def count_dtypes(strategy: Strategy) -> Bytes:
+    """This rank's bytes of each category of state by dtype; a storage counts once, whole."""
+    n_bytes: Bytes = {}
+    seen: set[int] = set()
+    for kind in KINDS:
+        for of, tensor in strategy.state_tensors():
+            if of != kind:
+                continue
+            for local in local_tensors(tensor):
+                storage = local.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    types = n_bytes.setdefault(kind, {})
+                    types[_name(local.dtype)] = types.get(_name(local.dtype), 0) + storage.nbytes()
+    return n_bytes
+
+
+def audit(strategy: Strategy, world: World, run_dir: Path) -> None:
+    """Write every rank's `count_dtypes` to `logs/dtypes.json` and show rank 0's in one line; collective."""
+    ranks = world.gather(count_dtypes(strategy))
+    if world.is_main:
+        try:
+            (run_dir / "logs" / "dtypes.json").write_text(json.dumps(ranks, indent=1) + "\n")
+        except OSError as error:
+            _LOG.warning("cannot write %s: %s", run_dir / "logs" / "dtypes.json", error.strerror)
+        print(f"types on rank 0: {describe(ranks[0])}", flush=True)  # type: ignore[arg-type]
+
+
+def describe(n_bytes: Bytes) -> str:
+    """One line: `params float32 1.3 MiB, optimizer float32 2.6 MiB`."""
+    return ", ".join(f"{kind} {name} {gib(size)}" for kind, types in n_bytes.items() for name, size in types.items())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class FirstUpdate:
+    """Refuses a training whose first update changes no parameter on any rank.
+
+    Attributes:
+        is_checked: whether there is nothing left to do.
+    """
+
+    def __init__(self, world: World, strategy: Strategy) -> None:
+        self.is_checked = False
+        self._world, self._strategy = world, strategy
+        self._before: list[torch.Tensor] = []
+
+    def look(self) -> None:
+        """Remember the weights before an update."""
+        if not self.is_checked:
+            self._before = self._fingerprint()
+
+    def check(self, lr: float) -> None:
+        """Compare the weights after an update that was not skipped; collective the first time.
+
+        Raises:
+            TrainingError: no weight changed, though the learning rate is not 0.
+        """
+        if self.is_checked:
+            return
+        self.is_checked = True
+        n_moved = sum(float(not torch.equal(a, b)) for a, b in zip(self._before, self._fingerprint(), strict=True))
+        self._before = []
+        if lr > 0 and self._world.sum([n_moved])[0] == 0:
+            raise TrainingError(
+                "no parameter changed in the first step, on any rank",
+                "check that the loss depends on the model's parameters and that they require gradients",
+            )
+
+    def _fingerprint(self) -> list[torch.Tensor]:
+        """The first elements of this rank's part of each weight."""
+        return [s.local[:256].float().clone() for s in self._strategy.shards() if s.name.startswith("model.")]
+
+
+def say_graph_breaks() -> None:
+    """Warn if torch.compile could not make one graph of each unit: the pieces between breaks are slower."""
+    breaks = graph_breaks()
+    if breaks and is_first_rank():
+        reasons = ", ".join(f"{reason} ({number})" for reason, number in breaks.items())
+        _LOG.warning(
+            "compile.enabled=true: torch.compile broke its graphs %d times in the first step: %s. The code between two "
+            "breaks is compiled, the rest is not; TORCH_LOGS=graph_breaks names the lines",
+            sum(breaks.values()), reasons,
+        )  # fmt: skip
+
+
+_SUMS_MIN, _SUMS_MAX, _SUMS_SPREAD = 8, 64, 1.5
+
+
+class SumCheck:
+    """Warns once if a loss that should be a sum over targets does not grow with their number: it may be a mean.
+
+    Looks at rank 0's first micro-batches, if their numbers of targets differ.
+
+    Args:
+        loss_name, fix: words for the warning.
+    """
+
+    def __init__(self, loss_name: str, fix: str) -> None:
+        self._loss_name, self._fix = loss_name, fix
+        self._counts: list[int] = []
+        self._losses: list[HostValue] = []
+        self._is_judged = not is_first_rank()
+
+    def expect(self, counts: Sequence[int]) -> None:
+        """Announce the numbers of targets of the next micro-batches; 0 = ignore this one."""
+        if not self._is_judged:
+            self._counts += counts
+
+    def around(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
+        """The loss function, with its losses recorded; it does not wait for them."""
+
+        def noted(model: Any, batch: Any) -> torch.Tensor:
+            loss = one_number(loss_fn(model, batch))
+            if not self._is_judged:
+                self._losses.append(HostValue(loss))
+            return loss
+
+        return noted
+
+    def judge(self) -> None:
+        """Warn if the losses look like means; call it after a step whose loss is known."""
+        if self._is_judged:
+            return
+        seen = [(n, loss.item()) for n, loss in zip(self._counts, self._losses, strict=False) if n]
+        counts = [n for n, _ in seen]
+        self._is_judged = len(self._losses) >= _SUMS_MAX
+        if len(seen) < _SUMS_MIN or max(counts) < _SUMS_SPREAD * min(counts) or min(loss for _, loss in seen) <= 0:
+            return
+        # For a sum, loss / targets stays about the same; for a mean, the loss does.
+        of_mean = pvariance([math.log(loss) for _, loss in seen])
+        of_sum = pvariance([math.log(loss / n) for n, loss in seen])
+        if of_mean < of_sum / 4:
+            self._is_judged = True
+            _LOG.warning(
+                "%s does not grow with its targets (%d to %d of them): it looks like their mean, but is used as "
+                "their sum, which makes gradients too small\n  fix: %s",
+                self._loss_name, min(counts), max(counts), self._fix,
+            )  # fmt: skip
