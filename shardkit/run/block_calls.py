@@ -258,7 +258,10 @@ class BlockCalls:
             except RuntimeError as error:  # a layer cannot compute with a shard
                 if self._step <= FIRST_STEPS:
                     self._refuse_parts(error)
-                raise self._engine.explained(error) from error
+                explained = self._engine.explained(error)
+                if isinstance(explained, ConfigError) and self._same_calls and self._step <= FIRST_STEPS:
+                    self._compare(explained.cause)  # a rank that came past it waits for this one's next call
+                raise explained from error
             if self._step > FIRST_STEPS:
                 return total
             self._refuse_parts(None)

@@ -197,9 +197,6 @@ class FSDP(TorchStates):
     def unused(self) -> list[str]:
         return [] if self._unused is None else self._unused.names()
 
-    def compare_gathers(self, compare: Callable[[str], None]) -> None:
-        self._reach.agree = compare
-
     def explained(self, error: Exception) -> Exception:
         return explained(error, self.model, self.name)
 

@@ -1,9 +1,9 @@
-"""FSDP2's parameters that are used outside of their unit's forward, and backwards inside of a forward.
+"""FSDP2's units that their own calls do not gather and free, and parameters that a rank did not use in a step.
 
-FSDP2 gathers a unit's parameters for the unit's own forward and backward. A model may need them at other times: it
-calls a part of a block, reads its weight, calls another of its methods, ties it to a layer elsewhere, or differentiates
-through it in forward. Such a unit is held: gathered from its first use to the end of backward, where its gradients are
-reduced once, as the model's own parameters are.
+FSDP2 gathers a unit's parameters for the unit's own forward and backward. Some units are held instead: gathered from
+their first use to the end of backward, where their gradients are reduced once, as the model's own parameters are. These
+are units of tied parameters, towers that only some ranks enter, and units through which forward differentiates. A
+parameter that is used while it is sharded is refused by name (`explained`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ..config.libraries import is_first_rank
@@ -34,25 +33,15 @@ from ..parallel.blocks import plain_type
 _LOG = logging.getLogger(__name__)
 OBSERVED_STEPS = 2
 """Steps whose forward is observed; torch's functions take about 2 µs more each meanwhile."""
-_DESCRIPTIONS = frozenset(
-    {
-        "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension",
-        "nelement", "numel", "register_hook", "requires_grad_", "size", "storage_offset", "stride",
-    }
-)  # fmt: skip
-"""Methods that look at a parameter without its values."""
-_TENSORS = frozenset({"T", "H", "mT", "mH", "data", "real", "imag"})
-"""Attributes that are tensors."""
 
 
 class Reach(TorchFunctionMode):
-    """Holds the units of a model that are used outside of their forward.
+    """Holds the units of a model that are not gathered and freed by their own calls.
 
     Args:
-        observes: look for uses outside of a unit's forward in the first steps.
+        observes: look in the first steps for a backward inside of forward, and for late gradients.
 
     Attributes:
-        agree: called with a description of each newly held unit; raises on every rank unless all descriptions agree.
         gathered: called when a unit was gathered outside of its forward.
     """
 
@@ -61,7 +50,6 @@ class Reach(TorchFunctionMode):
         self._model, self.name = model, strategy
         self._names = {id(module): name or "the model" for name, module in model.named_modules()}
         self._units: list[FSDPModule] = []
-        self._slots: dict[int, tuple[FSDPModule, nn.Module, str]] = {}
         self._late: list[Any] = []
         """Units that got more gradients after FSDP2 had reduced theirs: these are reduced at the end of backward."""
         self.held_units: list[FSDPModule] = []
@@ -71,7 +59,6 @@ class Reach(TorchFunctionMode):
         self._hooked: set[int] = set()
         self._observes = observes
         self._steps = 0
-        self.agree: Callable[[str], None] = lambda words: None
         self.gathered: Callable[[], None] = lambda: None
 
     def watch(self, model: nn.Module) -> None:
@@ -88,13 +75,6 @@ class Reach(TorchFunctionMode):
         def observed(*args: Any, **kwargs: Any) -> Any:
             if not self._observes:
                 return forward(*args, **kwargs)
-            if not self._slots:
-                self._slots = {
-                    id(param): (unit, module, name)
-                    for unit in self._units
-                    for module, name, param in slots(unit)
-                    if isinstance(param, DTensor)
-                }
             with self:
                 return forward(*args, **kwargs)
 
@@ -189,33 +169,7 @@ class Reach(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.grad or func is torch.autograd.backward or func is torch.Tensor.backward:
             return self._backward(func, args, kwargs)
-        if _describes(func):
-            return func(*args, **kwargs)
-        for leaf in _leaves((args, kwargs)):
-            if id(leaf) in self._slots:
-                args, kwargs = self._gathered_arguments(args), self._gathered_arguments(kwargs)
-                break
         return func(*args, **kwargs)
-
-    def _gathered_arguments(self, tree: Any) -> Any:
-        """The arguments, with each sharded parameter replaced by the gathered one; holds the parameter's unit."""
-        if isinstance(tree, (tuple, list)):
-            return type(tree)(map(self._gathered_arguments, tree)) if not hasattr(tree, "_fields") else tree
-        if isinstance(tree, dict):
-            return {key: self._gathered_arguments(value) for key, value in tree.items()}
-        slot = self._slots.get(id(tree))
-        if slot is None:
-            return tree
-        unit, module, name = slot
-        if isinstance(getattr(module, name), DTensor):
-            name_of_use = f"{self._names[id(module)]}.{name}"
-            if unit not in self.held_units:
-                self.agree(f"{name_of_use} outside of its block's forward")
-                self._say(f"{name_of_use} is used outside of {self._names[id(unit)]}'s forward", unit)
-            self.hold(unit)
-            unit.unshard()
-            self.gathered()
-        return getattr(module, name)
 
     def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A backward inside of forward: hold the units that it goes through."""
@@ -224,18 +178,17 @@ class Reach(TorchFunctionMode):
             result = func(*args, **kwargs)
         for unit in entered:
             if unit not in self.held_units:
-                self._say(f"forward takes a gradient through {self._names[id(unit)]}", unit)
+                self._say(f"forward takes a gradient through {self._names[id(unit)]}")
             self.hold(unit)
             unit.unshard()
         self.gathered()
         return result
 
-    def _say(self, cause: str, unit: FSDPModule) -> None:
+    def _say(self, cause: str) -> None:
         if is_first_rank():
             frame = _caller(sys._getframe())
             line = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-            numel = sum({id(param): int(param.numel()) for _, _, param in slots(unit)}.values())
-            _LOG.warning("%s%s: its %d parameters stay gathered to the end of each backward", cause, line, numel)
+            _LOG.warning("%s%s: its parameters stay gathered to the end of each backward", cause, line)
 
 
 def without_views(module: nn.Module, args: Any, out: Any) -> Any:
@@ -267,36 +220,6 @@ def _copied(tree: Any) -> Any:
             for name, value in changed.items():
                 object.__setattr__(tree, name, value)
     return tree
-
-
-def slots(unit: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Module, name and parameter wherever FSDP2's unit holds one."""
-    waiting, seen = [unit], {unit}
-    while waiting:
-        module = waiting.pop()
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield module, name, param
-        fresh = [child for child in module.children() if child not in seen and not isinstance(child, FSDPModule)]
-        seen.update(fresh)
-        waiting += fresh
-
-
-def _describes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":  # an attribute
-        return getattr(func.__self__, "__name__", "") not in _TENSORS
-    return name in _DESCRIPTIONS or name == "__set__"
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (tuple, list)):
-        for branch in tree:
-            yield from _leaves(branch)
-    elif isinstance(tree, dict):
-        for branch in tree.values():
-            yield from _leaves(branch)
-    elif isinstance(tree, torch.Tensor):
-        yield tree
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:

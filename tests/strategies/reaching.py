@@ -94,28 +94,38 @@ class TiedHead(Model):
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
         index = torch.arange(x.shape[1])
-        return super().through(x) + self.blocks[0].table(index) + self.blocks[2].table(index)  # type: ignore[no-any-return]
+        return super().through(x) + self.blocks[0].table(index)  # type: ignore[no-any-return]
 
 
-class Reached(Model):
-    """Calls parts and methods of blocks, reads their weights, lists their parameters, before and after their calls."""
+class PartCalled(Model):
+    """Calls a part of a block before the block."""
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
-        first, middle, last = self.blocks
-        x = x + F.linear(first.norm(x), last.mix.weight)
+        return super().through(x + self.blocks[0].norm(x))
+
+
+class WeightRead(Model):
+    """Computes with a block's weight after the block."""
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         x = super().through(x)
-        penalty = sum(param.pow(2).sum() for param in middle.parameters())
-        return x + last.score(x) + first.mix.weight.T.mean() + 0.01 * penalty
+        return x + F.linear(x, self.blocks[1].mix.weight)
+
+
+class MethodCalled(Model):
+    """Calls another method of a block than its forward."""
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().through(x)
+        return x + self.blocks[2].score(x)  # type: ignore[no-any-return]
 
 
 class Recursive(Inner):
-    """Computes on after it has called itself."""
+    """Calls itself last."""
 
     def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-        x = x + self.mix(self.norm(x))
-        if depth:
-            x = x + 0.5 * self(x, depth - 1)
-        out: torch.Tensor = x + torch.tanh(self.mix(x))
+        x = x + torch.tanh(self.mix(self.norm(x)))
+        out: torch.Tensor = self(x, depth - 1) if depth else x
         return out
 
 
@@ -200,7 +210,7 @@ class SideLoss(Model):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "shared in shared": SharedInShared, "tied": Tied, "tied head": TiedHead, "reached": Reached,
+    "shared in shared": SharedInShared, "tied": Tied, "tied head": TiedHead,
     "recursive": lambda: Model(Recursive), "penalty": Penalty, "views": ViewsChanged, "laid": Laid,
     "alone": Alone,
 }  # fmt: skip
@@ -260,7 +270,7 @@ class Leftover(Model):
         return super().through(self.Read.apply(x, self.blocks[1].mix.weight))  # type: ignore[no-untyped-call, no-any-return]
 
 
-class Late(Reached):
+class Late(PartCalled):
     """Reaches into a block from the fourth step on."""
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
@@ -290,7 +300,8 @@ class ByRank(Model):
 
 def refusals() -> dict[str, Any]:
     """Model → its refusal, or its curve."""
-    return {kind.__name__: curve(kind, "fsdp", {}) for kind in (Leftover, SideLoss, Late, InPlace, ByRank)}
+    kinds = (Leftover, SideLoss, Late, InPlace, ByRank, PartCalled, WeightRead, MethodCalled)
+    return {kind.__name__: curve(kind, "fsdp", {}) for kind in kinds}
 
 
 def unsharded() -> str:

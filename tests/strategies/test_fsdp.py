@@ -103,7 +103,7 @@ REACHING = "tests.strategies.reaching:"
 
 
 @pytest.mark.dist
-def test_shared_tied_and_reached_parts_of_blocks_train_as_in_one_process() -> None:
+def test_shared_and_tied_parts_of_blocks_train_as_in_one_process() -> None:
     (one,) = run_ranks(1, REACHING + "curves", strategy="single", arms=["fsdp"])
     first, second = run_ranks(2, REACHING + "curves", strategy="fsdp", arms=["fsdp", "recomputed"], timeout=400)
     assert first == second
@@ -138,7 +138,9 @@ def test_what_fsdp_cannot_gather_is_refused_by_name() -> None:
         refused
     )
     assert "changes its input in place" in refused["InPlace"] and "blocks.0" in refused["InPlace"]
-    assert "calls blocks.0.norm.weight outside of its block's forward where rank" in refused["ByRank"]
+    for name, part in (("PartCalled", "blocks.0.norm"), ("WeightRead", "the model"), ("MethodCalled", "blocks.2.mix")):
+        assert f"{part} " in refused[name] and "is used where it is not gathered" in refused[name], refused[name]
+    assert "blocks.0.norm in the block blocks.0" in refused["ByRank"], "every rank says so"
 
 
 @pytest.mark.dist

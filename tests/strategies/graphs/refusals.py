@@ -10,6 +10,7 @@ REASONS: dict[str, str] = {
     "parameters that ranks use differently": r"the loss of rank \d+ depends on \d+ parameters that rank \d+'s does not",
     "a second backward under selective_op": r"selective_op: backward reached \S+ a second time",
     "parameters updated more often than others": r"the checkpoint says \d+ for \S+ and \d+ for \S+, but ZeRO",
+    "a part of a block used outside of it": r"is used where it is not gathered",
     "parameters without a gradient": r"\d+ of \d+ parameters got no gradient in (the first|this) step",
 }
 """Reason → a pattern of its message."""

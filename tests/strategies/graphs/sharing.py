@@ -120,6 +120,7 @@ class CalledFromOutside(Feature):
     """The model calls a part of a block, before the blocks or after them."""
 
     name = "part_called_from_outside"
+    weight = 0.05
 
     def build(self, graph: Graph) -> None:
         self.index, self.first = self.draws.randrange(len(graph.blocks)), self.draws.random() < 0.5
@@ -137,6 +138,7 @@ class WeightReadFromOutside(Feature):
     """The model computes with a weight of a block."""
 
     name = "weight_read_from_outside"
+    weight = 0.05
 
     def build(self, graph: Graph) -> None:
         self.index, self.first = self.draws.randrange(len(graph.blocks)), self.draws.random() < 0.5
@@ -154,6 +156,7 @@ class OtherMethod(Feature):
     """The model calls a method of a block beside its forward."""
 
     name = "other_method"
+    weight = 0.05
 
     def build(self, graph: Graph) -> None:
         self.index = self.draws.randrange(len(graph.blocks))
