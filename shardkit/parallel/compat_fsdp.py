@@ -77,6 +77,11 @@ class _NnWithIntegerParameters:
         return nn.Parameter(tensor, requires_grad and (tensor.is_floating_point() or tensor.is_complex()))
 
 
+def is_one_unit(module: Any, other: Any) -> bool:
+    """Whether two modules were sharded together, as one unit of FSDP2."""
+    return module._get_fsdp_state() is other._get_fsdp_state()
+
+
 def gathered_params(module: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors into which FSDP2 gathers a module's parameters; their storages have bytes only while needed."""
     for param in _fsdp_params(module):

@@ -105,7 +105,7 @@ class Reach(TorchFunctionMode):
         """Gather the units in a part of the model now, and hold them up to the end of the next backward."""
         self._passing_parts.add(id(part))
         for unit in part.modules():
-            if isinstance(unit, FSDPModule) and unit not in self.held_units:
+            if isinstance(unit, FSDPModule) and not self._is_held_unit(unit):
                 self.hold(unit)
                 self._passing.append(unit)
                 unit.unshard()
@@ -128,7 +128,13 @@ class Reach(TorchFunctionMode):
 
     def is_held(self, module: nn.Module) -> bool:
         """Whether calls of a module gather nothing, since its unit, or all units in it, are held."""
-        return id(module) in self._passing_parts or id(module) in map(id, self.held_units)
+        if id(module) in self._passing_parts:
+            return True
+        return isinstance(module, FSDPModule) and self._is_held_unit(module)
+
+    def _is_held_unit(self, unit: FSDPModule) -> bool:
+        """Whether a unit is held; modules that hold one tied parameter are one unit."""
+        return any(compat_fsdp.is_one_unit(unit, held) for held in self.held_units)
 
     def keep_held(self) -> None:
         """Hold the held units after a change of the whole model's settings."""
