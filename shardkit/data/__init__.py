@@ -1,1 +1,1 @@
-"""A run's data, in the order of their way: listing, rows, chat, tokenize, store, pack, datasets, order, loader."""
+"""A run's data, in the order of their way: rows, chat, tokenizer, tokenize, store, pack, text_data, order, loader."""

@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from ..config.schema import DataConfig
 from ..errors import DataError
-from .listing import TextFile, is_text, split_files, unreadable
-from .rows import find_text_files
+from .rows import TextFile, find_text_files, is_text, split_files, unreadable
 from .store import cache_key, cached_entry, tail_size
 
 logger = logging.getLogger(__name__)

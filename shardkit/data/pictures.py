@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from ..errors import DataError, importing
-from .listing import held_out
 from .order import generator_of
+from .rows import held_out
 
 Pixels = npt.NDArray[np.uint8]
 """[height, width, 3], RGB."""

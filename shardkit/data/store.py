@@ -27,7 +27,7 @@ import numpy.typing as npt
 from .. import files
 from ..errors import DataError
 from ..files import group_of_new_files, locked, mode_like
-from .listing import TextFile
+from .rows import TextFile
 
 if TYPE_CHECKING:
     import torch

@@ -50,13 +50,13 @@ from .chat import (
     names_to_find,
     no_template,
 )
-from .listing import TextFile
 from .rows import (
     PLAIN_TEXT,
     BadRow,
     Found,
     Piece,
     RowFormat,
+    TextFile,
     cut,
     find,
     find_text_files,
@@ -355,12 +355,14 @@ def _without_empty(encoded: Encoded) -> tuple[Encoded, list[int]]:
 # All pieces.
 
 
-def encode_all(directory: Path, source: str, pieces: list[Piece], recipe: Recipe, workers: int) -> dict[str, Any]:
+def encode_all(
+    directory: Path, source: str, pieces: list[Piece], recipe: Recipe, workers: int | None
+) -> dict[str, Any]:
     """Write the corpus of `pieces` to an empty directory; returns the documents' part of its manifest.
 
     Args:
         source: name for messages.
-        workers: most processes to start.
+        workers: most processes to start; None = one for each CPU.
 
     Raises:
         DataError: a file cannot be read, a template cannot be used, the set is refused, or a process ended.
@@ -425,11 +427,12 @@ class _PieceEncoder:
 
 
 def _encoded(
-    directory: Path, source: str, pieces: list[Piece], recipe: Recipe, workers: int
+    directory: Path, source: str, pieces: list[Piece], recipe: Recipe, workers: int | None
 ) -> Iterator[tuple[Encoded, Report]]:
     """The documents and the report of each piece, in their order."""
-    workers = min(workers, len(pieces))
-    if workers < 2 or sum(piece.size for piece in pieces) <= _SMALL:
+    is_small = sum(piece.size for piece in pieces) <= _SMALL
+    workers = 1 if is_small else min(workers or n_cpus(), len(pieces))
+    if workers < 2:
         encoder = Encoder(recipe)
         yield from (encode_piece(encoder, piece) for piece in pieces)
         return
@@ -485,7 +488,7 @@ class Plan:
     format: RowFormat
     recipe: Recipe
     facts: dict[str, Any]
-    workers: int
+    workers: int | None
     left_out: list[str]
     layout: str
 
@@ -591,7 +594,7 @@ def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str,
     layout = f"{len(files)} file{plural} of {'JSON' if row_format.name == 'jsonl' else row_format.name}{named}"
     layout += f", split {split}; other splits: {'; '.join(parts)}" if parts else ""
     left_out = [] if split != "train" else found.left_out
-    return Plan(called, files, row_format, recipe, facts, data.tokenize_workers or n_cpus(), left_out, layout)
+    return Plan(called, files, row_format, recipe, facts, data.tokenize_workers, left_out, layout)
 
 
 def _columns(data: DataConfig, files: list[TextFile], row_format: RowFormat, called: str) -> Columns:

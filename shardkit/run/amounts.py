@@ -71,6 +71,8 @@ def describe_split(config: RunConfig, data: Dataset, val_parts: Mapping[str, Dat
         reason = "train.eval_samples=0: no evaluation"
     elif config.data.val_path is not None:
         reason = f"data.val_path={config.data.val_path}"
+    elif any(part.documents.choice.split is None for part in val_parts.values() if isinstance(part, Samples)):
+        reason = "the validation split of data.path"
     elif config.task.name == "image_classification" and config.data.path is None:
         reason = "the lower part of scikit-image's pictures"
     noun = "" if val[0].noun == train.noun else f" {val[0].noun}"

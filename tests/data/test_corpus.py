@@ -13,8 +13,7 @@ import pytest
 
 from shardkit.config.schema import DataConfig, RunConfig
 from shardkit.data.corpus import Corpus, open_corpus
-from shardkit.data.listing import split_files
-from shardkit.data.rows import find_text_files
+from shardkit.data.rows import find_text_files, split_files
 from shardkit.data.windows import IGNORE_INDEX, Windows, open_covered
 from shardkit.errors import ConfigError, DataError
 

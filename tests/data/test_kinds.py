@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.data.listing import splits_by_name
-from shardkit.data.rows import find
+from shardkit.data.rows import find, splits_by_name
 from shardkit.data.store import Documents
 from shardkit.data.tokenizer import load_tokenizer
 from shardkit.errors import DataError
