@@ -149,8 +149,8 @@ def changes_meaning(name: str) -> bool:
 
 def names_to_find(named: Mapping[Any, str]) -> set[str]:
     """The names of all columns that decide how rows are read; `named`: data.columns."""
-    usual_names = {name for names in _NAMES.values() for name in names}
-    return {*_BESIDE, *(named.values() or usual_names)}
+    usual = {name for names in _NAMES.values() for name in names} if set(named) <= {*_BESIDE, "input"} else set()
+    return {*_BESIDE, *usual, *named.values()}
 
 
 def choose_columns(
@@ -192,6 +192,11 @@ def choose_columns(
         raise UnknownColumnsError(
             f"{source} has the columns {', '.join(present) or '(none)'}: none of them is known to hold text",
             _naming(present),
+        )
+    if unused := next((use for use in (*_BESIDE, "input") if use in named and use not in names), None):
+        raise DataError(
+            f"data.columns.{unused}={named[unused]} would be ignored: {source} is read as {kind}",
+            f"remove data.columns.{unused}",
         )
     further = tuple(name for name in present if name not in names.values())
     return Columns(kind, names, further, tuple(ignore))

@@ -18,8 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..config.libraries import is_first_rank
 from ..config.schema import DataConfig
-from ..errors import DataError
+from ..errors import DataError, listed, printable
 from .rows import TextFile, find_text_files, is_text, split_files, unreadable
 from .store import cache_key, cached_entry, tail_size
 
@@ -173,6 +174,11 @@ def _open_text(data: DataConfig) -> Corpus:
     every = [*files, *(val_files or [])]
     key = cache_key([FORMAT_VERSION, settings, len(files), every])
     entry, meta = cached_entry(data.cache_dir, f"text-{key}", build, [file.path for file in every])
+    if data.path is not None and is_first_rank():
+        n_binary = f"; ignored: {meta['n_skipped']} binary files" if meta["n_skipped"] else ""
+        n_files = len(every) - meta["n_skipped"]
+        names = listed([file.name for file in every])
+        print(printable(f"{data.path}: {n_files} files of text, a token a byte ({names}){n_binary}"), flush=True)
     spans = {s: TokenSpan(str(entry / f"{s}.bin"), TEXT_DTYPE, 0, meta[s]["tokens"]) for s in ("train", "val")}
     return _corpus(_named(data), spans["train"], spans["val"], meta)
 

@@ -447,6 +447,7 @@ def _encoded(
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     # The processes of `map` are forks, whose garbage collector must not run the destructors of this one's groups.
+    was_frozen = gc.get_freeze_count() > 0
     gc.freeze()
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".building-") as scratch:
         try:
@@ -461,7 +462,8 @@ def _encoded(
                 "if it was killed, memory was short: lower data.tokenize_workers",
             ) from error
         finally:
-            gc.unfreeze()
+            if not was_frozen:
+                gc.unfreeze()
             if shows_bars:
                 datasets.enable_progress_bars()
         for row in table:
@@ -761,7 +763,7 @@ def open_sources(config: RunConfig, vocab_size: int, key: str) -> Sources:
     train = [] if data.streaming else [open_source(data, tokenizer, path, name) for path, name in named]
     val = []
     if data.val_path is not None:
-        val = [open_source(data, tokenizer, data.val_path, "data.val_path")]
+        val = [open_source(data, tokenizer, data.val_path, "data.val_path", validates=True)]
     elif data.val_fraction:
         # Folders with a validation split validate by it alone, and nothing else is held out.
         opened = [open_validation_split(data, tokenizer, path, name) for path, name in named]
@@ -800,7 +802,8 @@ class Stream:
 
     def digests(self) -> dict[str, str]:
         """Digests of the tokenizer, and of recipe, sizes and contents; a resumed run must have the same."""
-        about = [self.facts, self.recipe.eos, self.recipe.columns.names, self.contents]
+        about: list[Any] = [self.facts, self.recipe.eos, self.recipe.columns.names, self.contents]
+        about += [self.recipe.columns.ignore] if self.recipe.columns.ignore else []
         sizes = [[os.path.basename(p.path), p.start, p.size, n] for p, n in zip(self.pieces, self.sizes, strict=True)]
         return {"tokenizer": self.facts["tokenizer"], "data": text_digest(json.dumps([about, sizes], sort_keys=True))}
 
@@ -887,7 +890,7 @@ def refuse_unread_marks(source: str, members: Mapping[str, bool]) -> None:
 
 
 def open_source(
-    data: DataConfig, tokenizer: Any, path: str | None, name: str | None = None
+    data: DataConfig, tokenizer: Any, path: str | None, name: str | None = None, validates: bool = False
 ) -> tuple[Store, dict[str, Any]]:
     """A source's tokens and manifest: a corpus that `shardkit tokenize` made, or an entry of the cache.
 
@@ -909,7 +912,17 @@ def open_source(
         return Store(str(directory), called, manifest["dtype"], manifest["masked"], manifest["kind"]), manifest
     if tokenizer is None:
         raise DataError(f"{called} is not tokenised, and the run has no tokenizer", "set data.tokenizer")
-    plan = plan_source(data, tokenizer, path, called)
+    split = "train"
+    if validates and path is not None:
+        # Of a folder with splits its validation data are meant, and else the only split that it has.
+        splits = find(data_folder(path)).splits
+        split = "validation" if "validation" in splits else next(iter(splits))
+        if len(splits) > 1 and split != "validation":
+            raise DataError(
+                f"data.val_path={path} has the splits {', '.join(splits)}, and none of them is for validation",
+                "name the files to validate with: data.val_path=FOLDER/NAME, or a glob of them",
+            )
+    plan = plan_source(data, tokenizer, path, called, split)
     assert plan is not None
     return _open(data, plan)
 

@@ -144,6 +144,38 @@ def test_without_evaluation_and_with_data_of_its_own_the_validation_split_is_lef
 
 
 @pytest.mark.parametrize(
+    ("names", "validated"),
+    [
+        (["train.jsonl", "dev.jsonl"], 1),
+        (["test.jsonl"], 0),
+        (["chat.jsonl"], 0),
+        (["train.jsonl", "test.jsonl"], None),
+    ],
+)
+def test_a_folder_as_validation_data_is_its_validation_split(
+    names: list[str], validated: int | None, tmp_path: Path
+) -> None:
+    folder = hub(tmp_path / "set", *names)
+    path = write_lines(tmp_path / "rows.jsonl", [{"messages": turns()}] * 3)
+    if validated is None:
+        with pytest.raises(DataError, match=r"has the splits train, test, and none of them is for validation"):
+            opened(tmp_path, path, val_path=str(folder))
+        return
+    documents = opened(tmp_path, path, val_path=str(folder)).documents("val")
+    text = load_tokenizer(tmp_path / "tok").decode(documents[0]["tokens"].tolist())
+    assert len(documents) == 3 and f"ask {2 * validated} " in text
+
+
+def test_columns_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
+    rows = [{"messages": turns(), "rule": "be brief"}, {"text": "a", "rule": "be brief"}]
+    for row, columns in ((rows[0], {"input": "rule"}), (rows[1], {"system": "rule"})):
+        assert "would be ignored" in refusal(tmp_path, [row], columns=columns).cause
+    late = [{"messages": turns()}, rows[0]]
+    texts = predicted(tmp_path, write_lines(tmp_path / "late.jsonl", late), columns={"system": "rule"})
+    assert "be brief" in texts[1][0] and "be brief" not in texts[0][0]
+
+
+@pytest.mark.parametrize(
     ("names", "cause"),
     [
         (["a.jsonl", "b.parquet"], r"mixes jsonl and parquet files \(a.jsonl, b.parquet\)"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,26 @@ def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pyt
     tokenizer = load_tokenizer(tmp_path / "tok")
     texts = [[tokenizer.decode(tokens) for tokens, _ in everything(data)] for data in (one, several)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("case", ["hostile", "killed", "preferences"])
+def test_an_error_of_a_worker_is_two_lines(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardkit.data import tokenize
+
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(tokenize, "_SMALL", 0)
+    monkeypatch.setattr(Json, "encoded_bytes", (100, 100))
+    path, _ = write_case(tmp_path, case)
+    if case == "killed":
+        monkeypatch.setattr(tokenize, "encode_piece", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if case == "preferences":
+        rows = [{"prompt": "a", "completion": "b", **({"label": False} if i == 70 else {})} for i in range(90)]
+        write_lines(tmp_path / "good.jsonl", rows)
+    causes = {"hostile": "SecurityError", "killed": "a process that tokenised", "preferences": "good.jsonl:71: pref"}
+    with pytest.raises(DataError, match=causes[case]) as caught:
+        opened(tmp_path, path)
+    assert "\n" not in caught.value.cause + caught.value.fix
+    assert not [entry for entry in (tmp_path / "cache").glob("*") if entry.is_dir()], "nothing is half-written"
 
 
 def test_a_small_set_has_work_for_every_worker(tmp_path: Path) -> None:
