@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,14 +45,6 @@ def test_copies_are_counted_by_direction_and_by_who_waits() -> None:
     torch.cuda.synchronize()
 
 
-def test_events_are_counted() -> None:
-    side, event = torch.cuda.Stream(), torch.cuda.Event()
-    assert made(lambda: event.record(side)) == {"event_record": 1}
-    assert made(lambda: side.wait_event(event)) == {"stream_wait_event": 1}
-    assert made(event.query) == {"event_query": 1}
-    assert made(side.query) == {"stream_query": 1}
-
-
 def allocations() -> list[dict[str, int]]:
     """Of a block, of the same block from the cache, of giving it back, of pinned memory."""
     kept = []
@@ -80,50 +71,3 @@ def test_the_allocators_calls_are_counted() -> None:
     first, cached, emptied, _ = call(allocations, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     assert first["mem_create"] == first["mem_map"] == 2, "pages of 20 MiB"
     assert cached == {} and emptied["mem_unmap"] == emptied["mem_release"] == 2
-
-
-def own_times() -> list[dict[str, int]]:
-    """Of no-compute mode: two turns of sums over small tensors, one over large ones, one of copies, one of nothing.
-
-    Of each sum, the turn in which computing took least: the processor's time has what a busy machine's others cost it.
-    """
-    import emucuda
-
-    small, large = torch.ones(4096, device="cuda"), torch.zeros(1 << 20, device="cuda")
-    pinned = torch.ones(1 << 16).pin_memory()
-    there = pinned.cuda()
-
-    def sums(of: torch.Tensor) -> None:
-        for _ in range(200):
-            of + 1
-
-    def turn(each: Callable[[], object]) -> dict[str, int]:
-        torch.cuda.synchronize()
-        with emucuda.counting() as made:
-            each()
-            torch.cuda.synchronize()
-        return {name: number for name, number in made.items() if name.endswith("_ns")}
-
-    def shortest(of: torch.Tensor) -> dict[str, int]:
-        return min((turn(lambda: sums(of)) for _ in range(10)), key=lambda made: made["computing_ns"])
-
-    return [shortest(small), shortest(small), shortest(large), turn(lambda: there.copy_(pinned, True)), turn(int)]
-
-
-def test_the_emulations_own_time_is_counted() -> None:
-    first, again, large, copied, nothing = call(own_times, EMUCUDA_COMPUTE="0")
-    assert first["computing_ns"] > 200 * 500, "each takes a microsecond and more"
-    assert 1 / 3 < first["computing_ns"] / again["computing_ns"] < 3
-    assert large["computing_ns"] == 0 < large["bookkeeping_ns"], "skipped"
-    for made in (first, again, large):
-        assert made["emulating_here_ns"] == made["computing_ns"] + made["bookkeeping_ns"]
-    assert copied["streams_ns"] > 0 == copied["computing_ns"], "on the stream's thread"
-    assert set(nothing.values()) == {0}
-
-
-def test_counting_needs_the_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    import emucuda
-
-    monkeypatch.setenv("EMUCUDA", "0")
-    with pytest.raises(RuntimeError, match="EMUCUDA=1"):
-        emucuda.counts()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.emulated_cuda import needs_emulation
 
@@ -93,14 +93,6 @@ def test_fused_attention_is_plain_attention(kind: str, causal: bool) -> None:
         torch.testing.assert_close(leaf.grad.cpu().double(), other.grad, rtol=1e-2, atol=2e-2)
 
 
-def test_attention_with_a_bias_and_fewer_heads_of_keys() -> None:
-    query, key, value = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
-    bias = torch.randn(2, 4, 8, 8)
-    cpu, gpu = both(lambda q, k, v, b: attend(q, k, v, attn_mask=b, enable_gqa=True), query, key, value, bias)
-    for one, other in zip(cpu, gpu, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
-
-
 def test_attentions_gradient_drops_what_its_forward_dropped() -> None:
     torch.manual_seed(0)
     query, key = (torch.randn(1, 1, 32, 16, device="cuda", dtype=torch.float16) for _ in range(2))
@@ -111,77 +103,6 @@ def test_attentions_gradient_drops_what_its_forward_dropped() -> None:
     (grad,) = torch.autograd.grad(out[0, 0, :, 3].sum(), value)
     weights = grad[0, 0, :, 3]
     torch.testing.assert_close(weights[3], out[0, 0, :, 3].sum(), rtol=1e-2, atol=1e-2)
-
-
-def test_fused_adamw_steps_as_the_plain_one() -> None:
-    def train(device: str, **kwargs: Any) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **kwargs)
-        data = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)).to(device)
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
-        return [parameter.detach().cpu() for parameter in model.parameters()]
-
-    for wanted, fused in zip(train("cpu", foreach=False), train("cuda", fused=True), strict=True):
-        torch.testing.assert_close(fused, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_the_grad_scaler_skips_a_step_with_an_infinity() -> None:
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-    weight = nn.Parameter(torch.ones(2, device="cuda"))
-    optimizer = torch.optim.SGD([weight], lr=0.25)
-
-    def step(factor: float) -> None:
-        optimizer.zero_grad()
-        scaler.scale((weight * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    step(float("inf"))
-    assert weight.tolist() == [1.0, 1.0] and scaler.get_scale() == 512.0
-    step(2.0)
-    assert weight.tolist() == [0.5, 0.5] and scaler.get_scale() == 512.0
-
-
-def test_autocast_chooses_types_as_on_a_gpu() -> None:
-    x, layer = torch.randn(4, 8, device="cuda"), nn.Linear(8, 8, device="cuda")
-    with torch.autocast("cuda", torch.float16):
-        out = layer(x)
-        assert out.dtype == torch.float16
-        assert out.softmax(-1).dtype == torch.float32
-        loss = F.cross_entropy(out, torch.zeros(4, dtype=torch.long, device="cuda"))
-    loss.backward()
-    assert layer.weight.grad is not None and layer.weight.grad.isfinite().all()
-
-
-def test_sync_batch_norm_of_one_rank_is_batch_norm() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(6, 3, 4, 4, device="cuda")
-    weight = torch.randn(3, device="cuda")
-    mean, invstd = torch.batch_norm_stats(x, 1e-5)
-    running = [torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")]
-    total = torch.full((1,), 96.0, device="cuda")
-    mean, invstd = torch.batch_norm_gather_stats_with_counts(
-        x, mean[None], invstd[None], running[0], running[1], 0.1, 1e-5, total
-    )
-    out = torch.batch_norm_elemt(x, weight, None, mean, invstd, 1e-5)
-    plain = nn.BatchNorm2d(3)
-    plain.weight.data.copy_(weight)
-    leaf = x.cpu().requires_grad_()
-    wanted = plain(leaf)
-    torch.testing.assert_close(out.cpu(), wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(running[0].cpu(), plain.running_mean)
-    torch.testing.assert_close(running[1].cpu(), plain.running_var)
-    grad = torch.randn(6, 3, 4, 4)
-    wanted.backward(grad)
-    found = torch.batch_norm_backward_reduce(grad.cuda(), x, mean, invstd, weight, True, True, True)
-    grad_x = torch.batch_norm_backward_elemt(grad.cuda(), x, mean, invstd, weight, found[0], found[1], total.int())
-    torch.testing.assert_close(grad_x.cpu(), leaf.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[2].cpu(), plain.weight.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[3].cpu(), plain.bias.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_the_gpus_generator_repeats_and_moves_on() -> None:
@@ -215,12 +136,6 @@ def test_lists_on_several_devices_are_taken_item_by_item() -> None:
     assert [weight.tolist() for weight in weights] == [[1.25] * 3] * 3
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch._foreach_add_(weights, [other.cpu() for other in others])
-
-
-def test_an_out_argument_grows() -> None:
-    out = torch.empty(0, device="cuda")
-    torch.add(torch.ones(3, device="cuda"), 1, out=out)
-    assert out.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_a_kernel_without_emulation_fails_and_says_its_name() -> None:

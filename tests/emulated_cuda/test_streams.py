@@ -80,25 +80,3 @@ def freed_early() -> list[float]:
 
 def test_memory_reused_under_a_copy_shows() -> None:
     assert call(freed_early, **LATE) == [7.0, 1.0]
-
-
-def test_streams_of_a_device_run_side_by_side_and_each_in_order() -> None:
-    one, other = torch.cuda.Stream(), torch.cuda.Stream()
-    first, second = torch.zeros(4).pin_memory(), torch.zeros(4).pin_memory()
-    gpu = torch.arange(4.0, device="cuda")
-    with torch.cuda.stream(one):
-        first.copy_(gpu, non_blocking=True)
-        gpu2 = first.to("cuda", non_blocking=True)
-    other.wait_stream(one)
-    with torch.cuda.stream(other):
-        second.copy_(gpu2, non_blocking=True)
-    other.synchronize()
-    assert second.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert one.query() and other.query()
-
-
-def test_an_event_of_another_device_is_refused() -> None:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(0))
-    with pytest.raises(RuntimeError, match="Event device"):
-        event.record(torch.cuda.current_stream(1))
