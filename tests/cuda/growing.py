@@ -1,4 +1,4 @@
-"""Random training loops, with and without a leak, on the emulated card: `python -m tests.cuda.growing --seeds 0:120`.
+"""Random training loops, with and without a leak, on the emulated card.
 
 Each runs as many steps as a rehearsal does that looks for growth. A leak is a line of this file that ends in `# leak`;
 what looks like one and is none: batches of any length, ever longer ones, states and caches that are made late, a
@@ -7,11 +7,8 @@ prefetched batch, the last loss with its graph.
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,14 +103,5 @@ def judged(seed: int) -> str:
     return ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", default="0:120")
-    first, last = map(int, parser.parse_args().seeds.split(":"))
-    wrong = [text for seed in range(first, last) if (text := judged(seed))]
-    print(f"{last - first} loops in {Path(__file__).name}, {len(wrong)} judged wrongly", *wrong, sep="\n")
-    sys.exit(bool(wrong))
-
-
-if __name__ == "__main__":
-    main()
+def wrong(first: int, last: int) -> list[str]:
+    return [text for seed in range(first, last) if (text := judged(seed))]

@@ -117,12 +117,6 @@ def allowed(case: Case) -> bool:
     return True
 
 
-def full() -> list[Case]:
-    """Every strategy in every precision under every policy; in fp16 a gradient overflows."""
-    found = (Case(e, m, p, overflow=m == "fp16") for e, m, p in product(BASE, MODES, POLICIES))
-    return [case for case in found if allowed(case)]
-
-
 LATE = {"EMUCUDA_COPY_DELAY_US": "5000", "EMUCUDA_POISON": "1"}
 """Copies begin late, and memory that is new is not a number."""
 
@@ -187,11 +181,6 @@ def _candidates(pair: Pair, axes: dict[str, Sequence[Any]], draw: random.Random)
             yield case
         if found == 30:
             return
-
-
-def ordered(cases: Iterable[Case]) -> list[Case]:
-    """Each case once, in the order in which ranks can be shared."""
-    return sorted(set(cases), key=lambda case: (pool(case), ENGINES.index(case.engine), str(case)))
 
 
 def pool(case: Case) -> tuple[int, str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
+import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,20 +123,18 @@ def distance(wanted: dict[str, torch.Tensor], found: list[Held]) -> dict[str, fl
     return out
 
 
-def run(todo: list[Case], root: str, backend: str, record: str) -> list[dict[str, Any]]:
-    """Each case in turn; rank 0 adds a line to the file `record` as soon as one has ended."""
+def run(todo: list[Case], root: str, backend: str) -> list[dict[str, Any]]:
+    """The result of each case in turn."""
     join(backend)
     out = []
     for case in todo:
+        print(case, file=sys.stderr, flush=True)  # where one fails, the last line says which
         found = measure(case, root)
         everyone: list[Any] = [None] * dist.get_world_size()
         gloo = dist.new_group(backend="gloo")
         dist.all_gather_object(everyone, found, group=gloo)
         dist.destroy_process_group(gloo)
-        out.append({"case": asdict(case), **together(everyone)})
-        if dist.get_rank() == 0:
-            with Path(record).open("a") as file:
-                file.write(json.dumps(out[-1]) + "\n")
+        out.append(together(everyone))
     return out
 
 

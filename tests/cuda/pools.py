@@ -1,10 +1,8 @@
-"""Run parity cases, many in one set of processes, so that an interrupted run goes on where it was."""
+"""Run parity cases, many in one set of processes."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,40 +22,16 @@ def reference(root: Path) -> dict[str, Any]:
     return found
 
 
-def recorded(record: Path) -> dict[Case, dict[str, Any]]:
-    lines = record.read_text().splitlines() if record.exists() else []
-    found = [json.loads(line) for line in lines]
-    return {Case(**result["case"]): result for result in found}
-
-
-def run(todo: Sequence[Case], root: Path, record: Path, **env: str) -> dict[Case, dict[str, Any]]:
-    """Results by case; those that `record` has already are not run again.
-
-    A case that fails is recorded with its `error`, and the ones after it go on in new processes.
-    """
-    left = [case for case in todo if case not in recorded(record)]
-    for (world, backend), batch in _batches(left):
-        while batch:
+def run(todo: Sequence[Case], root: Path, **env: str) -> dict[Case, dict[str, Any]]:
+    """Results by case; where ranks fail, each case of their processes has the `error`."""
+    found: dict[Case, dict[str, Any]] = {}
+    for (world, backend), group in groupby(sorted(todo, key=pool), pool):
+        cases = list(group)
+        for batch in (cases[first : first + AT_ONCE] for first in range(0, len(cases), AT_ONCE)):
+            given = {"todo": batch, "root": str(root), "backend": backend}
             try:
-                gpu_ranks(
-                    world, f"{RANKS}:run", timeout=60 + 20 * len(batch), env=env, todo=batch, root=str(root),
-                    backend=backend, record=str(record),
-                )  # fmt: skip
+                results = gpu_ranks(world, f"{RANKS}:run", timeout=60 + 20 * len(batch), env=env, **given)[0]
             except RankError as error:
-                _note_failure(next(case for case in batch if case not in recorded(record)), str(error), record)
-            done = recorded(record)
-            batch = [case for case in batch if case not in done]
-    found = recorded(record)
-    return {case: found[case] for case in todo}
-
-
-def _batches(cases: Sequence[Case]) -> Iterator[tuple[tuple[int, str], list[Case]]]:
-    for key, group in groupby(sorted(cases, key=pool), pool):
-        batch = list(group)
-        for first in range(0, len(batch), AT_ONCE):
-            yield key, batch[first : first + AT_ONCE]
-
-
-def _note_failure(case: Case, error: str, record: Path) -> None:
-    with record.open("a") as file:
-        file.write(json.dumps({"case": asdict(case), "error": error}) + "\n")
+                results = [{"error": str(error)}] * len(batch)
+            found |= zip(batch, results, strict=True)
+    return found

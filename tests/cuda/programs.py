@@ -1,20 +1,9 @@
-"""Random programs for rehearsals: `python -m tests.cuda.programs --seeds 0:30` compares verdicts with smaller cards.
-
-A seed draws a model, an engine, a precision, a batch and an optimizer, and writes them as a program without shardkit.
-On a card of 1.01 × the rehearsed need it must run, on one of 0.98 × it must not, unless the allocator gives memory back
-that it only cached.
-"""
+"""Random programs without shardkit for rehearsals: a model, an engine, a precision, a batch and an optimizer."""
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import tempfile
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 MODELS = {
     "mlp": "nn.Sequential(*[nn.Sequential(nn.Linear(W, 4 * W), nn.GELU(), nn.Linear(4 * W, W)) for _ in range(D)])",
@@ -87,64 +76,3 @@ def draw(seed: int) -> Program:
     ranks = () if engine == "single" else ("--ranks", str(pick.choice([2, 8])))
     precision = "autocast" if autocast else dtype
     return Program(text, ranks, f"{model}, {engine}, {precision}, {optimizer}, batch {batch} x {accumulate}")
-
-
-def sharpness(program: Program, cache: Path, folder: Path, python: str = sys.executable) -> str:
-    """How the program ends on cards around its rehearsed need.
-
-    Args:
-        python: the interpreter, whose torch is rehearsed.
-
-    Returns:
-        `sharp`; `sharp without its cache` if a card of 0.98 x the need holds it as the allocator gives cached memory
-        back, and one of 0.98 x its tensors does not; else what contradicts the verdict.
-    """
-    from tests.cuda.rehearsals import rehearsed
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "drawn.py").write_text(program.text)
-
-    def on_card(*memory: str) -> tuple[int, dict[str, Any]]:
-        options = [*program.options, *(("--gpu-memory", *memory) if memory else ())]
-        done, verdict = rehearsed(cache, folder, *options, command=[python, "drawn.py"])
-        return done.returncode, verdict
-
-    code, plenty = on_card()
-    if code:
-        return f"ended with {code}: {plenty.get('reason')}"
-    need = plenty["needed"]
-    tensors = max(rank["peak_allocated"] + rank["outside_estimate"] for rank in plenty["ranks"])
-    outcomes = {}
-    for name, n_bytes in (("1.01", 1.01 * need), ("0.98", 0.98 * need), ("tensors", 0.98 * tensors)):
-        outcomes[name], verdict = on_card(f"{int(n_bytes / 2**20)}MiB")
-        if name == "1.01" and outcomes[name]:
-            return f"on 1.01 x {need} bytes ended with {outcomes[name]}: {verdict['reason']}"
-        if outcomes[name] == 4:
-            return "sharp" if name == "0.98" else "sharp without its cache"
-        if outcomes[name] == 7 and "of its cache back" in verdict["reason"]:
-            return "sharp without its cache"  # the card does not hold the estimate for NCCL, and the verdict says so
-    return f"fits less than its tensors: {outcomes}"
-
-
-def main() -> None:
-    from tests.cuda.rehearsals import linked_cache
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:30", metavar="FIRST:END")
-    parser.add_argument("--cache", type=Path, help="A cache that has the emulation.")
-    parser.add_argument("--python", default=sys.executable, help="An interpreter with another release of torch.")
-    arguments = parser.parse_args()
-    first, end = map(int, arguments.seeds.split(":"))
-    outcomes: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as scratch:
-        cache = arguments.cache or linked_cache(Path(scratch) / "cache")
-        for seed in range(first, end):
-            program = draw(seed)
-            outcome = sharpness(program, cache, Path(scratch) / str(seed), arguments.python)
-            outcomes[outcome.partition(":")[0]] += 1
-            print(f"{seed}: {program.drawn}: {outcome}", flush=True)
-    print(dict(outcomes))
-
-
-if __name__ == "__main__":
-    main()

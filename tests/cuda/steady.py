@@ -1,9 +1,8 @@
-"""What a warm training step asks of CUDA, engine by engine: `python -m tests.cuda.steady [ENGINE …]` prints it."""
+"""What a warm training step asks of CUDA."""
 
 from __future__ import annotations
 
 import gc
-import sys
 from typing import Any
 
 import torch
@@ -80,19 +79,3 @@ def elsewhere() -> int:
     """Bytes that this process ever took of a device that is not its own."""
     others = [index for index in range(torch.cuda.device_count()) if index != torch.cuda.current_device()]
     return sum(torch.cuda.memory_stats(index).get("allocated_bytes.all.allocated", 0) for index in others)
-
-
-def main() -> None:
-    from tests.cuda import gpu_ranks
-    from tests.cuda.parity import BASE, OFFLOADED, pool
-
-    for engine in sys.argv[1:] or [*BASE, *OFFLOADED]:
-        case = Case(engine)
-        world, backend = pool(case)
-        found = gpu_ranks(world, "tests.cuda.steady:counted", todo=[case], backend=backend)[0][case]
-        for step, (calls, held) in enumerate(zip(found["calls"], found["memory"], strict=True)):
-            print(f"{engine} step {WARM + step}: {calls} {held}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

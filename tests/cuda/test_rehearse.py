@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cuda.growing import wrong
 from tests.cuda.rehearsals import linked_cache, rehearsed
-from tests.emulated_cuda import needs_emulation
+from tests.emulated_cuda import call, needs_emulation
 
 pytestmark = [pytest.mark.gpu, needs_emulation, pytest.mark.timeout(600)]
+Rehearse = Callable[..., tuple[subprocess.CompletedProcess[str], dict[str, Any]]]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 TRAIN = """
 import os, sys, torch, torch.distributed as dist
@@ -44,17 +46,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return linked_cache(tmp_path_factory.mktemp("cache"))
 
 
-def rehearse(
-    cache: Path, folder: Path, *options: str, command: list[str], program: str = TRAIN
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    (folder / "train.py").write_text(program)
-    return rehearsed(cache, folder, *options, command=command)
+@pytest.fixture
+def rehearse(cache: Path, tmp_path: Path) -> Rehearse:
+    """Rehearses a program, which is written to train.py; returns the ended command and its verdict."""
+
+    def rehearse(
+        *options: str, program: str = TRAIN, command: Sequence[str] = (sys.executable,), args: Sequence[str] = ()
+    ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+        (tmp_path / "train.py").write_text(program)
+        return rehearsed(cache, tmp_path, *options, command=[*command, str(tmp_path / "train.py"), *args])
+
+    return rehearse
 
 
-def test_two_ranks_fit_with_their_own_peaks_and_touch_nothing(cache: Path, tmp_path: Path) -> None:
+def test_two_ranks_fit_with_their_own_peaks_and_touch_nothing(rehearse: Rehearse, tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_text("trained")
-    command = [*TORCHRUN, str(tmp_path / "train.py")]
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", "--gpus", "2", command=command)
+    done, verdict = rehearse("--gpu", "a100", "--gpus", "2", command=TORCHRUN)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stderr.splitlines() if line.startswith("PEAK")]
     printed = {int(rank): (int(allocated), int(reserved)) for _, rank, allocated, reserved in lines}
@@ -72,22 +79,20 @@ def test_two_ranks_fit_with_their_own_peaks_and_touch_nothing(cache: Path, tmp_p
     assert f"would have been overwritten: {tmp_path / 'model.pt'}" in verdict["notes"]
 
 
-def test_a_process_with_several_gpus_is_judged_by_its_fullest(cache: Path, tmp_path: Path) -> None:
+def test_a_process_with_several_gpus_is_judged_by_its_fullest(rehearse: Rehearse) -> None:
     """nn.DataParallel, as transformers' Trainer takes it without a launcher: the first GPU holds the optimizer."""
     program = TRAIN.replace("model = nn.Seq", "model = nn.DataParallel(nn.Seq").replace(").cuda()", ").cuda())")
-    command = [sys.executable, str(tmp_path / "train.py")]
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", "--gpus", "3", command=command, program=program)
+    done, verdict = rehearse("--gpu", "a100", "--gpus", "3", program=program)
     assert done.returncode == 0, done.stderr
     line = next(line for line in reversed(done.stderr.splitlines()) if line.startswith("PEAK"))
     assert [verdict["ranks"][0][key] for key in ("peak_allocated", "peak_reserved")] == [*map(int, line.split()[2:])]
     assert verdict["ranks"][0]["steps"] >= 3
 
 
-def test_ddps_first_buckets_are_gone_in_the_second_step(cache: Path, tmp_path: Path) -> None:
+def test_ddps_first_buckets_are_gone_in_the_second_step(rehearse: Rehearse) -> None:
     """NCCL's watchdog holds them for some 100 ms, which a step without computation does not last."""
     program = TRAIN.replace("    torch.save", "    # torch.save")
-    command = [*TORCHRUN[:-1], "1", "train.py"]
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=program)
+    done, verdict = rehearse("--gpu", "a100", command=[*TORCHRUN[:-1], "1"], program=program)
     assert done.returncode == 0, done.stderr
     gradients = 2 * (4096 * 4096 + 4096) * 4
     assert verdict["ranks"][0]["peak_categories"]["communication"] < 1.1 * gradients
@@ -112,17 +117,6 @@ for step in range(3):
 """
 
 
-def test_what_cudnn_runs_is_replaced_or_named(cache: Path, tmp_path: Path) -> None:
-    layers = "nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.ConvTranspose2d(16, 3, 2, 2)"
-    replaced = CUDNN.replace("LAYERS", f"model = nn.Sequential({layers})")
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=[sys.executable, "train.py"], program=replaced)
-    assert done.returncode == 0, done.stderr
-    named = CUDNN.replace("LAYERS", "model = nn.LSTM(8, 8)")
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=[sys.executable, "train.py"], program=named)
-    assert done.returncode == 7
-    assert "aten::_cudnn_rnn_flatten_weight runs in cuDNN, which is not emulated" in verdict["reason"]
-
-
 SOLVES = """
 import torch
 from torch import nn
@@ -138,18 +132,6 @@ for step in range(3):
     torch.fft.irfft(frequencies).sum().backward()
     optimizer.step()
 """
-
-
-def test_linear_algebra_and_fourier_transforms_run_and_sparse_products_are_not_known(
-    cache: Path, tmp_path: Path
-) -> None:
-    """cuSOLVER, cuFFT and cuSPARSE bring a CUDA runtime of their own, which finds no GPU."""
-    command = [sys.executable, "train.py"]
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=SOLVES)
-    assert done.returncode == 0 and verdict["ranks"][0]["steps"] == 3, done.stderr
-    sparse = "import torch\nx = torch.randn(8, 8, device='cuda')\ntorch.eye(8).to_sparse_csr().cuda() @ x\n"
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=sparse)
-    assert done.returncode == 7 and "cusparseCreate" in verdict["reason"]
 
 
 PREFERS = """
@@ -169,13 +151,6 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
-
-
-def test_a_loss_of_preferences_and_a_selection_by_a_mask_run(cache: Path, tmp_path: Path) -> None:
-    """logsigmoid keeps nothing for backward on CUDA, and a buffer on the CPU; a mask alone decides a shape."""
-    command = [sys.executable, "train.py"]
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=PREFERS)
-    assert (done.returncode, verdict["verdict"]) == (0, "fits"), verdict.get("reason")
 
 
 SPARSE = """
@@ -199,14 +174,34 @@ for step in range(3):
 """
 
 
-def test_sparse_gradients_and_a_loss_over_alignments_run(cache: Path, tmp_path: Path) -> None:
+def test_sparse_gradients_and_a_loss_over_alignments_run(rehearse: Rehearse) -> None:
     """How many rows a sparse gradient has follows from its indices; the kernel of the loss, from the lengths."""
-    command = [sys.executable, "train.py"]
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=SPARSE)
+    done, verdict = rehearse("--gpu", "a100", program=SPARSE)
     assert (done.returncode, verdict["verdict"]) == (0, "fits"), done.stderr
     parameters = (100_000 * 256 + 257 * 40) * 4
     assert parameters < verdict["ranks"][0]["peak_allocated"] < 7 * parameters
     assert verdict["ranks"][0]["peak_categories"]["grads"] > 0
+
+
+CONVOLVES = "nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.ConvTranspose2d(16, 3, 2, 2)"
+MULTIPLIES_SPARSE = "import torch\nx = torch.randn(8, 8, device='cuda')\ntorch.eye(8).to_sparse_csr().cuda() @ x\n"
+LSTM = CUDNN.replace("LAYERS", "model = nn.LSTM(8, 8)")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(CUDNN.replace("LAYERS", f"model = nn.Sequential({CONVOLVES})"), id="cuDNN"),
+        # cuSOLVER, cuFFT and cuSPARSE bring a CUDA runtime of their own, which finds no GPU.
+        pytest.param(SOLVES, id="linear algebra and Fourier transforms"),
+        # logsigmoid keeps nothing for backward on CUDA, and a buffer on the CPU; a mask alone decides a shape.
+        pytest.param(PREFERS, id="a loss of preferences, and a selection by a mask"),
+    ],
+)
+def test_what_cudas_libraries_would_compute_is_replaced(program: str, rehearse: Rehearse) -> None:
+    done, verdict = rehearse("--gpu", "a100", program=program)
+    assert (done.returncode, verdict["verdict"]) == (0, "fits"), done.stderr
+    assert verdict["ranks"][0]["steps"] == 3
 
 
 CAPTURES = """
@@ -230,29 +225,26 @@ with torch.cuda.graph(torch.cuda.CUDAGraph()):
 """
 
 
-def test_steps_before_the_capture_of_a_graph_are_told(cache: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "train.py"]
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=CAPTURES)
+def test_steps_before_the_capture_of_a_graph_are_told(rehearse: Rehearse) -> None:
+    done, verdict = rehearse("--gpu", "a100", program=CAPTURES)
     assert done.returncode == 0 and any("--steps 4 shows" in note for note in verdict["notes"]), done.stderr
-    done, more = rehearse(cache, tmp_path, "--gpu", "a100", "--steps", "4", command=command, program=CAPTURES)
+    done, more = rehearse("--gpu", "a100", "--steps", "4", program=CAPTURES)
     assert done.returncode == 0 and not more["notes"], done.stderr
     assert more["ranks"][0]["peak_reserved"] > verdict["ranks"][0]["peak_reserved"]
 
 
-def test_the_verdict_is_sharp(cache: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "train.py"]
-    _, plenty = rehearse(cache, tmp_path, command=command)
+def test_the_verdict_is_sharp(rehearse: Rehearse) -> None:
+    _, plenty = rehearse()
     for share, code in ((1.01, 0), (0.97, 4)):
         memory = f"{int(plenty['needed'] * share / 2**20)}MiB"
-        done, verdict = rehearse(cache, tmp_path, "--gpu-memory", memory, command=command)
+        done, verdict = rehearse("--gpu-memory", memory)
         assert done.returncode == verdict["exit_code"] == code, done.stderr
         assert verdict["needed"] == plenty["needed"]
     assert "OutOfMemoryError" in verdict["reason"] and "train.py" in verdict["reason"]
 
 
-def test_the_programs_own_exception_names_its_rank(cache: Path, tmp_path: Path) -> None:
-    command = [*TORCHRUN, str(tmp_path / "train.py"), "fail"]
-    done, verdict = rehearse(cache, tmp_path, "--gpus", "2", command=command)
+def test_the_programs_own_exception_names_its_rank(rehearse: Rehearse) -> None:
+    done, verdict = rehearse("--gpus", "2", command=TORCHRUN, args=["fail"])
     assert done.returncode == 8 and verdict["verdict"] == "failed"
     assert verdict["reason"].startswith("rank 1: ValueError: a bad batch")
     assert 'raise ValueError("a bad batch")' in verdict["reason"]
@@ -276,23 +268,23 @@ print("on the CPU")
     ("program", "options", "code", "words"),
     [
         (READS, [], 7, "values that were not computed"),
+        (LSTM, [], 7, "aten::_cudnn_rnn_flatten_weight runs in cuDNN, which is not emulated"),
+        (MULTIPLIES_SPARSE, [], 7, "cusparseCreate"),
         (SLEEPS, ["--time-limit", "30"], 7, "the time limit of 30 s came"),
         (NO_CUDA, [], 2, "ended without using CUDA"),
     ],
-    ids=["reads", "sleeps", "no-cuda"],
+    ids=["reads", "lstm", "sparse", "sleeps", "no-cuda"],
 )
 def test_what_cannot_be_judged_is_said(
-    program: str, options: list[str], code: int, words: str, cache: Path, tmp_path: Path
+    program: str, options: list[str], code: int, words: str, rehearse: Rehearse
 ) -> None:
-    command = [sys.executable, str(tmp_path / "train.py")]
-    done, verdict = rehearse(cache, tmp_path, *options, command=command, program=program)
+    done, verdict = rehearse(*options, program=program)
     assert done.returncode == code, done.stderr
     assert words in (verdict["reason"] if verdict else done.stderr)
 
 
-def test_it_ends_once_a_step_follows_the_first_save(cache: Path, tmp_path: Path) -> None:
-    command = [*TORCHRUN, str(tmp_path / "train.py")]
-    done, verdict = rehearse(cache, tmp_path, "--gpus", "2", "--until", "save", command=command)
+def test_it_ends_once_a_step_follows_the_first_save(rehearse: Rehearse, tmp_path: Path) -> None:
+    done, verdict = rehearse("--gpus", "2", "--until", "save", command=TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert verdict["ranks"][0]["steps"] == 2 and not (tmp_path / "model.pt").exists()
     written = next(note for note in verdict["notes"] if "went to an overlay" in note)
@@ -323,13 +315,12 @@ print("SIZES", len(boxes), set(counts), len(rows), len(names), int((scores > 2).
 """
 
 
-def test_a_bound_stands_for_what_nobody_computed(cache: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(tmp_path / "train.py")]
-    done, verdict = rehearse(cache, tmp_path, command=command, program=SELECTS)
+def test_a_bound_stands_for_what_nobody_computed(rehearse: Rehearse) -> None:
+    done, verdict = rehearse(program=SELECTS)
     assert done.returncode == 7 and any("--assume 'train.py:4=N'" in note for note in verdict["notes"]), verdict
     bounds = ["train.py:4=1000", "train.py:5=7", "train.py:6=100", "train.py:7=50", "train.py:8=3", "train.py:1=9"]
     options = [word for bound in bounds for word in ("--assume", bound)]
-    done, verdict = rehearse(cache, tmp_path, *options, command=command, program=SELECTS)
+    done, verdict = rehearse(*options, program=SELECTS)
     assert done.returncode == 0, done.stderr
     assert "SIZES 1000 {7} 100 50 3" in done.stderr
     assert "--assume train.py:1=9: that line read nothing that nobody computed" in verdict["notes"]
@@ -337,9 +328,8 @@ def test_a_bound_stands_for_what_nobody_computed(cache: Path, tmp_path: Path) ->
     assert {line.split(":")[1] for line in given} == set("45678")
 
 
-def test_what_it_assumed_is_told_with_its_line(cache: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(tmp_path / "train.py")]
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "t4", command=command, program=DECIDES)
+def test_what_it_assumed_is_told_with_its_line(rehearse: Rehearse) -> None:
+    done, verdict = rehearse("--gpu", "t4", program=DECIDES)
     assert done.returncode == 0, done.stderr
     told = {(row["kind"], row["source_line"].split(":")[1]) for row in verdict["assumptions"]}
     assert {("any", "4"), ("any", "5"), ("all", "5"), ("printed", "8"), ("printed", "9"), ("zeros", "10")} <= told, told
@@ -366,20 +356,19 @@ print("FREE", torch.cuda.mem_get_info(0)[0], flush=True)
 """
 
 
-def test_ranks_that_load_on_the_first_card_share_its_memory(cache: Path, tmp_path: Path) -> None:
-    command = [*TORCHRUN, "train.py"]
+def test_ranks_that_load_on_the_first_card_share_its_memory(rehearse: Rehearse) -> None:
     options = ["--gpu", "a100", "--gpus", "2", "--gpu-memory"]
-    done, verdict = rehearse(cache, tmp_path, *options, "4GiB", command=command, program=ON_CARD_0)
+    done, verdict = rehearse(*options, "4GiB", command=TORCHRUN, program=ON_CARD_0)
     assert done.returncode == 0, done.stderr
     (shared,) = verdict["shared_cards"]
     assert shared["card"] == 0 and len(shared["held"]) == 2
     assert 2 * 2**30 < shared["peak"] < verdict["needed"] < 4 * 2**30
-    done, verdict = rehearse(cache, tmp_path, *options, "2560MiB", command=command, program=ON_CARD_0)
+    done, verdict = rehearse(*options, "2560MiB", command=TORCHRUN, program=ON_CARD_0)
     assert done.returncode == 4 and "OutOfMemoryError" in verdict["reason"]
     assert verdict["needed"] > 3 * 2**30  # found on cards without a limit
 
 
-def test_processes_beside_the_trainer_take_their_part(cache: Path, tmp_path: Path) -> None:
+def test_processes_beside_the_trainer_take_their_part(rehearse: Rehearse) -> None:
     """An inference engine on the same card; what a process held is free once it has ended."""
     program = """
 import subprocess, sys, time, torch
@@ -399,8 +388,7 @@ for _ in range(3):
     model(torch.randn(4, 64, device="cuda")).sum().backward()
     optimizer.step()
 """
-    command = [sys.executable, "train.py"]
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "a100", command=command, program=program)
+    done, verdict = rehearse("--gpu", "a100", program=program)
     assert done.returncode == 0, done.stderr
     (shared,) = verdict["shared_cards"]
     assert len(shared["held"]) == 2 and 2 * 2**30 < shared["peak"] < 3.5 * 2**30
@@ -421,10 +409,9 @@ for step in range(400):
 
 
 @pytest.mark.parametrize(("every", "kind"), [(5, "fits"), (100, "not known")])
-def test_an_optimizer_that_steps_rarely_is_waited_for(cache: Path, tmp_path: Path, every: int, kind: str) -> None:
-    command = [sys.executable, "train.py"]
+def test_an_optimizer_that_steps_rarely_is_waited_for(rehearse: Rehearse, every: int, kind: str) -> None:
     program = GAN.replace("EVERY", str(every))
-    _, verdict = rehearse(cache, tmp_path, "--gpu", "t4", command=command, program=program)
+    _, verdict = rehearse("--gpu", "t4", program=program)
     assert verdict["verdict"] == kind, verdict
     if kind == "fits":
         assert verdict["ranks"][0]["peak_allocated"] > 4 * 4 * 2048 * 2048  # with the generator's states
@@ -448,12 +435,9 @@ for step in range(1, 200):
 
 
 @pytest.mark.parametrize("evaluates", [True, False])
-def test_it_ends_after_an_evaluation(cache: Path, tmp_path: Path, evaluates: bool) -> None:
-    command = [sys.executable, "train.py"]
+def test_it_ends_after_an_evaluation(rehearse: Rehearse, evaluates: bool) -> None:
     program = EVALUATING.replace("EVALUATES", str(evaluates))
-    done, verdict = rehearse(
-        cache, tmp_path, "--gpu", "a100", "--until", "evaluation", command=command, program=program
-    )
+    done, verdict = rehearse("--gpu", "a100", "--until", "evaluation", program=program)
     if evaluates:
         assert done.returncode == 0 and verdict["ranks"][0]["peak_in"] == "evaluation", verdict
         assert "evaluation" in verdict["seen"]
@@ -461,7 +445,7 @@ def test_it_ends_after_an_evaluation(cache: Path, tmp_path: Path, evaluates: boo
         assert done.returncode == 7 and "no evaluation" in verdict["reason"]
 
 
-def test_memory_that_grows_is_told_with_its_line(cache: Path, tmp_path: Path) -> None:
+def test_memory_that_grows_is_told_with_its_line(rehearse: Rehearse) -> None:
     program = """
 import torch
 model = torch.nn.Linear(1024, 1024).cuda()
@@ -472,14 +456,11 @@ for step in range(100):
     loss.backward(retain_graph=True); optimizer.step(); optimizer.zero_grad()
     losses.append(loss)
 """
-    done, verdict = rehearse(cache, tmp_path, "--gpu", "t4", command=[sys.executable, "train.py"], program=program)
+    done, verdict = rehearse("--gpu", "t4", program=program)
     assert done.returncode == 7 and "fills the card at step" in verdict["reason"]
     growth = verdict["ranks"][0]["growth"]
     assert growth["bytes_a_step"] >= 2 * 4 * 4096 * 1024 and "loss = model(" in growth["source_line"]
 
 
-def test_random_loops_grow_or_do_not(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tests.cuda.growing", "--seeds", "0:120"]
-    env = {**os.environ, "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_MEMORY": "80G"}
-    done = subprocess.run(words, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_random_loops_grow_or_do_not() -> None:
+    assert call(wrong, 0, 120, EMUCUDA="1", EMUCUDA_COMPUTE="0", EMUCUDA_MEMORY="80G") == []
