@@ -21,12 +21,15 @@ def test_watching_asks_nothing_of_cuda_in_a_step(tmp_path: Path) -> None:
     assert found["hooks_s"] < 2e-3, "hooks of a step with two micro-batches, at one thread of a busy machine"
 
 
-@pytest.mark.parametrize("tool", ["accelerate", pytest.param("deepspeed", marks=pytest.mark.deepspeed), "trainer"])
+@pytest.mark.parametrize(
+    "tool", ["accelerate", pytest.param("deepspeed", marks=pytest.mark.deepspeed), "trainer", "lightning"]
+)
 def test_watching_a_tools_loop_asks_nothing_of_cuda_in_a_step(tool: str, tmp_path: Path) -> None:
     pytest.importorskip({"trainer": "transformers"}.get(tool, tool))
     env = {"EMUCUDA_DEVICES": "1"}  # the Trainer puts a model on all cards that it sees
     (found,) = gpu_ranks(1, "tests.cuda.watched:in_a_tool", env=env, tool=tool, folder=str(tmp_path / "run"))
-    assert len(found["plain"]) > 3 and found["watched"] == found["plain"]
+    recorded = {"copy_d2h": 1} if tool == "lightning" else {}  # the callback records the loss, and nobody waits for it
+    assert len(found["plain"]) > 3 and found["watched"] == [{**calls, **recorded} for calls in found["plain"]]
     assert (tmp_path / "run" / "memory.jsonl").exists()
 
 

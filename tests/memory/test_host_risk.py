@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import pytest
 
@@ -37,14 +36,6 @@ def test_each_rank_near_its_limit_leaves_word_once_per_crossing() -> None:
     for in_use in (50, 58, 60, 50, 61, None):
         risk.look(row(3, "a", 1, in_use), [])
     assert written == [58 * GIB, 61 * GIB]
-
-
-def test_the_figure_travels_with_the_row() -> None:
-    sent = row(1, "b", 20, 62)
-    assert RankRow.from_json(sent.to_json()) == sent
-    old = sent.to_json()
-    del old["host_mem"]["in_use"]
-    assert RankRow.from_json(old).host_mem == replace(sent.host_mem, in_use=None)
 
 
 def test_a_ledger_looks_at_each_gather_and_only_then() -> None:

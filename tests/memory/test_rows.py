@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +31,7 @@ ROWS = st.builds(
     step_time_s=seconds,
     data_wait_s=seconds,
     busy_s=seconds,
-    host_mem=st.builds(HostMemory, n_bytes, n_bytes, maybe, maybe, n_bytes),
+    host_mem=st.builds(HostMemory, n_bytes, n_bytes, maybe, maybe, n_bytes, n_bytes, maybe),
     device_mem=st.none() | st.builds(DeviceMemory, *[n_bytes] * 5),
     state=st.none() | st.fixed_dictionaries({kind: st.builds(StateBytes, n_bytes, n_bytes) for kind in KINDS}),
     phases=st.dictionaries(st.sampled_from(PHASES), st.builds(PhaseMemory, *[maybe] * 4, n_bytes, n_bytes)),
@@ -75,7 +74,3 @@ def test_fields_of_a_later_version_are_passed_over() -> None:
     obj["host_mem"]["pinned"] = 2
     del obj["host_mem"]["staging"]  # this one was added after the first version
     assert RankRow.from_json(obj) == gpu_row(0)
-
-
-def test_names_are_rank_at_host() -> None:
-    assert replace(cpu_row(3), identity=Identity(3, "n7", 1, "cpu")).name == "3@n7"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import shardkit.memory
-from shardkit.memory.rows import Identity, Spread, summary
+from shardkit.memory.rows import Spread, summary
 from shardkit.memory.table import render_table
 from tests.memory.samples import MIB, cpu_row, gpu_row
 
@@ -42,10 +42,6 @@ def test_of_many_nodes_only_the_worst_have_a_line() -> None:
     lines = render_table(rows).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("node ")] == [f"host{n}:" for n in range(19, 11, -1)]
     assert "(12 more nodes)" in lines
-
-
-def test_a_name_is_rank_and_host() -> None:
-    assert Identity(3, "h", 1, "cpu").name == "3@h"
 
 
 def test_no_module_takes_the_place_of_a_public_name() -> None:

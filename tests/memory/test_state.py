@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardkit.memory.rows import StateBytes
 from shardkit.memory.state import count_state, module_state
@@ -72,13 +71,6 @@ def test_cpu_tensors_are_host_memory_only_when_training_is_elsewhere() -> None:
     tensor = torch.zeros(10)
     assert count_state([("optimizer", tensor)], CPU)["optimizer"] == StateBytes(40, 0)
     assert count_state([("optimizer", tensor)], CUDA)["optimizer"] == StateBytes(0, 40)
-
-
-def test_fake_tensors_count_like_real_ones() -> None:
-    with FakeTensorMode():
-        first, second = torch.empty(10), torch.empty(20)
-        state = count_state([("params", first), ("params", first[2:]), ("grads", second)], CPU)
-    assert (state["params"].device, state["grads"].device) == (40, 80)
 
 
 def test_module_with_adamw_to_the_byte() -> None:

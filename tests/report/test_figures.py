@@ -13,7 +13,7 @@ from shardkit.memory.rows import StateBytes
 from shardkit.report import figures, measure, planned, traced
 from shardkit.report.read import Run, read_run
 from tests.memory.samples import MIB, gpu_row
-from tests.report.samples import EVIL, gpu_rows, plan, trace, write_run
+from tests.report.samples import EVIL, plan, trace, write_run
 
 
 @pytest.fixture
@@ -98,6 +98,8 @@ def test_predictions_stand_beside_what_was_measured(gpu: Run) -> None:
     assert found[2, "params on the device"].measured == 2**29 + 2
     assert found[2, "activations on the device"].measured is None
     assert found[2, "activations on the device"].error is None
+    others = found[1, "all but state"]
+    assert (others.predicted, others.measured) == (2**30, gpu.last_rows[1].unattributed)
 
 
 def test_on_the_cpu_the_plan_is_compared_with_the_trace(tmp_path: Path) -> None:
@@ -119,14 +121,6 @@ def test_a_plan_of_one_rank_holds_for_the_ranks_that_hold_as_much(tmp_path: Path
     assert {c.rank for c in planned.compared(first, run.gathers, {})} == {0}, "a smaller shard was not planned"
 
 
-def test_on_a_gpu_what_is_no_state_is_compared_together(gpu: Run) -> None:
-    found = {(c.rank, c.figure): c for c in planned.compared(plan(), gpu.gathers, {})}
-    row = gpu.last_rows[1]
-    assert (found[1, "all but state"].predicted, found[1, "all but state"].measured) == (
-        2**30, row.unattributed,
-    )  # fmt: skip
-
-
 def test_a_plan_of_anything_is_survived() -> None:
     broken = {"ranks": [3, {}, {"rank": 0, "peak": 7, "phases": [], "categories": {"params": 1}}]}
     assert planned.compared(broken, [], {}) == []
@@ -137,12 +131,6 @@ def test_a_plan_may_be_about_a_single_rank(gpu: Run) -> None:
     one = {"rank": 1, "peak": {"allocated": 7}, "host_peak": 2**31}
     found = {c.figure: (c.rank, c.predicted, c.measured) for c in planned.compared(one, gpu.gathers, {})}
     assert found == {"peak allocated": (1, 7, 4 * 2**30 + 20 * MIB), "tensors on the host": (1, 2**31, 2**31)}
-
-
-def test_rows_without_state_draw_nothing() -> None:
-    figure = figures.categories({})
-    assert (figure.data, figure.empty) == ([], "no state was counted")
-    assert gpu_rows(1)[0].state
 
 
 def test_each_run_has_one_colour_and_a_long_loss_is_smoothed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from shardkit.errors import ConfigError
 from shardkit.report.compare import compare_page
-from shardkit.report.html import Cell, Figure, Page, table
+from shardkit.report.html import Figure, Page
 from shardkit.report.page import facts, run_page, show_post_mortem
 from shardkit.report.read import read_run
 from tests.cli.test_main import shardkit
@@ -132,11 +132,6 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     steps = re.search(r"optimizer steps</td>(.*?)</tr>", text)
     assert steps is not None
     assert re.findall(r'data-value="([^"]+)"', steps[1]) == ["20.0", "10.0", "0.5"]
-
-
-def test_cells_hold_exact_numbers() -> None:
-    assert '<td class="n" data-value="3">3 B</td>' in table(["a"], [[Cell("3 B", 3)]])
-    assert "data-value" not in table(["a"], [[Cell("nan", float("nan"))], [Cell("x")]])
 
 
 def test_the_command_writes_a_file_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardkit.config.load import load_config
-from shardkit.memory.rows import PHASES, PhaseName, StateKind
-from shardkit.memory.state import HasState, module_state
-from shardkit.memory.tracing.traced_step import traced_step
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from tests.ranks import run_ranks
@@ -166,37 +161,3 @@ def test_losses_do_not_change(tmp_path: Path) -> None:
         losses.append([json.loads(line)["loss"] for line in lines])
     assert losses[0] == losses[1]
     assert not (tmp_path / "plain" / "trace").exists()
-
-
-def test_what_the_allocator_held_beyond_the_tensors_counts_in_every_phase(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peaks = {"forward": 100, "backward": 300, "update": 200}
-    running = "start"
-
-    class Ledger:
-        """Lets the allocator's peak start anew with each phase, as the ledger does."""
-
-        @contextmanager
-        def phase(self, name: PhaseName, follows: bool = False) -> Iterator[None]:
-            nonlocal running
-            running = name
-            yield
-
-        def sample_state(self, source: HasState) -> None: ...
-
-    class Strategy:
-        model = torch.nn.Linear(2, 2)
-
-        def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-            return module_state(self.model)
-
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[running])
-    monkeypatch.setattr("shardkit.memory.tracing.traced_step._cuda_stream", lambda: 0)
-    found: dict[str, Any] = {}
-    with traced_step(Strategy(), Strategy.model, Ledger(), torch.device("cuda", 0), 2, found.update) as phases:
-        for name in PHASES[-3:]:
-            with phases.phase(name):
-                pass
-    assert found["peak"]["categories"] == {"unattributed": 300}
