@@ -9,12 +9,9 @@ from __future__ import annotations
 import os
 import random
 import re
-import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ STRATEGIES = ("ddp", "fsdp")
 STEPS = 400
 """Optimizer steps of a run that nothing disturbs."""
 CANCEL_MOMENTS = ("start-up", "training", "warned", "writing", "publishing", "published", "look")
-CYCLE = ("cancel", "cancel", "limit", "cancel", "stop", "rival", "cancel", "processes", "nodes")
+CYCLE = ("cancel", "preempt", "limit", "cancel", "stop", "preempt", "cancel", "processes", "preempt")
 """The faults of one draw after another."""
 BLOCK = 24
 """Draws that share Slurm's timers, which belong to the cluster."""
@@ -86,7 +83,6 @@ class Played:
         self.draw, self.cluster = drawn, cluster
         self.folder = folder
         self.run_dir, self.output = folder / "run", folder / "out"
-        self.run_dirs = [self.run_dir]
         self.job = ""
 
     def queue(self, *options: str, **extra: Any) -> None:
@@ -132,11 +128,6 @@ class Played:
             state = self.cluster.field(self.job, "JobState")
         return state
 
-    def seconds(self) -> float:
-        """Seconds from the job's start to its end."""
-        began, ended = (datetime.fromisoformat(self.cluster.field(self.job, name)) for name in ("StartTime", "EndTime"))
-        return (ended - began).total_seconds()
-
     def saved_step(self) -> int | None:
         newest = job_starts.newest_checkpoint(self.run_dir)
         return None if newest is None else newest[0]
@@ -170,11 +161,10 @@ def play(drawn: Draw, cluster: Cluster, folder: Path, whole: Callable[[str], dic
     played = Played(drawn, cluster, folder)
     try:
         outcome = FAULTS[drawn.fault][0](played)
-        for run_dir in played.run_dirs:
-            if drawn.template != "script" and (run_dir / "metrics.jsonl").exists():
-                expected, trained = whole(drawn.strategy), losses(run_dir)
-                assert trained == {step: expected[step] for step in trained}, f"other losses: {played.say()}"
-                assert sorted(trained) == list(range(1, len(trained) + 1)), f"a step is missing: {played.say()}"
+        if drawn.template != "script" and (played.run_dir / "metrics.jsonl").exists():
+            expected, trained = whole(drawn.strategy), losses(played.run_dir)
+            assert trained == {step: expected[step] for step in trained}, f"other losses: {played.say()}"
+            assert sorted(trained) == list(range(1, len(trained) + 1)), f"a step is missing: {played.say()}"
         return outcome
     finally:
         if played.job:
@@ -295,87 +285,20 @@ def processes(played: Played) -> str:
     return "queued again, each step once"
 
 
-def rival(played: Played) -> str:
-    """A second job overwrites the same directory: one of them trains, the other ends in seconds and names it."""
-    drawn, cluster = played.draw, played.cluster
-    go_file = played.folder / "go"
-    extra = {
-        "run__overwrite": "true", "checkpoint__every_steps": 100, "task__args__pace": 0.02,
-        "task__args__go_file": go_file,
-    }  # fmt: skip
-    played.queue(**extra)
-    if drawn.moment == "start-up":
-        time.sleep(8 * drawn.at)
+def preempt(played: Played) -> str:
+    """A job of a higher partition takes the nodes: the run is queued again, and loses no step."""
+    played.queue(checkpoint__every_steps=60)
+    if played.draw.moment == "start-up":
+        played.until(lambda: ", start 1," in read(played.output))
+        time.sleep(4 * played.draw.at)
     else:
-        played.wait_for_phase(drawn.moment)
-        time.sleep(drawn.at * drawn.save_s)
-    second = Played(drawn, cluster, played.folder / "second")
-    second.run_dir = played.run_dir
-    second.folder.mkdir()
-    second.queue(**extra)
-    pair = [played, second]
-    try:
-        until(
-            lambda: any(cluster.field(each.job, "JobState") == "FAILED" for each in pair), 300,
-            lambda: f"none was refused: {played.say()}{second.say()}",
-        )  # fmt: skip
-        go_file.touch()
-        states = [each.ended(400) for each in pair]
-    finally:
-        go_file.touch()
-        cluster.run("scancel", second.job)
-    assert sorted(states) == ["COMPLETED", "FAILED"], f"{states}: {played.say()}{second.say()}"
-    loser, winner = sorted(pair, key=lambda each: each.ended(), reverse=True)
-    assert drawn.moment == "start-up" or winner is played, f"the first was refused: {played.say()}{second.say()}"
-    assert cluster.field(loser.job, "ExitCode") == "2:0", loser.say()
-    refusal = f"error: run.dir={played.run_dir} is being written by Slurm job {winner.job} of "
-    assert refusal in read(loser.output), loser.say()
-    assert loser.seconds() < 180, loser.say()  # a start of many side by side; run.init_timeout_s is 1800 s
-    assert f"refused, as this run was writing to the directory: job {loser.job}" in read(winner.output), winner.say()
-    assert last_step(played.run_dir) == STEPS, winner.say()
-    assert not (played.run_dir / ".rendezvous").exists(), winner.say()
-    return "the later job refused, by the other's number; the other each step once"
-
-
-def nodes(played: Played) -> str:
-    """A node lacks something: the job ends before its ranks start, and names the node and what it lacks."""
-    drawn, cluster, folder = played.draw, played.cluster, played.folder
-    node = "n1" if drawn.at < 0.5 else "n2"  # n1 runs the batch script
-    (played.run_dir / "checkpoints").mkdir(parents=True)
-    lacking = {
-        "interpreter": folder / "venv", "torch": _environment(folder / "venv"),
-        "run": played.run_dir, "checkpoints": played.run_dir / "checkpoints",
-    }[drawn.moment]  # fmt: skip
-    python = folder / "venv/bin/python"
-    cluster.call("bash", str(SCRIPT), "hide", str(cluster.folder), node, str(lacking))
-    try:
-        played.queue(f"--export=ALL,NPROC_PER_NODE=1,SHARDKIT_PYTHON={python}")
-        state = played.ended()
-    finally:
-        cluster.call("bash", str(SCRIPT), "show", str(cluster.folder), node)
-    assert state == "FAILED" and cluster.field(played.job, "ExitCode") == "2:0", played.say()
-    words = f"node n2 does not see what n1 wrote to {lacking}"
-    if drawn.moment in ("interpreter", "torch") and node == "n1":
-        words = f"shardkit and its packages are not installed for any of: {python} (on "
-    elif drawn.moment in ("interpreter", "torch"):
-        words = {"interpreter": f"node n2 has no interpreter {python}", "torch": f"node n2: {python}: no module torch"}[
-            drawn.moment
-        ]
-    assert re.search(rf"^error: {re.escape(words)}.*\n  fix: ", read(played.output), re.MULTILINE), played.say()
-    assert "Traceback" not in read(played.output) and not played.phase(), played.say()
-    assert played.seconds() < 60, played.say()
-    return "refused before its ranks start, by the node and what it lacks"
-
-
-def _environment(folder: Path) -> Path:
-    """Make an environment with this one's interpreter and packages; returns its folder of packages."""
-    packages = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    packages.mkdir(parents=True)
-    for entry in Path(sys.prefix).iterdir():
-        if not (folder / entry.name).exists():
-            (folder / entry.name).symlink_to(entry)
-    (packages / "all.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    return packages
+        played.wait_for_phase("training")
+        _reach(played)
+    played.cluster.preempt()
+    assert played.ended(480) == "COMPLETED", played.say()
+    assert played.cluster.field(played.job, "Restarts") == "1", played.say()
+    assert reasons(played.run_dir)[-1] == "done" and last_step(played.run_dir) == STEPS, played.say()
+    return "queued again, each step once"
 
 
 FAULTS: dict[str, tuple[Callable[[Played], str], tuple[str, ...]]] = {
@@ -383,7 +306,6 @@ FAULTS: dict[str, tuple[Callable[[Played], str], tuple[str, ...]]] = {
     "limit": (limit, ("writing",)),
     "stop": (stop, ("writing",)),
     "processes": (processes, ("training",)),
-    "rival": (rival, ("start-up", "training", "writing")),
-    "nodes": (nodes, ("interpreter", "torch", "run", "checkpoints")),
+    "preempt": (preempt, ("start-up", "training", "writing", "publishing", "published")),
 }
 """Fault → what plays it, the moments that it is aimed at."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -15,46 +13,34 @@ from torch import nn
 
 from shardkit.checkpoint.native import layout, writer
 
-PHASES = ("start-up", "training", "evaluation", "saving")
 
-
-def beside(run_dir: Path, name: str) -> Path:
-    return run_dir.with_name(f"{run_dir.name}.{name}")
-
-
-class Paced:
-    """A wide linear model, so that a save takes a moment, and slow evaluations.
-
-    Rank 0 keeps where it stands in RUN_DIR.phase, and appends to RUN_DIR.phases where it stood when USR2 arrived
-    (`beside`: a new run is refused a directory with files in it).
-    """
-
-    def __init__(self, config: Any, wide: int = 2048) -> None:
-        self.wide = wide
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            threading.Thread(target=_watch, args=(Path(config.run.dir),), daemon=True).start()
+class Small:
+    """A small linear model."""
 
     def build_model(self) -> nn.Module:
-        return nn.Linear(self.wide, self.wide)
+        return nn.Linear(8, 4)
 
-    def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(1 if split == "train" else 2)
-        return [torch.randn(self.wide, generator=generator) for _ in range(64)]
+    def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randn(8, generator=generator) for _ in range(64)] if split == "train" else None
 
     def n_targets(self, batch: torch.Tensor) -> int:
         return len(batch)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02 if model.training else 0.1)
         return model(batch).square().sum()  # type: ignore[no-any-return]
 
 
-class Faulty(Paced):
+def broken_node(run_dir: Path) -> Path:
+    """The file that names it: beside the directory, as a new run is refused one with files in it."""
+    return run_dir.with_name(f"{run_dir.name}.broken")
+
+
+class Faulty(Small):
     """Fails as a GPU with broken memory does, on the node where it is started first."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config, wide=4)
-        broken, here = beside(Path(config.run.dir), "broken"), os.environ["SLURMD_NODENAME"]
+        broken, here = broken_node(Path(config.run.dir)), os.environ["SLURMD_NODENAME"]
         if not broken.exists():
             broken.write_text(here)
         if broken.read_text() == here:
@@ -64,7 +50,7 @@ class Faulty(Paced):
 _HELD_AT = 250
 
 
-class SlowSaves:
+class SlowSaves(Small):
     """A small linear model whose saves take `save_s` seconds: most of it in each rank's file, then in the manifest.
 
     Every rank keeps the phase that it is in, and its process id, in RUN_DIR/phase.RANK (see `phase_of`). On rank
@@ -111,23 +97,13 @@ class SlowSaves:
         draft.write_text(f"{phase} {os.getpid()}")
         draft.replace(draft.with_suffix(""))
 
-    def build_model(self) -> nn.Module:
-        return nn.Linear(8, 4)
-
-    def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
-        generator = torch.Generator().manual_seed(1)
-        return [torch.randn(8, generator=generator) for _ in range(64)] if split == "train" else None
-
-    def n_targets(self, batch: torch.Tensor) -> int:
-        return len(batch)
-
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         self._note("training")
         time.sleep(self.pace)
         self._n_losses += 1
         while self._go_file and self._n_losses > _HELD_AT and not Path(self._go_file).exists():
             time.sleep(0.1)
-        return model(batch).square().sum()  # type: ignore[no-any-return]
+        return super().loss(model, batch)
 
 
 def phase_of(run_dir: Path, rank: int = 0) -> tuple[str, int]:
@@ -137,34 +113,3 @@ def phase_of(run_dir: Path, rank: int = 0) -> tuple[str, int]:
     except OSError:
         return "", 0
     return phase, int(pid)
-
-
-def _watch(run_dir: Path) -> None:
-    """USR2 is blocked in every thread, so that it stays pending: who looks can see it."""
-    before = ""
-    while True:
-        phase = _phase()
-        if signal.SIGUSR2 in signal.sigpending():
-            with beside(run_dir, "phases").open("a") as file:
-                file.write(phase + "\n")
-            return
-        if phase != before:
-            before, draft = phase, beside(run_dir, "phase.part")
-            draft.write_text(phase)
-            draft.replace(beside(run_dir, "phase"))
-        time.sleep(0.002)
-
-
-def _phase() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    phase = "start-up"
-    while frame is not None:
-        where = (Path(frame.f_code.co_filename).name, frame.f_code.co_name)
-        if where == ("evaluate.py", "evaluate"):
-            return "evaluation"
-        if where == ("save.py", "save"):
-            return "saving"
-        if where == ("loop.py", "__iter__"):
-            phase = "training"
-        frame = frame.f_back
-    return phase

@@ -6,9 +6,6 @@ import json
 import os
 import random
 import signal
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from tests.disks import mounted
 from tests.launch.jobs import losses, settings
 from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, until
 from tests.slurm.runs import reasons, record, steady, with_task
-from tests.slurm.tasks import PHASES, beside
+from tests.slurm.tasks import broken_node
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist]
 
@@ -73,19 +70,6 @@ def test_a_killed_rank_gives_the_jobs_exit_code_and_reason(style: str, cluster: 
 
 
 @pytest.mark.release
-def test_told_before_the_time_limit_it_saves_and_goes_on(
-    cluster: Cluster, undisturbed: dict[int, float], tmp_path: Path
-) -> None:
-    output = tmp_path / "out"
-    job = cluster.sbatch("srun", output, steady(tmp_path / "run"), ranks=1)
-    cluster.wait_for_step(tmp_path / "run", random.randint(1, 30), output)
-    cluster.call("scancel", "--batch", "--signal=USR2", job)  # what --signal sends
-    assert cluster.wait(job, output) == "COMPLETED", read(output)
-    assert cluster.field(job, "Restarts") == "1", read(output)
-    assert losses(tmp_path / "run") == undisturbed
-
-
-@pytest.mark.release
 @pytest.mark.timeout(400)
 def test_a_run_longer_than_the_time_limit_is_a_chain_of_starts(cluster: Cluster, tmp_path: Path) -> None:
     """A limit of one minute, reached for real; each start goes on where the one before it saved."""
@@ -113,64 +97,6 @@ def test_slow_saves_are_begun_earlier_than_slurm_signals(cluster: Cluster, tmp_p
     assert "told to save 286 s before its time limit" in read(output) and "the time limit is near" in read(output)
     assert reasons(run_dir)[0] == "saved after USR2"
     cluster.wait(job, output)
-
-
-@pytest.mark.release
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("style", "moments"), [("torchrun", 10), ("srun", 12)])
-def test_preempted_again_and_again_at_any_moment_it_loses_nothing(
-    style: str, moments: int, cluster: Cluster, tmp_path: Path
-) -> None:
-    def args(run_dir: Path) -> list[str]:
-        return with_task(
-            run_dir, "Paced", train__max_steps=110, train__deterministic="true", train__eval_every=3,
-            train__eval_samples=12, checkpoint__every_steps=4,
-        )  # fmt: skip
-
-    whole, output, run_dir = tmp_path / "whole", tmp_path / "out", tmp_path / "run"
-    job = cluster.sbatch(style, output, args(whole), ranks=1)
-    assert cluster.wait(job, output) == "COMPLETED", read(output)
-    output = tmp_path / "again.out"
-    job = cluster.sbatch(style, output, args(run_dir), ranks=1)
-    chance = random.Random(20)
-    aims = [*PHASES, *chance.choices(PHASES, k=moments - len(PHASES))]
-    chance.shuffle(aims)
-    for restart, aim in enumerate(aims):
-        assert cluster.wait_for_start(job, restart, output), read(output)
-        strike_at(aim, restart, chance, run_dir, output)
-        if chance.random() < 0.3:
-            cluster.preempt()
-        else:
-            cluster.call("scancel", "--batch", "--signal=USR2", job)
-    assert cluster.wait(job, output, 120) == "COMPLETED", read(output)
-    assert int(cluster.field(job, "Restarts")) == moments, read(output)
-    hit = Counter(beside(run_dir, "phases").read_text().split())
-    hit["start-up"] += moments - hit.total()  # before the task was there to note it
-    print(f"\n{style}: aimed at {Counter(aims)}, noticed in {dict(hit)}; {Counter(reasons(run_dir))}")
-    assert losses(run_dir) == losses(whole)
-    interrupted, uninterrupted = validation(run_dir), validation(whole)
-    assert interrupted == {step: uninterrupted[step] for step in interrupted}
-    # The step at which a run is stopped may go without an evaluation.
-    assert len(uninterrupted) - len(interrupted) <= moments
-
-
-def strike_at(phase: str, restart: int, chance: random.Random, run_dir: Path, output: Path) -> None:
-    """Wait for a random moment of `phase`."""
-    if phase == "start-up":
-        # Slurm itself drops a signal to a batch script that it has not started yet.
-        until(lambda: f", start {restart + 1}," in read(output), 60, lambda: read(output))
-        time.sleep(chance.uniform(0, 5))
-        return
-    step = last_step(run_dir) + chance.randint(1, 3)
-    until(lambda: last_step(run_dir) >= step, 180, lambda: read(output))
-    until(lambda: read(beside(run_dir, "phase")) == phase, 120, lambda: read(output))
-    if phase != "saving":
-        time.sleep(chance.uniform(0, 0.2))
-
-
-def validation(run_dir: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: r["val_loss"] for r in records if "val_loss" in r}
 
 
 @pytest.mark.parametrize("style", [pytest.param("torchrun", marks=pytest.mark.release), "srun"])
@@ -265,33 +191,11 @@ def test_a_node_whose_hardware_fails_is_left_out(cluster: Cluster, tmp_path: Pat
     output, run_dir = tmp_path / "out", tmp_path / "run"
     job = cluster.sbatch("srun", output, with_task(run_dir, "Faulty"), nodes=1, ranks=1)
     assert cluster.wait(job, output) == "COMPLETED", read(output)
-    broken = read(beside(run_dir, "broken"))
+    broken = read(broken_node(run_dir))
     assert cluster.field(job, "ExcNodeList") == broken != cluster.field(job, "NodeList")
     assert cluster.field(job, "Restarts") == "1"
     assert reasons(run_dir) == [f"node at fault: {broken}", "done"]
     assert f"queued again without {broken}" in read(output)
-
-
-@pytest.mark.release
-def test_a_user_may_leave_out_a_node_of_a_job_that_waits(cluster: Cluster, tmp_path: Path) -> None:
-    """What `queue_again` relies on, as a user without privileges, from inside the job."""
-    tmp_path.chmod(0o777)
-    script = tmp_path / "job.sbatch"
-    script.write_text(
-        '#!/bin/bash\n[ -z "$SLURM_RESTART_COUNT" ] || exit 0\ntrap "" TERM\nid -un\n'
-        "scontrol requeue $SLURM_JOB_ID\nscontrol update JobId=$SLURM_JOB_ID ExcNodeList=$SLURM_JOB_NODELIST\necho $?\n"
-    )
-    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    temporary = Path(tempfile.gettempdir())
-    for folder in {cluster.folder, *cluster.folder.parents, *tmp_path.parents} - {temporary, *temporary.parents}:
-        folder.chmod(folder.stat().st_mode | 0o055)
-    job = cluster.call(
-        *as_nobody, "sbatch", "--parsable", "--requeue", "-N1", "--open-mode=append", f"--chdir={tmp_path}",
-        f"--output={tmp_path}/out", str(script),
-    ).strip()  # fmt: skip
-    assert cluster.wait(job, tmp_path / "out") == "COMPLETED", read(tmp_path / "out")
-    assert cluster.field(job, "ExcNodeList") in ("n1", "n2")
-    assert read(tmp_path / "out").startswith("nobody")
 
 
 @pytest.mark.release

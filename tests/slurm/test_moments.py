@@ -40,6 +40,8 @@ DRAWS = [
     # Under torchrun srun waited without end; under srun the job failed although checkpoints were there.
     (Draw(1, 7, "torchrun", "ddp", "processes", "training", 0.5, 1.0, 10), "queued again, each step once"),
     (Draw(1, 7, "srun", "ddp", "processes", "training", 0.5, 1.0, 10), "queued again, each step once"),
+    # A signal is dropped before the batch script runs, and blocked in every thread of a rank afterwards.
+    (Draw(1, 8, "srun", "ddp", "preempt", "writing", 0.5, 3.0, 30), "queued again, each step once"),
     (Draw(1, 4, "srun", "fsdp", "stop", "writing", 0.8, 1.0, 10), "ended, named the rank, .*"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from tests.launch.jobs import losses
 from tests.slurm.cluster import SCRIPT, Cluster, read, until
 from tests.slurm.runs import reasons, record, steady, with_task
+
+PURELIB = sysconfig.get_path("purelib")
+PACKAGES = Path(PURELIB).relative_to(sys.prefix)
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist]
 
@@ -63,6 +67,7 @@ def hide(cluster: Cluster) -> Iterator[Callable[[Path], None]]:
 @pytest.mark.parametrize(
     ("hidden", "said"),
     [
+        (f"venv/{PACKAGES}", "error: node n2: {}/venv/bin/python: no module torch\n  fix: "),
         ("venv", "error: node n2 has no interpreter {}/venv/bin/python\n  fix: install the environment there"),
         ("run", "error: node n2 does not see what n1 wrote to {}/run\n  fix: set run.dir to a directory that all"),
         ("run/checkpoints", "error: node n2 does not see what n1 wrote to {}/run/checkpoints\n  fix: set run.dir to"),
@@ -73,9 +78,11 @@ def test_nodes_that_differ_are_refused_before_ranks_start(
 ) -> None:
     output = tmp_path / "out"
     (tmp_path / "run/checkpoints").mkdir(parents=True)
-    (tmp_path / "venv").mkdir()
-    for entry in Path(sys.prefix).iterdir():  # the same environment under a path of its own
-        (tmp_path / "venv" / entry.name).symlink_to(entry)
+    (tmp_path / "venv" / PACKAGES).mkdir(parents=True)  # the same environment under a path of its own
+    (tmp_path / "venv" / PACKAGES / "all.pth").write_text(f"import site; site.addsitedir({PURELIB!r})\n")
+    for entry in Path(sys.prefix).iterdir():
+        if not (tmp_path / "venv" / entry.name).exists():
+            (tmp_path / "venv" / entry.name).symlink_to(entry)
     hide(tmp_path / hidden)
     python = f"--export=ALL,NPROC_PER_NODE=1,SHARDKIT_PYTHON={tmp_path}/venv/bin/python"
     job = cluster.sbatch(style, output, steady(tmp_path / "run"), python, ranks=1)
