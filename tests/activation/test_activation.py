@@ -103,23 +103,6 @@ def test_a_copied_model_is_recomputed_with_its_own_weights(policy: str) -> None:
     assert_same(gradients(twin), gradients(reference()))
 
 
-@pytest.mark.parametrize("policy", ["full", "every_k"])  # torch refuses it for selective_op
-def test_backward_twice_and_no_grad(policy: str) -> None:
-    def twice(model: nn.Module) -> torch.Tensor:
-        torch.manual_seed(3)
-        out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
-        torch.autograd.backward(out, retain_graph=True)
-        return out
-
-    want, model = Chain(), technique(Chain(), **POLICIES[policy])
-    assert_same(gradients(model, twice), gradients(want, twice))
-    with torch.no_grad():
-        torch.manual_seed(3)
-        value = model(torch.ones(5, 8))
-        torch.manual_seed(3)
-        assert torch.equal(value, want(torch.ones(5, 8)))
-
-
 class Counting(nn.Module):
     """Writes to buffers in forward, in place and by assignment, and computes with them; so does its spectral norm."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,14 +12,12 @@ from typing import Any
 import pytest
 
 from shardkit.config import capability
-from shardkit.config import errors as config_errors
 from shardkit.data import rows
 from shardkit.data.rows import BadRow, Piece, RowFormat
 from shardkit.errors import ConfigError, DataError
 from shardkit.launch.script import Script
 from shardkit.launch.spec import JobSpec
 from shardkit.telemetry import catalog
-from tests.config import test_capability, test_load
 from tests.data.test_text import opened
 from tests.ranks import run_ranks
 from tests.texts import write_program
@@ -141,27 +138,6 @@ def test_a_strategy_dependent_key_is_refused_by_its_declaration(extended: Any, m
     assert caught.value.fix == "remove parallel.gather_dtype"
 
 
-@pytest.mark.parametrize(
-    "stale", [test_load.test_the_checked_in_schema_is_current, test_capability.test_the_page_has_the_current_table]
-)
-def test_the_run_of_a_changed_key_says_what_to_run(
-    stale: Callable[[], None], extended: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stale()
-    entry = declared_key(extended)
-    monkeypatch.setitem(capability.CAPABILITIES, entry.name, entry.capability)
-    monkeypatch.setattr(config_errors, "RunConfig", extended.Extended)
-    config_errors.json_schema.cache_clear()
-    try:
-        with pytest.raises(AssertionError) as caught:
-            stale()
-    finally:
-        config_errors.json_schema.cache_clear()
-    file = Path(sys.modules[stale.__module__].__file__ or "").relative_to(REPO)
-    shown = f"FAILED {file}::{stale.__name__} - AssertionError: {str(caught.value).splitlines()[0]}"
-    assert shown in section("Add a config key").splitlines()
-
-
 def refused_vocabularies() -> str:
     """On two ranks: the error of the example's check for tokenizers that differ."""
     from shardkit.errors import DataError
@@ -209,31 +185,6 @@ def test_a_checkpoint_format_is_two_functions(tmp_path: Path, monkeypatch: pytes
     np.save(folder / "head.weight.npy", np.asfortranarray(arrays["head.weight"]))
     with pytest.raises(CheckpointError, match="is in Fortran order"):
         detect.open_source(folder)
-
-
-def fitted(run_dir: str) -> tuple[float, float]:
-    """On one rank: the weight and the bias of the example's task after training."""
-    import torch
-
-    from shardkit.run.job import start
-    from shardkit.run.trainer import Trainer
-    from shardkit.tasks import load as tasks
-
-    tasks.BUILT_IN["causal_lm"] = names_of("Add a task", torch=torch)["Line"]
-    settings = {
-        "run.dir": run_dir, "run.device": "cpu", "parallel.strategy": "single", "train.max_steps": 60,
-        "optim.name": "sgd", "optim.lr": 0.3, "optim.schedule": "constant", "optim.weight_decay": 0.0,
-        "train.max_norm": None,
-    }  # fmt: skip
-    with start(None, settings) as job:
-        Trainer(job).fit()
-        return tuple(parameter.item() for parameter in job.model.parameters())
-
-
-@pytest.mark.dist
-def test_a_task_trains(tmp_path: Path) -> None:
-    [line] = run_ranks(1, "tests.docs.test_contributing:fitted", init_group=False, run_dir=str(tmp_path / "run"))
-    assert line == pytest.approx((2, 1), abs=0.02)
 
 
 MPIRUN = """#!/bin/bash

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from shardkit.config.schema import ModelConfig
 from shardkit.errors import ConfigError
+from shardkit.memory import TensorTracker
 from shardkit.models.cross_entropy import attach_loss, check_loss_fits
 from shardkit.models.flops import hf_flops_per_token, transformer_flops_per_token
 from shardkit.models.hf import HFModel
 from shardkit.parallel.weights import Weights
-from tests.models.test_cross_entropy import PeakBytes
 
 DEBUG = [
     ("hf_causal_lm", "gpt2-debug"), ("hf_causal_lm", "llama-debug"), ("hf_masked_lm", "bert-debug"),
@@ -188,9 +188,9 @@ def test_chunks_cut_the_peak_of_the_logits_eightfold() -> None:
     peaks = []
     for chunk in (0, 16):
         built = real(hf, chunk)
-        with PeakBytes() as tape:
+        with TensorTracker() as tracker:
             built(tokens, tokens).backward()
-        peaks.append(tape.peak)
+        peaks.append(tracker.peak("cpu"))
     assert peaks[0] > 2 * 256 * 50257 * 4, "logits and their gradient"
     assert peaks[0] > 8 * peaks[1]
 

@@ -35,21 +35,12 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> type[Stub]:
     return Stub
 
 
-def test_a_torch_is_built_for_once(stub: type[Stub], tmp_path: Path) -> None:
-    folders = {build.built(TORCH, tmp_path) for _ in range(3)}
-    assert len(folders) == len(stub.started) == 1
-    assert (folders.pop() / "sitecustomize.py").exists()
-
-
-def test_another_torch_or_another_cuda_has_a_build_of_its_own(stub: type[Stub], tmp_path: Path) -> None:
-    for version, cuda in (("2.13.0+cu130", "13.0"), ("2.13.0+cu130", "13.1"), ("2.14.0+cu130", "13.0")):
-        build.built(Torch(TORCH.python, TORCH.site, version, cuda), tmp_path)
-    assert len(stub.started) == 3
-
-
-def test_a_build_that_computes_is_another_one(stub: type[Stub], tmp_path: Path) -> None:
-    folders = {build.built(TORCH, tmp_path, computing) for computing in (False, True, True)}
-    assert len(folders) == len(stub.started) == 2
+def test_each_torch_with_its_cuda_is_built_for_once_and_once_more_to_compute(stub: type[Stub], tmp_path: Path) -> None:
+    folders = [build.built(TORCH, tmp_path, computing) for computing in (False, True, True, False)]
+    for version, cuda in (("2.13.0+cu130", "13.1"), ("2.14.0+cu130", "13.0")):
+        folders.append(build.built(Torch(TORCH.python, TORCH.site, version, cuda), tmp_path))
+    assert len(set(folders)) == len(stub.started) == 4
+    assert all((folder / "sitecustomize.py").exists() for folder in folders)
 
 
 def test_a_build_that_was_killed_is_not_believed(

@@ -30,12 +30,6 @@ def test_what_was_freed_before_the_peak_or_made_after_it_is_left_out() -> None:
     assert lines[0]["source_line"] == f"{__file__}:3: {text}".strip()
 
 
-def test_a_history_that_is_full_has_lost_its_first_events() -> None:
-    tensors = injected("shardkit_tensors")
-    history = [event("alloc", 1, 10)] * tensors.MOST_EVENTS
-    assert tensors.is_whole(history[1:]) and not tensors.is_whole(history)
-
-
 def test_a_recording_of_the_programs_own_does_not_take_the_rehearsals_place() -> None:
     calls: list[Any] = []
     snapshot = {"device_traces": [[event("alloc", 1, 10)], []]}

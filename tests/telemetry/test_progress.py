@@ -101,16 +101,6 @@ def test_a_terminal_gets_a_bar_per_rank(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().out == ""
 
 
-def test_of_many_ranks_the_worst_get_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = use_terminal(monkeypatch)
-    shown = RunProgress(20, 0, 10, None, None)
-    shown.update(record(1), 64, [gpu_row(rank, (rank + 1) * 2**30) for rank in range(64)])
-    shown.close()
-    text = terminal.getvalue()
-    assert "rank 63@node1" in text and "rank 56@node1" in text and "(56 more)" in text
-    assert "rank 55@node1" not in text
-
-
 def test_text_of_other_code_stays_above_the_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = use_terminal(monkeypatch)
     stdout = sys.stdout
