@@ -79,19 +79,13 @@ def assert_same(got: Any, want: Any) -> None:
         assert torch.equal(got[1][name], gradient), name
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("policy", ["none", *POLICIES])
-def test_gradients_are_those_of_keeping_everything(policy: str, offload: str) -> None:
+def test_gradients_are_those_of_keeping_everything(policy: str, offload: str, autocast: bool) -> None:
     settings = POLICIES.get(policy, {}) | {"offload": offload, "offload_min_bytes": 0}
-    want = gradients(reference())
-    assert_same(gradients(technique(reference(), **settings)), want)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_under_autocast(policy: str) -> None:
-    want = gradients(reference(), autocast=True)
-    model = technique(reference(), **POLICIES[policy], offload="cpu", offload_min_bytes=0)
-    assert_same(gradients(model, autocast=True), want)
+    want = gradients(reference(), autocast=autocast)
+    assert_same(gradients(technique(reference(), **settings), autocast=autocast), want)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -26,7 +26,7 @@ WHOLE: dict[str, dict[str, Any]] = QUICK | {
 
 
 def curves(
-    strategies: list[str], techniques: dict[str, dict[str, Any]], precision: str = "fp32", steps: int = 2
+    strategies: list[str], techniques: dict[str, dict[str, Any]], precision: str, steps: int
 ) -> dict[str, dict[str, Any]]:
     """strategy → technique → (loss, gradient norm) of each step, with bytes of device state after the last."""
     import torch.distributed as dist
@@ -65,24 +65,24 @@ def check(got: dict[str, dict[str, Any]]) -> None:
             assert result == results[KEEP], (strategy, name)
 
 
+slow, release = pytest.mark.slow, pytest.mark.release
+
+
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
-    "strategies",
+    ("strategies", "precision", "techniques", "steps"),
     [
-        pytest.param(["ddp", "zero2"], marks=pytest.mark.slow, id="ddp+zero2"),
-        pytest.param(["fsdp", "zero3"], marks=pytest.mark.slow, id="fsdp+zero3"),
+        pytest.param(["ddp", "zero2"], "fp32", QUICK, 2, marks=slow, id="ddp+zero2"),
+        pytest.param(["fsdp", "zero3"], "fp32", QUICK, 2, marks=slow, id="fsdp+zero3"),
+        *(pytest.param([strategy], precision, WHOLE, 3, marks=release, id=f"{strategy} {precision}")
+          for strategy in STRATEGIES for precision in ("fp32", "bf16")),
     ],
-)
-def test_losses_and_norms_are_those_of_keeping_everything(strategies: list[str]) -> None:
-    check(run_ranks(2, "tests.activation.test_strategies:curves", strategies=strategies, techniques=QUICK)[0])
-
-
-@pytest.mark.release
-@pytest.mark.dist
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_policy(strategy: str, precision: str) -> None:
-    target = "tests.activation.test_strategies:curves"
-    check(run_ranks(2, target, strategies=[strategy], techniques=WHOLE, precision=precision, steps=3, timeout=400)[0])
+)  # fmt: skip
+def test_losses_and_norms_are_those_of_keeping_everything(
+    strategies: list[str], precision: str, techniques: dict[str, dict[str, Any]], steps: int
+) -> None:
+    given = dict(strategies=strategies, techniques=techniques, precision=precision, steps=steps)
+    for strategy, results in run_ranks(2, f"{__name__}:curves", timeout=400, **given)[0].items():
+        for name, result in results.items():
+            assert result == results[KEEP], (strategy, name)

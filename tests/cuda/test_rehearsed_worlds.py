@@ -62,6 +62,9 @@ def test_shardkits_own_ranks_have_the_same_peaks(cache: Path, tmp_path: Path) ->
     among_pretended, among_live = rank_0("0"), rank_0("0,1,2,3")
     host, live_host = among_pretended.pop("host_peak"), among_live.pop("host_peak")
     assert among_pretended == among_live
+    sharded = among_pretended["at_update"]
+    assert sharded["optimizer states"] == pytest.approx(2 * sharded["parameters"], rel=0.01)
+    assert sharded["gradients"] == sharded["parameters"] > 0
     assert host == pytest.approx(live_host, rel=0.05)  # a process's memory, libraries and all: never equal to a byte
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 import yaml
 
 from tests.data.chats import conversation, write_lines, write_tokenizer
-from tests.docs.test_integrations import REPO, environment
+from tests.docs.test_integrations import REPO, run
 from tests.docs.test_integrations import folder as folder  # a fixture
 from tests.texts import write_program
 
@@ -45,18 +43,6 @@ def prepare(folder: Path) -> None:
         config["optim"]["warmup_steps"] = 1
         config["run"]["device"] = "cpu"
         recipe.write_text(yaml.safe_dump(config), encoding="utf-8")
-
-
-def run(script: str, folder: Path) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}"
-    values = environment(folder)
-    values["PATH"] = values["PATH"].replace(str(folder / "bin"), f"{folder / 'bin'}{os.pathsep}{path}".rstrip(":"))
-    done = subprocess.run(
-        ["bash", "-eu", "-c", script], cwd=folder, env=values, timeout=400, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.mark.slow

@@ -31,24 +31,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(folder: Path) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    path = f"{folder / 'bin'}{os.pathsep}{clean['PATH']}"
+    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), clean["PATH"]])
     return {**clean, "PATH": path, "PYTHONPATH": str(REPO), "XDG_CACHE_HOME": str(folder / "cache")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0], ids=["plan"])
-def test_an_example_prints_what_the_page_shows(number: int, folder: Path) -> None:
-    assert len(EXAMPLES) == 1
-    script, shown = EXAMPLES[number]
+def run(script: str, folder: Path) -> str:
+    """What it prints, on both streams."""
     done = subprocess.run(
-        ["bash", "-eu", "-c", script], cwd=folder, env=environment(folder), timeout=240,
+        ["bash", "-eu", "-c", script], cwd=folder, env=environment(folder), timeout=400,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    rest = done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_an_example_prints_what_the_page_shows(folder: Path) -> None:
+    [(script, shown)] = EXAMPLES
+    rest = printed = run(script, folder)
     for line in (line for line in shown.splitlines() if line != "…"):
-        assert line in rest, f"{line}\nis not, or not in this order, in\n{done.stdout}"
+        assert line in rest, f"{line}\nis not, or not in this order, in\n{printed}"
         rest = rest.partition(line)[2]
+
+
+OWN_SCRIPT = PAGE.partition("\n## Launch your own script\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_examples_of_ones_own_script_print_what_the_page_shows(folder: Path) -> None:
+    bash, text = (
+        re.findall(rf"^```{kind}\n(.*?)^```", OWN_SCRIPT, re.MULTILINE | re.DOTALL) for kind in ("bash", "text")
+    )
+    assert len(bash) == len(text) == 2
+    for script, shown in zip(bash, text, strict=True):
+        printed = run(script, folder)
+        assert re.search(".*".join(re.escape(piece) for piece in shown.split("…")), printed, re.DOTALL), printed
+    assert "rank 1: step" not in printed
 
 
 @pytest.mark.slow

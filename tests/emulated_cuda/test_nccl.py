@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from tests.emulated_cuda import call, needs_emulation
+from tests.emulated_cuda import needs_emulation
 from tests.ranks import RankError, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, needs_emulation]
@@ -177,28 +176,3 @@ def disagree() -> None:
 def test_ranks_that_disagree_fail_instead_of_hanging() -> None:
     with pytest.raises(RankError):
         gpu_ranks(2, "disagree", timeout=60)
-
-
-def data_parallel(kind: str) -> tuple[list[float], list[int]]:
-    """Losses of three steps, and the bytes that each GPU held; one process drives all GPUs."""
-    torch.manual_seed(0)
-    layers: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64, affine=False), nn.Linear(64, 8)).to(kind)
-    model = nn.DataParallel(layers) if kind == "cuda" else layers
-    optimizer, losses = torch.optim.SGD(layers.parameters(), lr=0.1), []
-    model.eval()
-    for _ in range(3):
-        x = torch.randn(10, 32).to(kind)  # not as many for each GPU
-        loss = model(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    devices = range(torch.cuda.device_count() if kind == "cuda" else 0)
-    return losses, [torch.cuda.max_memory_allocated(device) for device in devices]
-
-
-@pytest.mark.parametrize("gpus", [2, 3])
-def test_one_process_trains_on_several_gpus(gpus: int) -> None:
-    losses, held = call(data_parallel, "cuda", EMUCUDA_DEVICES=str(gpus))
-    assert losses == pytest.approx(call(data_parallel, "cpu", EMUCUDA="0")[0], rel=1e-5)
-    assert len(held) == gpus and all(held)

@@ -56,25 +56,6 @@ def test_a_card_without_code_of_its_own_runs_that_of_an_older_one() -> None:
     assert call(look_up_many, EMUCUDA_COMPUTE="0", EMUCUDA_SM="8.9") == 64_000
 
 
-def convolve() -> list[list[int]]:
-    x = torch.zeros(2, 3, 32, 32, device="cuda", requires_grad=True)
-    layer = nn.Conv2d(3, 8, 3, stride=2, padding=1).cuda()
-    out = layer(x)
-    out.sum().backward()
-    assert layer.weight.grad is not None and x.grad is not None
-    heads = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
-    attended.sum().backward()
-    assert heads.grad is not None
-    return [list(t.shape) for t in (out, layer.weight.grad, x.grad, attended, heads.grad)]
-
-
-def test_what_cudnn_would_do_has_its_shapes() -> None:
-    assert call(convolve, EMUCUDA_COMPUTE="0") == [
-        [2, 8, 16, 16], [8, 3, 3, 3], [2, 3, 32, 32], [1, 2, 64, 64], [1, 2, 64, 64]
-    ]  # fmt: skip
-
-
 def decide() -> dict[str, Any]:
     """Values that a program reads back, with what they depend on computed or skipped."""
 
@@ -206,23 +187,6 @@ def test_floats_that_nobody_computed_are_finite_on_the_host(tmp_path: Path) -> N
     """The norm of offloaded gradients would be NaN at times: a training that is sound would be told to diverge."""
     counts = call(copy_and_reduce, str(tmp_path / "world"), EMUCUDA_COMPUTE="0")
     assert counts == dict.fromkeys(counts, 0)
-
-
-def gather_numbers(world_file: str) -> list[int]:
-    """Whole numbers of 2 MiB, which a program may decide by, come out of a collective as they went in."""
-    dist.init_process_group("nccl", f"file://{world_file}", rank=0, world_size=1)
-    numbers = torch.arange(1 << 18, device="cuda")
-    gathered = torch.empty_like(numbers)
-    dist.all_gather_into_tensor(gathered, numbers)
-    return [int(gathered[-1]), int(gathered.sum())]
-
-
-def test_whole_numbers_move_in_collectives(tmp_path: Path) -> None:
-    number = 1 << 18
-    assert call(gather_numbers, str(tmp_path / "world"), EMUCUDA_COMPUTE="0") == [
-        number - 1,
-        number * (number - 1) // 2,
-    ]
 
 
 def capture() -> dict[str, Any]:

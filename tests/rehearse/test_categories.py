@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from tests.rehearse import injected
 
@@ -92,75 +88,6 @@ def test_a_forward_that_never_ended_holds_activations() -> None:
 def test_an_empty_history_has_no_curve() -> None:
     categories = injected("shardkit_categories")
     assert categories.History([], [categories.PhaseStart(0, "building", 0)], []).trace() == {}
-
-
-class OnCard:
-    """Stands for a tensor on a GPU."""
-
-    is_cuda, is_sparse = True, False
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-        self.grad: OnCard | None = None
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class Sharded(OnCard):
-    def __init__(self, local: OnCard) -> None:
-        super().__init__(0)
-        self._local_tensor = local
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_local_tensor"], None
-
-
-class Sparse(OnCard):
-    is_sparse = True
-
-    def _indices(self) -> OnCard:
-        return OnCard(self.address)
-
-    def _values(self) -> OnCard:
-        return OnCard(self.address + 1)
-
-    def data_ptr(self) -> int:
-        raise RuntimeError("a sparse tensor has no storage")
-
-
-class Weights(nn.Module):
-    """A list hides the module's own function, as Megatron's DDP has it."""
-
-    def __init__(self, *weights: OnCard) -> None:
-        super().__init__()
-        self.weights = weights
-        self.buffers: Any = []
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return ((str(number), weight) for number, weight in enumerate(self.weights))
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        return iter([("buffer", OnCard(77))])
-
-
-def test_state_is_found_by_what_holds_it(tmp_path: Path) -> None:
-    weight, plain = Sharded(OnCard(10)), OnCard(20)
-    plain.grad = Sparse(30)
-    master = OnCard(40)
-    optimizer = type("Optimizer", (), {})()
-    optimizer.param_groups = [{"params": [plain, master]}]
-    optimizer.state = {0: {"exp_avg": OnCard(50), "step": 3.0, "host": torch.zeros(2)}, 1: OnCard(60)}
-    holders = injected("shardkit_held").StateHolders()
-    model = Weights(weight, plain)
-    holders.see_module(model)
-    holders.see_optimizer(optimizer)
-    holders.note()
-    (holding,) = holders.holdings
-    assert holding.addresses == {
-        10: "params", 20: "params", 30: "grads", 31: "grads", 77: "buffers", 40: "master_params", 50: "optimizer",
-        60: "optimizer",
-    }  # fmt: skip
 
 
 def test_what_is_computed_from_a_collectives_result_is_no_communication() -> None:
