@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -90,17 +88,12 @@ def otherwise(path: Path, kept: list[Piece]) -> list[str]:
         ]
 
 
-def staged(waits: bool) -> list[str]:
-    """Names of what the host's copy of a rank's state has otherwise than the state, as soon as it is there.
-
-    Without `waits` the copies are not waited for.
-    """
+def staged() -> list[str]:
+    """Names of what the host's copy of a rank's state has otherwise than the state, as soon as it is there."""
     join("nccl")
     with start(None, cases.settings("single", 1, **{"run.device": "cuda"})) as job:
         cases.cases.wrap(job)
         cases.steps(job, 0, 1)
         shards = list(job.strategy.shards())
-        staging = Staging(job.world.device)
-        with nullcontext() if waits else patch("torch.cuda.synchronize", lambda: None):
-            kept = {shard.name: shard.local.clone() for shard in staging.copy(shards)}
+        kept = {shard.name: shard.local.clone() for shard in Staging(job.world.device).copy(shards)}
         return [shard.name for shard in shards if not torch.equal(kept[shard.name], shard.local.cpu())]

