@@ -389,19 +389,6 @@ def test_parameter_names_stay() -> None:
         assert [name for name, _ in model.named_parameters()] == names
 
 
-def refused(model: nn.Module, **settings: Any) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        technique(model, **settings)
-    assert "\n" not in caught.value.cause + caught.value.fix
-    return caught.value
-
-
-def test_more_than_the_layers() -> None:
-    error = refused(reference(), policy="every_k", every_k=6)
-    assert error.cause == "activation.every_k=6, but the model has 5 blocks (Block)"
-    assert "1..5" in error.fix
-
-
 @pytest.mark.parametrize("policy", ["full", "selective", "selective_op"])
 def test_equal_blocks_are_compiled_once_however_many_there_are(policy: str) -> None:
     from torch._dynamo.utils import counters
@@ -417,27 +404,29 @@ def test_equal_blocks_are_compiled_once_however_many_there_are(policy: str) -> N
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("settings", [*POLICIES.values(), {"offload": "cpu"}])
-def test_no_block_says_which_classes_there_are(settings: dict[str, Any]) -> None:
-    error = refused(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.LayerNorm(3), nn.Linear(3, 2)), **settings)
-    assert "Sequential has no list of equal blocks" in error.cause
-    assert "Linear ×2, LayerNorm ×1" in error.fix
+PLAIN = [nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)]
 
 
-def test_blocks_by_class_name() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
-    technique(model, policy="full", block_classes=["Linear"])
-    assert "forward" in vars(model[0])
-    assert "forward" not in vars(model[1])
-    error = refused(reference(), policy="full", block_classes=["Blok"])
-    assert "Blok" in error.cause
-    assert "Block ×5" in error.fix
+@pytest.mark.parametrize(
+    ("model", "settings", "cause", "fix"),
+    [
+        (reference(), {"policy": "every_k", "every_k": 6}, "activation.every_k=6", "1..5"),
+        (reference(), {"policy": "full", "block_classes": ["Blok"]}, "Blok", "Block ×5"),
+        (Chain(), {"policy": "selective"}, "Layer has no module named *attention* or *attn*", ""),
+        *((nn.Sequential(*PLAIN), settings, "Sequential", "Linear ×2") for settings in POLICIES.values()),
+        (nn.Sequential(*PLAIN), {"offload": "cpu"}, "Sequential", "Linear ×2"),
+    ],
+)
+def test_a_model_that_cannot_is_refused(model: nn.Module, settings: dict[str, Any], cause: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        technique(model, **settings)
+    assert cause in caught.value.cause and fix in caught.value.fix
+    assert "\n" not in caught.value.cause + caught.value.fix
 
 
-def test_no_attention_says_so_and_a_class_can_be_given() -> None:
-    error = refused(Chain(), policy="selective")
-    assert "Layer has no module named *attention* or *attn*" in error.cause
-    assert "Linear ×1" in error.cause
-    model = Chain()
-    checkpoint_activations(model, find_blocks(model), ActivationConfig(policy="selective"), (nn.Linear,))
-    assert all("forward" in vars(layer.linear) for layer in model.layers)
+def test_blocks_and_attention_by_class_name() -> None:
+    model = technique(nn.Sequential(*PLAIN), policy="full", block_classes=["Linear"])
+    assert ["forward" in vars(module) for module in model.children()] == [True, False, True]
+    chain = Chain()
+    checkpoint_activations(chain, find_blocks(chain), ActivationConfig(policy="selective"), (nn.Linear,))
+    assert all("forward" in vars(layer.linear) for layer in chain.layers)

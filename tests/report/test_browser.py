@@ -1,12 +1,8 @@
-"""A report in a real browser: it draws, answers the pointer, asks for nothing, and shows what the files say.
-
-`python -m tests.report.test_browser RUN_DIR PNG` takes the README's picture.
-"""
+"""A report in a real browser: it draws, answers the pointer, asks for nothing, and shows what the files say."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,28 +134,3 @@ def test_a_narrow_window_keeps_the_plot_below_its_legend(opened: Opened, run: Pa
     held = f"wide => ({sizes})().every(([height, over], i) => height >= 0.8 * wide[i] && over <= 2)"
     opened.page.wait_for_function(held, arg=wide)
     assert opened.said == []
-
-
-def take_picture(run_dir: Path, png: Path, sections: tuple[str, ...] = ("summary", "training", "traced")) -> None:
-    """Some sections of a run's report, in colours few enough for a small file."""
-    import tempfile
-
-    from PIL import Image
-    from playwright.sync_api import sync_playwright
-
-    hidden = ", ".join(["section", "#traced > h3:nth-of-type(n + 2)", "#traced > h3:nth-of-type(n + 2) ~ *"])
-    shown = ", ".join(f"#{name}" for name in sections)
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        path = Path(folder) / "report.html"
-        path.write_text(run_page(read_run(run_dir), path))
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        opened = Opened(browser.new_page(viewport={"width": 1160, "height": 800}))
-        opened.show(path)
-        opened.page.add_style_tag(content=f"{hidden} {{ display: none }} {shown} {{ display: block }}")
-        opened.page.screenshot(path=str(png), full_page=True)
-        browser.close()
-    Image.open(png).convert("RGB").quantize(128).save(png, optimize=True)
-
-
-if __name__ == "__main__":
-    take_picture(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -18,7 +18,7 @@ from typing import Any
 from shardkit.launch.failures import job_starts
 from tests.launch.jobs import losses
 from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, until
-from tests.slurm.runs import reasons, with_task
+from tests.slurm.runs import reasons, record, with_task
 from tests.slurm.tasks import phase_of
 
 TEMPLATES = ("torchrun", "srun", "script")
@@ -297,7 +297,10 @@ def preempt(played: Played) -> str:
     played.cluster.preempt()
     assert played.ended(480) == "COMPLETED", played.say()
     assert played.cluster.field(played.job, "Restarts") == "1", played.say()
-    assert reasons(played.run_dir)[-1] == "done" and last_step(played.run_dir) == STEPS, played.say()
+    events = [(event["event"], event["restart"]) for event in record(played.run_dir)]
+    assert events[-2:] == [("start", 1), ("end", 1)] and reasons(played.run_dir)[-1] == "done", played.say()
+    assert last_step(played.run_dir) == STEPS, played.say()
+    assert "started 2 times; ended before: 1 x " in read(played.output), played.say()
     return "queued again, each step once"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,26 +18,6 @@ from tests.slurm.runs import reasons, record, steady, with_task
 from tests.slurm.tasks import broken_node
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist]
-
-
-@pytest.mark.slow
-def test_preempted_at_a_random_step_it_loses_nothing(
-    cluster: Cluster, undisturbed: dict[int, float], tmp_path: Path
-) -> None:
-    output, held, step = tmp_path / "out", tmp_path / "held", random.randint(1, 30)
-    held.touch()
-    args = steady(tmp_path / "run", task__args__calls=step, task__args__held_while=held)
-    job = cluster.sbatch("torchrun", output, args, ranks=1)
-    cluster.wait_for_step(tmp_path / "run", step, output)
-    other = cluster.preempt_held(held, output)
-    assert cluster.wait(job, output) == "COMPLETED", read(output)
-    assert cluster.field(job, "Restarts") == "1", read(output)
-    assert cluster.field(other, "JobState") == "COMPLETED"
-    assert losses(tmp_path / "run") == undisturbed
-    events = [(event["event"], event["restart"]) for event in record(tmp_path / "run")]
-    assert events == [("start", 0), ("end", 0), ("start", 1), ("end", 1)]
-    assert reasons(tmp_path / "run") == ["saved after USR2", "done"]
-    assert "started 2 times; ended before: 1 x saved after USR2" in read(output)
 
 
 @pytest.mark.release
