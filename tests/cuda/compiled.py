@@ -5,6 +5,7 @@ torch.compile is the real one: Triton makes device code, modules load, CUDA grap
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import tempfile
@@ -114,7 +115,11 @@ def measure(name: str) -> dict[str, Any]:
         torch.compiler.reset()
         train(settings | {"run.resume": True, "train.max_steps": STEPS + RESUMED}, spans, resumed=True)
     logging.getLogger("torch").removeHandler(handler)
-    return {"spans": spans, "breaks": graph_breaks(), "said": said + [str(warning.message) for warning in warned]}
+    breaks = graph_breaks()
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"spans": spans, "breaks": breaks, "said": said + [str(warning.message) for warning in warned]}
 
 
 def run(backend: str) -> dict[str, dict[str, Any]]:
