@@ -66,11 +66,7 @@ class _Commands(TyperGroup):
 
 
 def _refuse_empty_words(words: Sequence[str]) -> None:
-    """Refuse an empty word before `--`: as a path it would mean the current directory.
-
-    Raises:
-        ShardkitError: there is one; the cause shows the command.
-    """
+    """Refuse an empty word before `--`: as a path it would mean the current directory."""
     words = words[: words.index("--")] if "--" in words else words
     if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in words):
         raise ShardkitError(
@@ -80,11 +76,7 @@ def _refuse_empty_words(words: Sequence[str]) -> None:
 
 
 def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
-    """The result of `read`.
-
-    Raises:
-        ShardkitError: a command or an option that does not exist, an argument that is missing, or a wrong value.
-    """
+    """The result of `read`."""
     try:
         return read()
     except UsageError as error:
@@ -217,11 +209,7 @@ def tokenize(
 
 
 def copy_templates(directory: Path, force: bool = False) -> list[Path]:
-    """Copy the package's configs and Slurm templates; returns the files written. All are checked before any is written.
-
-    Raises:
-        ShardkitError: a file is there already and `force` is off, or the directory cannot be written.
-    """
+    """Copy the package's configs and Slurm templates, all checked before any is written; returns the files."""
     targets = {
         directory / folder / source.name: source
         for folder in ("configs", "slurm")

@@ -29,11 +29,7 @@ VERIFY_STEPS = 6
 def verify(settings: Sequence[Setting], try_it: Try, logs: Path) -> list[Verified]:
     """Run settings for a few steps each; returns the fastest first, failed ones last.
 
-    Args:
-        logs: the folder of the runs, for the error.
-
-    Raises:
-        ConfigError: all of them failed.
+    `logs`: the folder of the runs, for the error.
     """
     runs = [Verified(setting, try_it(setting.settings, number)) for number, setting in enumerate(settings)]
     runs.sort(key=lambda run: -(run.trial.tokens_per_s or 0.0))
@@ -89,10 +85,6 @@ def plan_automatically(
     """Search, run the best settings if asked, print the result, write the chosen config.
 
     The search does not change keys that the job overrides.
-
-    Raises:
-        ConfigError: nothing fits; or no setting ran; or this machine has too few GPUs to run them.
-        SystemExit: 130, with the result written, after Ctrl-C.
     """
     most, folder = options.verify, options.out
     n_gpus = visible_gpus()

@@ -78,13 +78,9 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class ConfigJob:
-    """A job that a config describes.
+    """A job that a config describes."""
 
-    Attributes:
-        file: a YAML file; - for the defaults.
-    """
-
-    file: str
+    file: str  # a YAML file; - for the defaults
     overrides: tuple[str, ...] = ()
 
     @property
@@ -104,11 +100,7 @@ class ConfigJob:
         return self.load(changes).config
 
     def tried(self, ranks: int, folder: Path, steps: int, memory_cap: str | None) -> Try:
-        """Runs the job with more overrides, each attempt in fresh processes and in `folder/NUMBER`.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
+        """Runs the job with more overrides, each attempt in fresh processes and in `folder/NUMBER`."""
         from ..plan.search.trial import run_trial, writing
         from ..plan.target import cap_setting
 
@@ -227,8 +219,7 @@ def _plan_files(
 ) -> int:
     """Plan the job of Accelerate's and DeepSpeed's files, and print what each key became; the exit code.
 
-    Args:
-        settings: `section.key=value` that no file has.
+    `settings`: `section.key=value` that no file has.
     """
     from ..foreign.translate import read_job
     from ..plan.client import Planner

@@ -49,11 +49,7 @@ class JobCommand(TyperCommand):
     """A command that accepts a script and its arguments behind `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Set the words behind `--` aside, and read the others.
-
-        Raises:
-            LaunchError: a script without `--` before it; the script's own options are unknown here.
-        """
+        """Set the words behind `--` aside, and read the others."""
         words = args[: args.index("--")] if "--" in args else list(args)
         ctx.meta[OPTION_WORDS] = words
         ctx.meta[SCRIPT_WORDS] = args[len(words) + 1 :] if len(words) < len(args) else None
@@ -74,8 +70,7 @@ def index_of_script(words: Sequence[str]) -> int | None:
 def missing_dashes(ctx: Any, index: int) -> tuple[str, str]:
     """Cause and fix for a script without `--` before it; the command's options behind the script stay the command's.
 
-    Args:
-        index: the script's index among the words of the command line.
+    `index`: the script's index among the words of the command line.
     """
     words = ctx.meta[OPTION_WORDS]
     options, arguments = _split_options(ctx.command, words[index + 1 :])
@@ -114,19 +109,12 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class Program:
-    """What the ranks of a job run.
+    """What the ranks of a job run."""
 
-    Attributes:
-        config: the YAML file, `-` for defaults; None for a script.
-        overrides: `section.key=value` for the config.
-        script: the script; None for a config.
-        log_dir: the folder of a script's logs, if the user names one.
-    """
-
-    config: str | None
-    overrides: tuple[str, ...]
-    script: Script | None = None
-    log_dir: str | None = None
+    config: str | None  # the YAML file, `-` for defaults; None for a script
+    overrides: tuple[str, ...]  # `section.key=value` for the config
+    script: Script | None = None  # the script; None for a config
+    log_dir: str | None = None  # the folder of a script's logs, if the user names one
 
     @property
     def run_dir(self) -> str:
@@ -161,11 +149,7 @@ def read_program(
     ctx: typer.Context, config: str | None, overrides: Sequence[str], ranks: RankOptions, log_dir: str | None,
     checkpoints: str | None = None,
 ) -> Program:  # fmt: skip
-    """The program of a command line, checked.
-
-    Raises:
-        LaunchError: both a config and a script, or neither; a script that cannot start; an option that does not apply.
-    """
+    """The program of a command line, checked."""
     from ..launch import script as scripts
 
     words, command = ctx.meta[SCRIPT_WORDS], str(ctx.info_name)
@@ -197,11 +181,7 @@ def read_program(
 
 
 def refuse_options(ctx: typer.Context, names: Sequence[str], reason: str, fix: str) -> None:
-    """Refuse options that the user set on the command line.
-
-    Raises:
-        LaunchError: the first of `names` that was set.
-    """
+    """Refuse options that the user set on the command line."""
     for name in names:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

@@ -20,9 +20,7 @@ def say(line: str) -> None:
 class Waiting:
     """Says what a command waits for: after 2 s, then every 15 s. Quick commands say nothing. A context manager.
 
-    Args:
-        doing: the work, such as "tracing one step of every layer".
-        say: prints a line.
+    `doing`: the work, such as "tracing one step of every layer". `say`: prints a line.
     """
 
     def __init__(self, doing: str, say: Callable[[str], None] = say) -> None:

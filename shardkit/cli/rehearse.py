@@ -153,11 +153,7 @@ def rehearse(
 
 
 def _refuse_with_compute(options: RehearsalOptions) -> None:
-    """Refuse options of a rehearsal that computes nothing.
-
-    Raises:
-        LaunchError: one is given with --compute.
-    """
+    """Refuse options of a rehearsal that computes nothing."""
     events = {"--until": options.until, "--expect": options.expect, "--assume": options.assume or None}
     set_options = {"--ranks": options.ranks, "--live": options.live, **events}
     names = [name for name, setting in set_options.items() if setting is not None]
@@ -206,12 +202,7 @@ class RehearseHere:
 
 
 def card_here(config: RunConfig, spec: JobSpec, options: RehearseHere) -> Gpu:
-    """The card that a job of `shardkit launch` is rehearsed on.
-
-    Raises:
-        LaunchError: the job would run on CPUs.
-        ConfigError: this machine's card is not in the table, and no option names another one.
-    """
+    """The card that a job of `shardkit launch` is rehearsed on."""
     from ..hardware.cards import GPUS
     from ..launch.ranks.gpus import model_names
     from ..plan.target import choose_target
@@ -230,11 +221,7 @@ def card_here(config: RunConfig, spec: JobSpec, options: RehearseHere) -> Gpu:
 
 
 def card_of_cluster(spec: JobSpec, gpu: str | None, gpu_memory: str | None) -> Gpu:
-    """The card that a job of `shardkit submit` is rehearsed on.
-
-    Raises:
-        LaunchError: nobody named it, or the job asks for no GPU.
-    """
+    """The card that a job of `shardkit submit` is rehearsed on."""
     from ..config.schema import RunConfig
     from ..plan.target import choose_target
 
@@ -254,15 +241,9 @@ def _emulated(target: Target) -> Gpu:
 def rehearse_first(program: Program, spec: JobSpec, card: Gpu, index: str | None = None) -> None:
     """Rehearse a job in the world of its ranks, and end this command with the verdict's exit code unless it fits.
 
-    Rank 0 runs, with those that it turns out to need; the others are pretended. Everything is told on stderr, as
-    stdout may be a script or a manifest. Of an elastic job the fewest nodes are rehearsed, which need most.
-
-    Args:
-        index: of an array's task; a script's words may hold it as %a.
-
-    Raises:
-        LaunchError: the job cannot be rehearsed.
-        BuildError: the emulated GPUs cannot be built.
+    Rank 0 runs, with those that it turns out to need; the others are pretended. Everything is told on stderr, as stdout
+    may be a script or a manifest. Of an elastic job the fewest nodes are rehearsed, which need most. `index`: of an
+    array's task; a script's words may hold it as %a.
     """
     from ..rehearse.ranks import command_of_rank, parse_ranks
     from ..rehearse.rehearsal import Limits, rehearse

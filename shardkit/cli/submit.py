@@ -63,11 +63,7 @@ class ClusterOptions:
     ] = None
 
     def check(self) -> None:
-        """Refuse values that no cluster accepts.
-
-        Raises:
-            LaunchError: an unknown style, a number that is negative, or something other than an option for sbatch.
-        """
+        """Refuse values that no cluster accepts."""
         for option in ("gpus_per_node", "max_restarts", "max_requeues"):
             if (number := getattr(self, option)) < 0:
                 raise LaunchError(f"--{option.replace('_', '-')} {number} is negative", "pass 0 or more")
@@ -107,11 +103,7 @@ class ClusterOptions:
         )  # fmt: skip
 
     def pod_options(self, manifest: ManifestOptions) -> KubernetesOptions:
-        """The options of the job's pods.
-
-        Raises:
-            LaunchError: a time limit or a size that Kubernetes does not accept.
-        """
+        """The options of the job's pods."""
         from ..launch.slurm.preemption_warning import limit_s
         from ..launch.spec import KubernetesOptions
 
@@ -146,11 +138,7 @@ class ManifestOptions:
     ] = None
 
     def check(self) -> None:
-        """Refuse any other kind of cluster.
-
-        Raises:
-            LaunchError: no job can be written for it.
-        """
+        """Refuse any other kind of cluster."""
         if self.to == "jobset":
             raise LaunchError("--to jobset is written --to kubernetes now", "pass --to kubernetes: it prints a JobSet")
         if self.to not in ("slurm", "kubernetes"):
@@ -212,12 +200,7 @@ def plan_first(
 ) -> tuple[MemoryEstimate, RunConfig] | None:
     """Plan a config's job if an option names its cards, and show the verdict; None where there is no plan.
 
-    Args:
-        mem: host memory per node, as Slurm writes it.
-        err: whether the verdict goes to stderr.
-
-    Raises:
-        ConfigError: the job does not fit, with changes that would make it fit on stderr; or it asks for no GPU.
+    `mem`: host memory per node, as Slurm writes it. `err`: whether the verdict goes to stderr.
     """
     if not (options.gpu or options.gpu_memory) or options.force or program.script is not None:
         return None
@@ -294,11 +277,7 @@ def _queue(program: Program, job: Submission, array: str | None, plan: tuple[Mem
 
 
 def _quantity(size: str | None) -> str | None:
-    """Slurm's size (`64G`, binary; a plain number means MiB) as Kubernetes writes it: `64Gi`.
-
-    Raises:
-        LaunchError: it is no size.
-    """
+    """Slurm's size (`64G`, binary; a plain number means MiB) as Kubernetes writes it: `64Gi`."""
     if size is None:
         return None
     match = re.fullmatch(r"([1-9]\d*)(?:([KMGT])(iB?|B)?)?", size)

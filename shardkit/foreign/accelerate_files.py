@@ -39,9 +39,6 @@ def read_content(content: dict[str, Any], name: str) -> dict[str, Any]:
     """A file's content as Accelerate's class holds it, with keys of earlier releases under their names of today.
 
     Keys that the class does not have stay, to be named as unknown.
-
-    Raises:
-        ConfigError: Accelerate refuses a value, or the file is one for SageMaker.
     """
     release = accelerate_release()
     from accelerate.commands.config.config_args import ClusterConfig

@@ -48,43 +48,34 @@ _FSDP1_ONLY = ("sharding_strategy", "use_orig_params", "sync_module_states", "ba
 
 @dataclass(frozen=True)
 class FileKey:
-    """A key of a file, and what became of it.
-
-    Attributes:
-        fate: `mapped` or `default`; `absent` if it changes no memory; `ignored` by the tool; `unknown` to the tool;
-            `unplanned` if it changes memory and no plan models it.
-        note: the reason of a fate, or the source of a value that fills in `auto`.
-    """
+    """A key of a file, and what became of it."""
 
     file: str
     tool: str
     key: str
     value: Any
+    # `mapped` or `default`; `absent` if it changes no memory; `ignored` by the tool; `unknown` to the tool; `unplanned`
+    # if it changes memory and no plan models it
     fate: str
     settings: Settings = field(default_factory=dict)
-    note: str = ""
+    note: str = ""  # the reason of a fate, or the source of a value that fills in `auto`
 
 
 @dataclass(frozen=True)
 class ForeignJob:
-    """The job that the files describe, in keys here.
-
-    Attributes:
-        added: settings without a key in any file, each with its reason.
-        left_out: memory of Accelerate's loop that a plan does not have: (text, bytes for each value of the model, bytes
-            for each token of a micro-batch).
-        problems: reasons not to plan: (cause, fix, the key here that settles it on the command line).
-        gpus_per_node: ranks on one machine; None if no file says it.
-    """
+    """The job that the files describe, in keys here."""
 
     name: str
     file_keys: tuple[FileKey, ...]
     settings: Settings
-    added: tuple[tuple[str, Any, str], ...]
+    added: tuple[tuple[str, Any, str], ...]  # settings without a key in any file, each with its reason
+    # memory of Accelerate's loop that a plan does not have: (text, bytes for each value of the model, bytes for each
+    # token of a micro-batch)
     left_out: tuple[tuple[str, int, int], ...]
+    # reasons not to plan: (cause, fix, the key here that settles it on the command line)
     problems: tuple[tuple[str, str, str], ...]
     gpus: int
-    gpus_per_node: int | None
+    gpus_per_node: int | None  # ranks on one machine; None if no file says it
 
     @property
     def not_planned(self) -> list[str]:
@@ -96,11 +87,7 @@ class ForeignJob:
         ]
 
     def load(self, overrides: Sequence[str] = ()) -> LoadedConfig:
-        """The config here, validated; `["train.seq_len=2048"]` wins over the files and settles open points.
-
-        Raises:
-            ConfigError: the files contradict each other or leave something open, or a value is refused.
-        """
+        """The config here, validated; `["train.seq_len=2048"]` wins over the files and settles open points."""
         pairs = [split_override(item) for item in overrides]
         keys = {key for key, _ in pairs}
         if adapter := next((f"{key}={value}" for key, value in pairs if key.startswith("adapter.")), None):
@@ -163,22 +150,14 @@ def _text(value: Any) -> str:
 
 
 def read_job(
+    # the files, or their contents; a DeepSpeed file that Accelerate's names is read too
     names: Sequence[str | Path | Mapping[str, Any]],
-    model: str | Path | None = None,
-    gpus: int | None = None,
+    model: str | Path | None = None,  # a transformers `config.json`, or a folder that holds one
+    gpus: int | None = None,  # ranks of the job; default: what the files say, else 1
+    # settings that the job will be loaded with; an `auto` that one of them sets counts as filled
     overrides: Sequence[str] = (),
 ) -> ForeignJob:
-    """Read Accelerate's file, DeepSpeed's file, or both of one job.
-
-    Args:
-        names: the files, or their contents; a DeepSpeed file that Accelerate's names is read too.
-        model: a transformers `config.json`, or a folder that holds one.
-        gpus: ranks of the job; default: what the files say, else 1.
-        overrides: settings that the job will be loaded with; an `auto` that one of them sets counts as filled.
-
-    Raises:
-        ConfigError: a file cannot be read or is another tool's; two files of one tool; or `model` has no config.
-    """
+    """Read Accelerate's file, DeepSpeed's file, or both of one job."""
     files: dict[str, tuple[str, dict[str, Any]]] = {}
     for source in names:
         name = "dict" if isinstance(source, Mapping) else one_line(str(source))

@@ -19,12 +19,8 @@ def watch(
         with watch(accelerator, model, optimizer, run_dir="runs/mine") as watching:
             ...
 
-    Args:
-        model, optimizer: the results of `accelerator.prepare`.
-        settings: `model_config`, `cap`, `resume`, `done`, `tensorboard`, `bars`, `total`, as for `shardkit.watch`.
-
-    Raises:
-        ConfigError: as `shardkit.watch`.
+    `model`, `optimizer`: the results of `accelerator.prepare`. `settings`: `model_config`, `cap`, `resume`, `done`,
+    `tensorboard`, `bars`, `total`, as for `shardkit.watch`.
     """
     refuse_removed({name: value for name, value in settings.items() if name in ("files", "tool")})
     half = accelerator.mixed_precision

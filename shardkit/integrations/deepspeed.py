@@ -15,12 +15,8 @@ def watch(engine: Any, *, run_dir: str | Path, every: int = 10, **settings: Any)
         with watch(engine, run_dir="runs/mine") as watching:
             ...
 
-    Args:
-        engine: the result of `deepspeed.initialize`.
-        settings: `model_config`, `cap`, `resume`, `done`, `tensorboard`, `bars`, `total`, as for `shardkit.watch`.
-
-    Raises:
-        ConfigError: as `shardkit.watch`.
+    `engine`: the result of `deepspeed.initialize`. `settings`: `model_config`, `cap`, `resume`, `done`, `tensorboard`,
+    `bars`, `total`, as for `shardkit.watch`.
     """
     half = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     return Watching(engine, (), Settings(Path(run_dir), every, tool_settings={"precision.mode": half}, **settings))

@@ -50,15 +50,9 @@ class ObservedConfig(LoadedConfig):
 class ForeignLoop:
     """Another tool's model and optimizers, seen through the tool's wrappers.
 
-    Attributes:
-        model: the module that the loop calls.
-        optimizers: torch's own, or DeepSpeed's; each has the `step` that updates the model.
-        device: where the model trains.
-        micro_batch, seq_len: sizes of the last forward's batch; `None` if its inputs do not tell.
-        accum: number of forward passes in the last complete step.
-
-    Raises:
-        ConfigError: no optimizer was passed, or an object without a `step`.
+    `model`: the module that the loop calls. `optimizers`: torch's own, or DeepSpeed's; each has the `step` that updates
+    the model. `device`: where the model trains. `micro_batch`, `seq_len`: sizes of the last forward's batch; `None` if
+    its inputs do not tell. `accum`: number of forward passes in the last complete step.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], rank: int, world_size: int) -> None:

@@ -22,9 +22,8 @@ class ShardkitCallback(WatchesTrainer, Callback):  # type: ignore[misc]
 
         trainer = Trainer(..., callbacks=[ShardkitCallback("runs/mine")])
 
-    Args:
-        run_dir: a new directory; default: `shardkit` in the Trainer's `default_root_dir`.
-        every, cap, resume, tensorboard: as for `shardkit.watch`; its bars are drawn with `enable_progress_bar=False`.
+    `run_dir`: a new directory; default: `shardkit` in the Trainer's `default_root_dir`. `every`, `cap`, `resume`,
+    `tensorboard`: as for `shardkit.watch`; its bars are drawn with `enable_progress_bar=False`.
     """
 
     _steps: int

@@ -26,10 +26,9 @@ class ShardkitCallback(WatchesTrainer, TrainerCallback):  # type: ignore[misc]
         with shardkit:
             trainer.train()
 
-    Args:
-        run_dir: a new directory; default: `shardkit` in the Trainer's `output_dir`.
-        every, cap, tensorboard: as for `shardkit.watch`; its bars are drawn with `disable_tqdm=True`.
-        resume: continue the records in `run_dir`, from the step that the Trainer resumes after.
+    `run_dir`: a new directory; default: `shardkit` in the Trainer's `output_dir`. `every`, `cap`, `tensorboard`: as for
+    `shardkit.watch`; its bars are drawn with `disable_tqdm=True`. `resume`: continue the records in `run_dir`, from the
+    step that the Trainer resumes after.
     """
 
     def __enter__(self) -> ShardkitCallback:
@@ -81,9 +80,7 @@ def watch(trainer: Any, run_dir: str | Path | None = None, **settings: Any) -> I
         with watch(trainer, run_dir="runs/mine"):
             trainer.train()
 
-    Args:
-        trainer: transformers' Trainer or a subclass of it.
-        run_dir, settings: as for `ShardkitCallback`.
+    `trainer`: transformers' Trainer or a subclass of it. `run_dir`, `settings`: as for `ShardkitCallback`.
     """
     callback = ShardkitCallback(run_dir, **settings)
     trainer.add_callback(callback)

@@ -74,8 +74,7 @@ def watch(
         bars: whether to draw on a terminal, at most once a second, while no bar of tqdm is open.
         total: the last optimizer step, for the bars, if it is known.
 
-    Raises:
-        ConfigError: (on entering) `run_dir` holds a run, or cannot be written; no optimizer.
+    Raises ConfigError on entering: `run_dir` holds a run, or cannot be written; or there is no optimizer.
     """
     refuse_removed(removed)
     optimizers = () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
@@ -85,11 +84,7 @@ def watch(
 
 
 def refuse_removed(arguments: Mapping[str, Any]) -> None:
-    """Answer arguments that earlier releases had; any other unknown one is a TypeError.
-
-    Raises:
-        ConfigError: names the argument and what to do.
-    """
+    """Answer arguments that earlier releases had; any other unknown one is a TypeError."""
     for name in ("files", "tool"):
         if name in arguments:
             fix = "leave it out: the loop itself is observed, and a model of transformers has its own config"
@@ -100,12 +95,7 @@ def refuse_removed(arguments: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `watch` after the model and its optimizers.
-
-    Attributes:
-        tool_settings: shardkit settings that the tool states and that cannot be observed on the model.
-        is_marked: whether the caller marks the phases, through `Watching.marks`; else hooks do.
-    """
+    """The arguments of `watch` after the model and its optimizers."""
 
     run_dir: Path
     every: int = 10
@@ -114,20 +104,17 @@ class Settings:
     tensorboard: bool = True
     cap: str | None = None
     model_config: str | None = None
+    # shardkit settings that the tool states and that cannot be observed on the model
     tool_settings: Mapping[str, Any] = field(default_factory=dict)
-    is_marked: bool = False
+    is_marked: bool = False  # whether the caller marks the phases, through `Watching.marks`; else hooks do
     bars: bool = True
     total: int | None = None
 
 
 class Watching:
-    """A loop that is watched; a context manager. See `watch`.
+    """A loop that is watched; a context manager. See `watch`."""
 
-    Attributes:
-        ledger: this rank's memory ledger, once entered.
-    """
-
-    ledger: MemoryLedger
+    ledger: MemoryLedger  # this rank's memory ledger, once entered
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> None:
         if settings.every < 1:
@@ -162,13 +149,8 @@ class Watching:
     def log(self, **values: Any) -> None:
         """Add values to the record of the step whose first forward began last; on rank 0, nothing elsewhere.
 
-        `tokens` also gives `tokens_per_s`. A tensor on a GPU is copied without waiting for it.
-
-        Args:
-            values: numbers, or tensors of one element.
-
-        Raises:
-            TypeError: a value is neither.
+        `tokens` also gives `tokens_per_s`. A tensor on a GPU is copied without waiting for it. `values`: numbers, or
+        tensors of one element.
         """
         if self._records is not None:
             self._records.add(values)
@@ -250,9 +232,7 @@ class Watching:
         """If memory ran out, write `RUN_DIR/oom/rank{r}.json` and print cause and fix; the error itself stays.
 
         The two lines become a note of the error, the last lines of its traceback (Python 3.10: they are printed).
-
-        Returns:
-            The cause and the fix; `None` for other errors.
+        Returns the cause and the fix; `None` for other errors.
         """
         if not self._is_open:
             return None
@@ -359,18 +339,13 @@ def _claimed(config: ObservedConfig, ranks: LoopRanks) -> tuple[Path, Owner | No
 
 
 class WatchesTrainer:
-    """What the callbacks of other trainers share: the options of their constructor, and how watching ends.
-
-    Args:
-        run_dir: a new directory; default: `shardkit` in the trainer's own directory.
-        every, cap, resume, tensorboard: as for `shardkit.watch`.
-    """
+    """What the callbacks of other trainers share: the options of their constructor, and how watching ends."""
 
     def __init__(
         self,
-        run_dir: str | Path | None = None,
+        run_dir: str | Path | None = None,  # a new directory; default: `shardkit` in the trainer's own directory
         *,
-        every: int = 10,
+        every: int = 10,  # every, cap, resume, tensorboard: as for `shardkit.watch`
         cap: str | None = None,
         resume: bool = False,
         tensorboard: bool = True,

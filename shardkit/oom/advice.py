@@ -34,24 +34,19 @@ def candidates(
     config: RunConfig,
     world_size: int,
     local_world_size: int,
-    device: str,
+    device: str,  # "cpu" or "cuda"
     *,
-    short_of: str = "device",
+    short_of: str = "device",  # "device" or "host"
+    # "activations", "state" or both: whose memory to lower, in the order in which the changes are listed
     parts: Sequence[str] = ("activations", "state"),
+    # shares of the model's values in frozen linear layers and in frozen experts, as `model.quantize` would pack them
     packable: tuple[float, float] = (0.0, 0.0),
+    # whether a plan of each change follows; else changes that help some models alone are left out
     planned: bool = True,
 ) -> list[tuple[str, str]]:
     """Changes that may lower the memory in question, roughly the cheapest first: (settings, their cost).
 
     Changes that are set already, or that the capability table refuses, are left out.
-
-    Args:
-        device: "cpu" or "cuda".
-        short_of: "device" or "host".
-        parts: "activations", "state" or both: whose memory to lower, in the order in which the changes are listed.
-        packable: shares of the model's values in frozen linear layers and in frozen experts, as `model.quantize` would
-            pack them.
-        planned: whether a plan of each change follows; else changes that help some models alone are left out.
     """
     changes: list[Change] = list(_for_host(config, device)) if short_of == "host" else []
     if short_of == "device" or device == "cpu":

@@ -24,17 +24,13 @@ _PRUNE = 4096
 
 @dataclass(frozen=True)
 class Made:
-    """The origin of a storage that is still alive.
-
-    Attributes:
-        by: operator and line, `aten.mm at task.py:33 in loss`.
-    """
+    """The origin of a storage that is still alive."""
 
     n_bytes: int
     address: int
     shape: tuple[int, ...]
     dtype: str
-    by: str
+    by: str  # operator and line, `aten.mm at task.py:33 in loss`
 
 
 class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
@@ -115,9 +111,6 @@ def memory_cap(limit: int | None, device: torch.device) -> Iterator[MemoryCap | 
     On a GPU, the caching allocator enforces it (`torch.cuda.set_per_process_memory_fraction`): memory that it reserves
     counts, and memory that NCCL and libraries take beside it does not. On the CPU, the limit is off if torch lacks a
     name that the tracker needs.
-
-    Raises:
-        ConfigError: the GPU has less memory than the cap.
     """
     if limit is None:
         yield None

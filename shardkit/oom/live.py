@@ -26,23 +26,17 @@ class NamedShard(Protocol):
 
 @dataclass
 class Live:
-    """One storage that is alive.
+    """One storage that is alive."""
 
-    Attributes:
-        n_bytes: bytes of the whole storage, even if a tensor views only a part.
-        shape, dtype: of the largest tensor on it; `None` if only the allocator knows of it: most tensors that autograd
-            keeps for backward belong to no Python object.
-        category: of the ledger's kinds of state; `None` for activations and the rest.
-        name: `model.<fqn>`, `optim.<fqn>.<state>` or `buffer.<fqn>`, the first of those in a flat buffer.
-        made: operator and line; known under a memory cap, or while the allocator keeps its history.
-    """
-
-    n_bytes: int
+    n_bytes: int  # bytes of the whole storage, even if a tensor views only a part
+    # shape, dtype: of the largest tensor on it; `None` if only the allocator knows of it: most tensors that autograd
+    # keeps for backward belong to no Python object
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
-    category: StateKind | None = None
+    category: StateKind | None = None  # of the ledger's kinds of state; `None` for activations and the rest
+    # `model.<fqn>`, `optim.<fqn>.<state>` or `buffer.<fqn>`, the first of those in a flat buffer
     name: str | None = None
-    made: str | None = None
+    made: str | None = None  # operator and line; known under a memory cap, or while the allocator keeps its history
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -52,19 +46,13 @@ class Live:
 def biggest(
     count: int,
     device: torch.device,
-    state: Iterable[tuple[StateKind, torch.Tensor]] = (),
-    shards: Iterable[NamedShard] = (),
-    made: Iterable[Made] = (),
+    state: Iterable[tuple[StateKind, torch.Tensor]] = (),  # (kind, tensor) pairs, as a strategy yields them
+    shards: Iterable[NamedShard] = (),  # they give state its names
+    made: Iterable[Made] = (),  # storages that a memory cap recorded
+    # address → (bytes, where it was made) of the CUDA allocator's blocks in use, from `snapshot_blocks`
     blocks: Mapping[int, tuple[int, str | None]] | None = None,
 ) -> list[Live]:
-    """The `count` largest live storages on a device.
-
-    Args:
-        state: (kind, tensor) pairs, as a strategy yields them.
-        shards: they give state its names.
-        made: storages that a memory cap recorded.
-        blocks: address → (bytes, where it was made) of the CUDA allocator's blocks in use, from `snapshot_blocks`.
-    """
+    """The `count` largest live storages on a device."""
     storages: dict[int, Live] = {}
     for tensor in _tensors():
         for local in _plain(tensor, device):

@@ -44,21 +44,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that lowers the memory in question.
+    """A change that lowers the memory in question."""
 
-    Attributes:
-        change: settings as on the command line, separated by spaces; or a variable of the environment.
-        saving_bytes: bytes saved; None if the change was not planned.
-        cost: its price, in time or otherwise.
-        planned: the memory with this change, in words; empty if it was not planned.
-        verdict: of the plan.
-    """
-
-    change: str
-    saving_bytes: int | None
-    cost: str
-    planned: str = ""
-    verdict: str = ""
+    change: str  # settings as on the command line, separated by spaces; or a variable of the environment
+    saving_bytes: int | None  # bytes saved; None if the change was not planned
+    cost: str  # its price, in time or otherwise
+    planned: str = ""  # the memory with this change, in words; empty if it was not planned
+    verdict: str = ""  # of the plan
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value or key not in ("planned", "verdict")}
@@ -78,24 +70,18 @@ class Subject(Protocol):
 class PostMortem:
     """Records why one rank lacks memory, with advice.
 
-    Args:
-        subject: its model may not exist yet.
-        local_world_size: ranks on this machine.
-        cap: the rank's memory cap on the CPU.
-
-    Attributes:
-        packable: the shares of the model's values that `model.quantize` would pack: in linear layers, in experts.
-        planned: plans changes, where the run's model can be planned. Planning takes seconds, so the file is written
-            before, too.
+    `packable`: the shares of the model's values that `model.quantize` would pack: in linear layers, in experts.
+    `planned`: plans changes, where the run's model can be planned. Planning takes seconds, so the file is written
+    before, too.
     """
 
     def __init__(
         self,
         config: RunConfig,
         ledger: MemoryLedger,
-        subject: Subject,
-        local_world_size: int = 1,
-        cap: MemoryCap | None = None,
+        subject: Subject,  # its model may not exist yet
+        local_world_size: int = 1,  # ranks on this machine
+        cap: MemoryCap | None = None,  # the rank's memory cap on the CPU
         planned: Callable[[], list[Advice]] | None = None,
     ) -> None:
         self.planned = planned

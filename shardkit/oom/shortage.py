@@ -94,30 +94,20 @@ _CPU_ALLOCATOR = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+
 
 @dataclass(frozen=True)
 class Shortage:
-    """A failed request and the memory around it at that moment, in bytes; `None` if not known.
+    """A failed request and the memory around it at that moment, in bytes; `None` if not known."""
 
-    Attributes:
-        kind: whose memory: `device` (a GPU's), `cap` (`memory.cap` on the CPU), `host` (the operating system refused),
-            `host-risk` (nothing failed yet, but the host's memory is almost used up).
-        request: the size of the request.
-        limit: the total of the device, the cap or the host.
-        free: the part of `limit` that was free.
-        allocated: held by tensors; a phase's peak may have been higher.
-        reserved: held by the caching allocator, `allocated` included.
-        op: the operator that asked.
-        exact: whether the figures are the allocator's own; else they come from an error message, with two decimals.
-        snapshot: the CUDA allocator's segments, as torch gives them.
-    """
-
+    # whose memory: `device` (a GPU's), `cap` (`memory.cap` on the CPU), `host` (the operating system refused), `host-
+    # risk` (nothing failed yet, but the host's memory is almost used up)
     kind: Literal["device", "cap", "host", "host-risk"]
-    request: int | None = None
-    limit: int | None = None
-    free: int | None = None
-    allocated: int | None = None
-    reserved: int | None = None
-    op: str | None = None
+    request: int | None = None  # the size of the request
+    limit: int | None = None  # the total of the device, the cap or the host
+    free: int | None = None  # the part of `limit` that was free
+    allocated: int | None = None  # held by tensors; a phase's peak may have been higher
+    reserved: int | None = None  # held by the caching allocator, `allocated` included
+    op: str | None = None  # the operator that asked
+    # whether the figures are the allocator's own; else they come from an error message, with two decimals
     exact: bool = True
-    snapshot: Any = field(default=None, repr=False, compare=False)
+    snapshot: Any = field(default=None, repr=False, compare=False)  # the CUDA allocator's segments, as torch gives them
 
     @property
     def fragmentation(self) -> int | None:

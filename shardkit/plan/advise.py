@@ -23,41 +23,27 @@ _OF_ACTIVATIONS = ("activations", "workspace", "unattributed")
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the config and its predicted effect.
+    """One change of the config and its predicted effect."""
 
-    Attributes:
-        settings: overrides as on the command line, separated by spaces.
-        saving: bytes saved on the device, or on the host if host memory was short.
-        cost: the price of the change, in words.
-        estimate: the memory with the change.
-        rough: planned from a few layers of a deep model.
-    """
-
-    settings: str
-    saving: int
-    cost: str
-    estimate: MemoryEstimate
-    rough: bool = False
+    settings: str  # overrides as on the command line, separated by spaces
+    saving: int  # bytes saved on the device, or on the host if host memory was short
+    cost: str  # the price of the change, in words
+    estimate: MemoryEstimate  # the memory with the change
+    rough: bool = False  # planned from a few layers of a deep model
 
 
 class Changes(list[Change]):
-    """Planned changes.
+    """Planned changes."""
 
-    Attributes:
-        left_out: settings that were not planned for lack of time.
-    """
-
-    left_out: Sequence[str] = ()
+    left_out: Sequence[str] = ()  # settings that were not planned for lack of time
 
 
 def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Planner) -> Changes:
     """Changes that save memory, those that fit first; pairs of changes too if no single one fits.
 
     Changes of a deep model are predicted from a few of its layers, and corrected by what that misses of the job itself.
-    After `LIMIT_S` the planner is stopped, and changes without a prediction are left out.
-
-    Args:
-        config: without changes; `estimate` is its prediction.
+    After `LIMIT_S` the planner is stopped, and changes without a prediction are left out. `config`: without changes;
+    `estimate` is its prediction.
     """
     target = planner.target
     is_device_short = estimate.device_memory is not None and estimate.needed > estimate.device_memory
@@ -123,11 +109,7 @@ def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Plann
 
 
 def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """The config with more overrides.
-
-    Raises:
-        ConfigError: it cannot have them.
-    """
+    """The config with more overrides."""
     layers = Layers()
     layers.add_file("the config", Document(config.model_dump(mode="json")))
     for setting in settings:

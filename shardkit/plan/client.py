@@ -29,13 +29,7 @@ class Planner:
 
     Rank 0 has the largest shard. Where it may not take the most (ZeRO-1 and 2 with several buckets), a second process
     plans the last rank. A process tries a fake CUDA device first. If the device fails or crashes it, another process
-    traces CPU tensors instead, and the estimates say so.
-
-    Args:
-        niceness: of these processes.
-
-    Raises:
-        ShardkitError: (from `predict`) the config cannot run on the target, or its step cannot be traced.
+    traces CPU tensors instead, and the estimates say so. `niceness`: of these processes.
     """
 
     def __init__(self, target: Target, niceness: int = 0) -> None:
@@ -62,17 +56,11 @@ class Planner:
         self,
         config: RunConfig,
         *,
-        all_layers: bool = False,
-        timed: bool = False,
-        rough: bool = False,
+        all_layers: bool = False,  # trace every layer of a deep model
+        timed: bool = False,  # also predict how long a step takes
+        rough: bool = False,  # trace less, for a first look (see `predict.predict`): of rank 0 alone
     ) -> MemoryEstimate:
-        """Predict the memory of the target's rank, or of the one that takes the most, with the target's limits.
-
-        Args:
-            all_layers: trace every layer of a deep model.
-            timed: also predict how long a step takes.
-            rough: trace less, for a first look (see `predict.predict`): of rank 0 alone.
-        """
+        """Predict the memory of the target's rank, or of the one that takes the most, with the target's limits."""
         answer = self._ask_for(
             config, {"all_layers": all_layers, "timed": timed, "rough": rough, "evaluates": not rough}
         )
@@ -92,8 +80,7 @@ class Planner:
     def rough(self, config: RunConfig, look: Look = "any") -> MemoryEstimate | None:
         """Predict from traces of a few layers; `None` where an exact prediction is as fast, or `look` asks for more.
 
-        Args:
-            look: "any" also where the buckets of ZeRO span layers: such predictions are comparable only to each other.
+        `look`: "any" also where the buckets of ZeRO span layers: such predictions are comparable only to each other.
         """
         answer = self._ask_for(config, {"rough": True, "evaluates": look == "good"}, look)
         return None if answer["estimate"] is None else self._limited(answer)

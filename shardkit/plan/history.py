@@ -39,11 +39,7 @@ def digest(config: RunConfig) -> str:
 
 
 def note(entry: Mapping[str, Any]) -> None:
-    """Add a run. The file stays whole even if several jobs write at once or are killed while writing.
-
-    Raises:
-        OSError: the file cannot be written, or other jobs keep it locked.
-    """
+    """Add a run. The file stays whole even if several jobs write at once or are killed while writing."""
     path().parent.mkdir(parents=True, exist_ok=True)
     with locked(path().with_suffix(".lock"), wait_s=_WAIT_S):
         lines = path().read_text(errors="replace").splitlines() if path().exists() else []

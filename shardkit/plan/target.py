@@ -17,26 +17,16 @@ from . import history
 
 @dataclass(frozen=True)
 class Target:
-    """The ranks of a job and the memory of each.
-
-    Attributes:
-        gpu: the card; `None` = a run on CPUs.
-        ranks_per_node: ranks on one machine.
-        rank: the rank to plan; `None`: the one that takes the most.
-        expandable: whether the allocator's segments can grow, shardkit's default.
-        host_memory: bytes of host memory per rank; `None` = not asked.
-        cap: bytes that a rank may use for tensors on CPUs.
-        card_is_assumed: whether nobody named the card.
-    """
+    """The ranks of a job and the memory of each."""
 
     world_size: int
-    gpu: Gpu | None
-    ranks_per_node: int
-    rank: int | None = None
-    expandable: bool = True
-    host_memory: int | None = None
-    cap: int | None = None
-    card_is_assumed: bool = False
+    gpu: Gpu | None  # the card; `None` = a run on CPUs
+    ranks_per_node: int  # ranks on one machine
+    rank: int | None = None  # the rank to plan; `None`: the one that takes the most
+    expandable: bool = True  # whether the allocator's segments can grow, shardkit's default
+    host_memory: int | None = None  # bytes of host memory per rank; `None` = not asked
+    cap: int | None = None  # bytes that a rank may use for tensors on CPUs
+    card_is_assumed: bool = False  # whether nobody named the card
 
     @property
     def device_memory(self) -> int | None:
@@ -54,25 +44,16 @@ def choose_target(
     config: RunConfig,
     gpus: int = 1,
     gpus_per_node: int = 8,
+    # a card of the table; default: the smallest with `gpu_memory` and flash attention, else h100; CPUs if
+    # run.device=cpu
     gpu: str | None = None,
-    gpu_memory: str | None = None,
-    host_memory: str | None = None,
+    gpu_memory: str | None = None,  # memory of each card; overrides the table's
+    host_memory: str | None = None,  # memory of each machine; on CPUs each rank's share is its cap
+    # limit of each rank, to make a card smaller or to limit tensors on CPUs; overrides the others
     memory_cap: str | None = None,
-    expandable: bool = True,
+    expandable: bool = True,  # whether the allocator's segments can grow
 ) -> Target:
-    """The target that the command's options describe.
-
-    Args:
-        gpu: a card of the table; default: the smallest with `gpu_memory` and flash attention, else h100; CPUs if
-            run.device=cpu.
-        gpu_memory: memory of each card; overrides the table's.
-        host_memory: memory of each machine; on CPUs each rank's share is its cap.
-        memory_cap: limit of each rank, to make a card smaller or to limit tensors on CPUs; overrides the others.
-        expandable: whether the allocator's segments can grow.
-
-    Raises:
-        ConfigError: an unknown card, an invalid amount of memory, or an invalid number of GPUs.
-    """
+    """The target that the command's options describe."""
     for name, number in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
         if number < 1:
             raise ConfigError(f"{name} {number} is not a number of GPUs", "ask for 1 or more")
@@ -128,11 +109,7 @@ def _card(gpu: str | None, memory: int | None) -> Gpu | None:
 
 
 def target_here(config: RunConfig, ranks: int, gpu: str | None, memory_cap: str | None) -> Target:
-    """The target of real runs on this machine: its GPUs, or its CPUs with a cap on the memory of tensors.
-
-    Raises:
-        ConfigError: this machine's card is not in the table, and no option says how much memory it has.
-    """
+    """The target of real runs on this machine: its GPUs, or its CPUs with a cap on the memory of tensors."""
     from ..launch.ranks.gpus import model_names, visible_gpus
 
     if config.run.device != "cpu" and visible_gpus():

@@ -98,16 +98,11 @@ def _growing(arena: _Arena, size: int) -> list[_Block]:
 class CachingAllocator:
     """Allocate and free blocks as torch would on an empty GPU.
 
-    Args:
-        expandable: one growing segment per stream and pool, instead of many.
-        page: page size of expandable segments in bytes; default: torch's. Small pages make `reserved` grow smoothly.
-        limit: bytes of the GPU; `malloc` raises `Full` where torch runs out of memory.
-
-    Attributes:
-        allocated, reserved: bytes in blocks that are in use, bytes of segments.
-        required: bytes of segments (of pages, if expandable) that hold a block in use, and stay after the cache is
-            released.
-        peak_allocated, peak_reserved, peak_required: the largest values of these three.
+    `expandable`: one growing segment per stream and pool, instead of many. `page`: page size of expandable segments in
+    bytes; default: torch's. Small pages make `reserved` grow smoothly. `limit`: bytes of the GPU; `malloc` raises
+    `Full` where torch runs out of memory. `allocated`, `reserved`: bytes in blocks that are in use, bytes of segments.
+    `required`: bytes of segments (of pages, if expandable) that hold a block in use, and stay after the cache is
+    released. `peak_allocated`, `peak_reserved`, `peak_required`: the largest values of these three.
     """
 
     def __init__(self, expandable: bool, page: int | None = None, limit: float = math.inf) -> None:
@@ -310,20 +305,16 @@ Arena = tuple[int, bool]
 
 @dataclass(frozen=True)
 class Replay:
-    """Largest bytes of each kind, over the whole log and by phase.
+    """Largest bytes of each kind, over the whole log and by phase."""
 
-    Attributes:
-        allocated, allocated_by_phase: of whole blocks, as torch counts them: in segments of fixed size a block keeps up
-            to 1 MiB that is too little to be split off.
-        arenas: bytes reserved at the end, by stream and pool.
-    """
-
+    # allocated, allocated_by_phase: of whole blocks, as torch counts them: in segments of fixed size a block keeps up
+    # to 1 MiB that is too little to be split off
     allocated: int
     reserved: int
     required: int
     allocated_by_phase: dict[str, int]
     reserved_by_phase: dict[str, int]
-    arenas: dict[Arena, int]
+    arenas: dict[Arena, int]  # bytes reserved at the end, by stream and pool
 
 
 def required(log: EventLog, device: str, expandable: bool, on_a_large_card: Replay) -> int:
@@ -371,18 +362,13 @@ def whole_pages(arenas: dict[Arena, int]) -> int:
 
 @dataclass(frozen=True)
 class _Request:
-    """A change of a storage's size.
-
-    Attributes:
-        n_bytes: the new size; 0 if the storage was freed.
-        releases: how often the program emptied the allocator's cache just before.
-    """
+    """A change of a storage's size."""
 
     storage: int
-    n_bytes: int
+    n_bytes: int  # the new size; 0 if the storage was freed
     stream: int
     phase: str
-    releases: int
+    releases: int  # how often the program emptied the allocator's cache just before
 
 
 def _requests(log: EventLog, device: str) -> list[_Request]:
@@ -410,11 +396,7 @@ def _requests(log: EventLog, device: str) -> list[_Request]:
 
 
 def _served(requests: Sequence[_Request], allocator: CachingAllocator) -> Iterator[_Request]:
-    """Each request, after the allocator has served it.
-
-    Raises:
-        Full: the segments do not fit below the allocator's limit.
-    """
+    """Each request, after the allocator has served it."""
     blocks: dict[int, _Block] = {}
     streams: dict[int, int] = {}
     for request in requests:

@@ -29,45 +29,28 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds that one rank reaches while all ranks work.
+    """The speeds that one rank reaches while all ranks work."""
 
-    Attributes:
-        matmul: FLOP/s of large matrix products by type: fp32, tf32, bf16, fp16, fp8.
-        memory: bytes/s that kernels read and write in the device's memory.
-        special: the same for kernels that compute exponentials and the like: as fast on a GPU, much slower on a CPU.
-        attention: fused attention's share of the speed of matrix products.
-        host: bytes/s that an optimizer step on the CPU reads and writes.
-        copies: bytes/s between device and host, one direction.
-        link: bytes/s of collectives inside a machine, as bus bandwidth.
-        network: bytes/s of each rank to other machines.
-        operator: seconds to issue one operator.
-        collective: seconds that the smallest collective takes.
-        late: seconds that ranks wait for the slowest one at a collective, where nothing hides the wait.
-        hop: seconds that each further rank adds to a ring.
-        tables: collective (all_reduce, all_gather, reduce_scatter) → [[bytes, bus bytes/s], …], where measured.
-        tables_nodes: machines that took part in measuring them.
-        new_pages: bytes/s at which the system maps pages for new large tensors; a GPU's allocator reuses its memory.
-        overlap: collectives and copies run beside kernels, and operators are issued ahead, as on a GPU.
-        measured: whether the speeds were measured on this machine.
-    """
-
-    matmul: Mapping[str, float]
-    memory: float
+    matmul: Mapping[str, float]  # FLOP/s of large matrix products by type: fp32, tf32, bf16, fp16, fp8
+    memory: float  # bytes/s that kernels read and write in the device's memory
+    # the same for kernels that compute exponentials and the like: as fast on a GPU, much slower on a CPU
     special: float
-    attention: float
-    host: float
-    copies: float
-    link: float
-    network: float
-    operator: float
-    collective: float
-    hop: float
-    overlap: bool
+    attention: float  # fused attention's share of the speed of matrix products
+    host: float  # bytes/s that an optimizer step on the CPU reads and writes
+    copies: float  # bytes/s between device and host, one direction
+    link: float  # bytes/s of collectives inside a machine, as bus bandwidth
+    network: float  # bytes/s of each rank to other machines
+    operator: float  # seconds to issue one operator
+    collective: float  # seconds that the smallest collective takes
+    hop: float  # seconds that each further rank adds to a ring
+    overlap: bool  # collectives and copies run beside kernels, and operators are issued ahead, as on a GPU
+    # bytes/s at which the system maps pages for new large tensors; a GPU's allocator reuses its memory
     new_pages: float = math.inf
-    late: float = 0.0
+    late: float = 0.0  # seconds that ranks wait for the slowest one at a collective, where nothing hides the wait
+    # collective (all_reduce, all_gather, reduce_scatter) → [[bytes, bus bytes/s], …], where measured
     tables: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    tables_nodes: int = 1
-    measured: bool = False
+    tables_nodes: int = 1  # machines that took part in measuring them
+    measured: bool = False  # whether the speeds were measured on this machine
 
     def collective_seconds(self, kind: str, n_bytes: int, ranks: int, nodes: int) -> float:
         """Seconds of a collective over `n_bytes` (of the whole tensor) in a group of `ranks` on `nodes` machines.
@@ -155,24 +138,15 @@ def _between(table: Sequence[Sequence[float]], n_bytes: int) -> float:
 
 @dataclass
 class Segment:
-    """A phase of one micro-batch (or the optimizer step): seconds for which each part of the hardware is busy.
-
-    Attributes:
-        compute: kernels, without those that backward runs again.
-        recompute: forward kernels that backward runs again.
-        dispatch: issuing operators.
-        links: collectives.
-        copies: copies between device and host.
-        host: kernels on the CPU, for a job on GPUs.
-    """
+    """A phase of one micro-batch (or the optimizer step): seconds for which each part of the hardware is busy."""
 
     phase: str
-    compute: float = 0.0
-    recompute: float = 0.0
-    dispatch: float = 0.0
-    links: float = 0.0
-    copies: float = 0.0
-    host: float = 0.0
+    compute: float = 0.0  # kernels, without those that backward runs again
+    recompute: float = 0.0  # forward kernels that backward runs again
+    dispatch: float = 0.0  # issuing operators
+    links: float = 0.0  # collectives
+    copies: float = 0.0  # copies between device and host
+    host: float = 0.0  # kernels on the CPU, for a job on GPUs
     flops: float = 0.0
     collectives: float = 0.0
 
@@ -190,21 +164,15 @@ SPEED_ERROR = "-18 to +52 %"
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Predicted time of one optimizer step of one rank.
-
-    Attributes:
-        parts: seconds that the step waits for each of compute, recompute, dispatch, links, copies and host; they add
-            up to `seconds`. Work hidden behind longer work does not count.
-        flops: FLOPs of one rank's step, recomputation included.
-        targets: tokens (or other units that the loss counts) of the step, over all ranks.
-        measured: whether the hardware's speeds were measured on this machine.
-    """
+    """Predicted time of one optimizer step of one rank."""
 
     seconds: float
+    # seconds that the step waits for each of compute, recompute, dispatch, links, copies and host; they add up to
+    # `seconds`. Work hidden behind longer work does not count.
     parts: Mapping[str, float]
-    flops: float
-    targets: float
-    measured: bool
+    flops: float  # FLOPs of one rank's step, recomputation included
+    targets: float  # tokens (or other units that the loss counts) of the step, over all ranks
+    measured: bool  # whether the hardware's speeds were measured on this machine
 
     @property
     def tokens_per_s(self) -> float:
@@ -216,10 +184,8 @@ def step_time(
 ) -> TimeEstimate:
     """The time of a step of `micro_batches`, some of which were traced.
 
-    Args:
-        targets: units that the loss counts in a step, over all ranks.
-        overlap: see `waits`.
-        measured: whether the segments' speeds were measured.
+    `targets`: units that the loss counts in a step, over all ranks. `overlap`: see `waits`. `measured`: whether the
+    segments' speeds were measured.
     """
     parts: dict[str, float] = {}
     flops = 0.0

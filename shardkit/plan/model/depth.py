@@ -23,18 +23,12 @@ Edges = Mapping[Edge, Peak]
 
 @dataclass(frozen=True)
 class Depth:
-    """How to trace a model of `layers` equal layers at two smaller depths.
-
-    Attributes:
-        traced: the two depths.
-        at: returns the config with another number of layers.
-        layers_at_ends: layers at each end of the model that edges tell apart.
-    """
+    """How to trace a model of `layers` equal layers at two smaller depths."""
 
     layers: int
-    traced: tuple[int, int]
-    at: Callable[[int], RunConfig]
-    layers_at_ends: int
+    traced: tuple[int, int]  # the two depths
+    at: Callable[[int], RunConfig]  # returns the config with another number of layers
+    layers_at_ends: int  # layers at each end of the model that edges tell apart
 
     @property
     def position(self) -> float:
@@ -103,9 +97,8 @@ def edges(
 ) -> dict[Edge, Peak]:
     """The largest total of live bytes by (phase, module).
 
-    Args:
-        layers: the model's depth, if it is a shallow stand-in: layers are then numbered from the nearer end, and only
-            the peaks of `layers_at_ends` layers at each end are returned.
+    `layers`: the model's depth, if it is a shallow stand-in: layers are then numbered from the nearer end, and only the
+    peaks of `layers_at_ends` layers at each end are returned.
     """
     peaks: dict[Edge, Peak] = {}
     for (phase, module), peak in log.peaks(device, rounding).items():

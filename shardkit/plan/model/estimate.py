@@ -48,19 +48,12 @@ class PhaseEstimate:
 
 @dataclass(frozen=True)
 class PeakEstimate:
-    """The size and the place of the peak on the device.
+    """The size and the place of the peak on the device."""
 
-    Attributes:
-        allocated: bytes of the tensors' blocks, as the allocator counts them.
-        reserved: bytes that the allocator takes from a GPU with room to spare.
-        required: bytes that remain when the allocator releases its cache.
-        phase, module: the part of the step that peaks.
-    """
-
-    allocated: int
-    reserved: int
-    required: int
-    phase: str
+    allocated: int  # bytes of the tensors' blocks, as the allocator counts them
+    reserved: int  # bytes that the allocator takes from a GPU with room to spare
+    required: int  # bytes that remain when the allocator releases its cache
+    phase: str  # phase, module: the part of the step that peaks
     module: str
 
 
@@ -74,42 +67,28 @@ class CategoryEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory that one rank will need.
-
-    Attributes:
-        rank: the rank of these figures.
-        n_params, n_blocks: the model's parameters and repeated blocks.
-        method: the device of the traced fake tensors; "cpu" for a GPU job means that the fake CUDA device failed.
-        host_peak: bytes of tensors on the host at their peak.
-        extrapolated_from: the depths traced instead of the whole model; empty = traced whole.
-        resident: bytes on the device between two steps.
-        overhead: bytes on the GPU outside torch's allocator: context and communicators.
-        overhead_from: the source of `overhead`: typical, or measured on this machine.
-        device_memory, host_memory: the limits in bytes; `None` = not asked.
-        uncertainty: expected relative error, 0 to 1.
-        time: the time of a step; `None` = not asked.
-        n_packable, n_packable_experts: values that `model.quantize` would pack in linear layers, and in experts.
-    """
+    """The memory that one rank will need."""
 
     device: str
     world_size: int
-    rank: int
-    n_params: int
+    rank: int  # the rank of these figures
+    n_params: int  # n_params, n_blocks: the model's parameters and repeated blocks
     n_blocks: int
-    method: Method
+    method: Method  # the device of the traced fake tensors; "cpu" for a GPU job means that the fake CUDA device failed
     phases: Mapping[PlannedPhase, PhaseEstimate]
     peak: PeakEstimate
-    resident: int
-    host_peak: int
+    resident: int  # bytes on the device between two steps
+    host_peak: int  # bytes of tensors on the host at their peak
     categories: Mapping[Category, CategoryEstimate]
-    overhead: int = 0
-    overhead_from: str = TYPICAL
-    device_memory: int | None = None
+    overhead: int = 0  # bytes on the GPU outside torch's allocator: context and communicators
+    overhead_from: str = TYPICAL  # the source of `overhead`: typical, or measured on this machine
+    device_memory: int | None = None  # device_memory, host_memory: the limits in bytes; `None` = not asked
     host_memory: int | None = None
-    uncertainty: float = 0.03
-    extrapolated_from: tuple[int, ...] = ()
+    uncertainty: float = 0.03  # expected relative error, 0 to 1
+    extrapolated_from: tuple[int, ...] = ()  # the depths traced instead of the whole model; empty = traced whole
     notes: tuple[str, ...] = field(default=())
-    time: TimeEstimate | None = None
+    time: TimeEstimate | None = None  # the time of a step; `None` = not asked
+    # n_packable, n_packable_experts: values that `model.quantize` would pack in linear layers, and in experts
     n_packable: int = 0
     n_packable_experts: int = 0
 
@@ -151,9 +130,8 @@ class MemoryEstimate:
     def save(self, run_dir: Path, config: RunConfig, other_ranks: Sequence[MemoryEstimate] = ()) -> None:
         """Write `plan.json`, which the report shows beside the measured memory.
 
-        Args:
-            config: the planned config; a run with another config ignores the plan.
-            other_ranks: estimates of ranks whose shards differ.
+        `config`: the planned config; a run with another config ignores the plan. `other_ranks`: estimates of ranks
+        whose shards differ.
         """
         obj = {
             "schema": SCHEMA, "verdict": self.verdict, "uncertainty": self.uncertainty, "config": digest(config),

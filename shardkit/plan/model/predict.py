@@ -49,11 +49,7 @@ slow, only the first and the last, which leave out a loss: 512 bytes. Times are 
 def prepare(target: Target, fakes: str = "cuda") -> Method:
     """Prepare this process to trace for the target; call it once, before anything else.
 
-    Args:
-        fakes: "cpu" traces without the fake CUDA device.
-
-    Raises:
-        NameGone: torch no longer has a name that tracing needs.
+    `fakes`: "cpu" traces without the fake CUDA device.
     """
     for feature in (TRACKER, PLANS):
         feature.require()
@@ -73,25 +69,15 @@ def prepare(target: Target, fakes: str = "cuda") -> Method:
 def predict(
     config: RunConfig,
     target: Target,
-    method: Method,
-    all_layers: bool = False,
-    timed: bool = False,
+    method: Method,  # the result of `prepare`, or "cpu" (less accurate) for a GPU job if the fake CUDA device fails
+    all_layers: bool = False,  # trace every layer of a deep model
+    timed: bool = False,  # also predict how long a step takes
+    # trace less: two micro-batches per step, and deep models at two depths, under ZeRO too, where this makes buckets
+    # inexact
     rough: bool = False,
-    evaluates: bool = True,
+    evaluates: bool = True,  # trace an evaluation too
 ) -> MemoryEstimate:
-    """Predict one rank's memory for a config.
-
-    Args:
-        method: the result of `prepare`, or "cpu" (less accurate) for a GPU job if the fake CUDA device fails.
-        all_layers: trace every layer of a deep model.
-        timed: also predict how long a step takes.
-        rough: trace less: two micro-batches per step, and deep models at two depths, under ZeRO too, where this makes
-            buckets inexact.
-        evaluates: trace an evaluation too.
-
-    Raises:
-        ConfigError: the config cannot run on that world or card, or its task cannot be built.
-    """
+    """Predict one rank's memory for a config."""
     kind = "cpu" if target.gpu is None else "cuda"
     capability.check(
         config,
@@ -210,23 +196,17 @@ class _Trace(Replay):
 
 @dataclass(frozen=True)
 class Scenario:
-    """The part of a prediction that does not depend on the config.
-
-    Attributes:
-        device: the device of the fake tensors.
-        speeds: the target hardware's speeds; without them a trace counts no work.
-    """
+    """The part of a prediction that does not depend on the config."""
 
     target: Target
-    device: torch.device
-    speeds: Speeds | None = None
+    device: torch.device  # the device of the fake tensors
+    speeds: Speeds | None = None  # the target hardware's speeds; without them a trace counts no work
 
 
 def _traced(config: RunConfig, scenario: Scenario, ends: tuple[int, int] | None = None) -> _Trace:
     """Trace a config and reduce the log to figures.
 
-    Args:
-        ends: for a shallow stand-in of a deep model: (its own layers, layers to tell apart at each end).
+    `ends`: for a shallow stand-in of a deep model: (its own layers, layers to tell apart at each end).
     """
     target, device = scenario.target, scenario.device
     on_gpu = target.gpu is not None
@@ -269,8 +249,7 @@ def trace(
 ) -> tuple[EventLog, dict[str, int], list[Segment], float]:
     """Wrap the model and run some steps and an evaluation on fake tensors.
 
-    Returns:
-        every allocation; the counts of `count_model`; the last step's work; targets of a micro-batch.
+    Returns every allocation; the counts of `count_model`; the last step's work; targets of a micro-batch.
     """
     gc.collect()
     gc.freeze()  # later collections, some of them DeepSpeed's, then scan this trace's objects only
@@ -301,18 +280,12 @@ def trace(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Batches on the CPU, with real or no values.
-
-    Attributes:
-        n_targets: targets of `batch`, a micro-batch.
-        evaluated: an evaluation's largest micro-batch; `None` without evaluations.
-        prompts: what the run samples from after an evaluation.
-    """
+    """Batches on the CPU, with real or no values."""
 
     batch: Batch
-    n_targets: float
-    evaluated: Batch | None
-    prompts: Prompts | None
+    n_targets: float  # targets of `batch`, a micro-batch
+    evaluated: Batch | None  # an evaluation's largest micro-batch; `None` without evaluations
+    prompts: Prompts | None  # what the run samples from after an evaluation
 
 
 def _follow(

@@ -47,9 +47,7 @@ _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::inde
 class WorkCounter:
     """Adds up the segments of a traced step; each step replaces the previous one.
 
-    Args:
-        log: says which phase is running.
-        speeds: the speeds of the hardware that the step would run on.
+    `log`: says which phase is running. `speeds`: the speeds of the hardware that the step would run on.
     """
 
     def __init__(
@@ -130,23 +128,16 @@ class WorkCounter:
 
 
 class _Operator(NamedTuple):
-    """The facts about an operator that are known before it runs.
-
-    Attributes:
-        works: whether it reads or writes memory.
-        makes_new: whether its results are new tensors, not its arguments.
-        looks_up: whether it reads only as many bytes of its inputs as it returns.
-        writes: which arguments it changes, if it returns nothing.
-    """
+    """The facts about an operator that are known before it runs."""
 
     name: str
     is_view: bool
     is_collective: bool
-    works: bool
+    works: bool  # whether it reads or writes memory
     special: bool
-    makes_new: bool
-    looks_up: bool
-    writes: tuple[bool, ...]
+    makes_new: bool  # whether its results are new tensors, not its arguments
+    looks_up: bool  # whether it reads only as many bytes of its inputs as it returns
+    writes: tuple[bool, ...]  # which arguments it changes, if it returns nothing
 
 
 @functools.cache

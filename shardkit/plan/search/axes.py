@@ -17,24 +17,18 @@ _CPU = "cpu"
 
 @dataclass(frozen=True)
 class Combination:
-    """A value for every axis except the micro-batch.
+    """A value for every axis except the micro-batch."""
 
-    Attributes:
-        engine, policy, precision: names to show.
-        settings: overrides as on the command line.
-    """
-
-    engine: str
+    engine: str  # engine, policy, precision: names to show
     policy: str
     precision: str
-    settings: tuple[str, ...]
+    settings: tuple[str, ...]  # overrides as on the command line
 
 
 def combinations(config: RunConfig, target: Target, fixed_keys: Collection[str]) -> list[Combination]:
     """All combinations to compare; settings given on the command line stay fixed.
 
-    Args:
-        fixed_keys: dotted keys that must not change.
+    `fixed_keys`: dotted keys that must not change.
     """
     allowed = []
     axes = engines(config, target), _policies(config), _precisions(config, target)
@@ -85,11 +79,7 @@ def engines(config: RunConfig, target: Target) -> Iterator[tuple[str, dict[str, 
 
 
 def micro_batches(config: RunConfig, target: Target, fixed_keys: Collection[str]) -> tuple[int, list[int]]:
-    """(samples per rank and step, the micro-batch sizes that divide them): the global batch does not change.
-
-    Raises:
-        ConfigError: the global batch cannot be cut into whole samples per rank.
-    """
+    """(samples per rank and step, the micro-batch sizes that divide them): the global batch does not change."""
     train = config.train
     if train.global_batch_size is not None:
         samples, remainder = divmod(train.global_batch_size, target.world_size)

@@ -33,29 +33,22 @@ class Rung:
 
 @dataclass(frozen=True)
 class Step:
-    """A rung on top of all rungs below it: its prediction and its trial.
-
-    Attributes:
-        predicted: bytes on the device; `None` if the rung cannot be planned, with the reason in `refused`.
-        trial: `None` if it was not tried.
-        same_loss: whether its losses agree with those of the first rung that ran, within 2 %.
-    """
+    """A rung on top of all rungs below it: its prediction and its trial."""
 
     rung: Rung
     settings: tuple[str, ...]
-    predicted: int | None
+    predicted: int | None  # bytes on the device; `None` if the rung cannot be planned, with the reason in `refused`
     verdict: str | None
     refused: str = ""
-    trial: Trial | None = None
-    same_loss: bool | None = None
+    trial: Trial | None = None  # `None` if it was not tried
+    same_loss: bool | None = None  # whether its losses agree with those of the first rung that ran, within 2 %
 
 
 def default_rungs(world_size: int, config: RunConfig | None = None) -> list[Rung]:
     """The classic experiment: plain fp32, then one technique after another on top.
 
-    Args:
-        config: its settings of these techniques are reset to the defaults; chunked cross-entropy is left out if its
-            task has no vocabulary.
+    `config`: its settings of these techniques are reset to the defaults; chunked cross-entropy is left out if its task
+    has no vocabulary.
     """
     plain = "single" if world_size == 1 else "ddp"
     base = [f"parallel.strategy={plain}", "precision.mode=fp32", "activation.policy=none"]
@@ -89,11 +82,7 @@ def _without_techniques(config: RunConfig) -> Iterator[str]:
 
 
 def parse_rung(text: str) -> Rung:
-    """Parse `NAME: key=value key=value`.
-
-    Raises:
-        ConfigError: the text does not have that form.
-    """
+    """Parse `NAME: key=value key=value`."""
     name, sign, settings = text.partition(":")
     items = settings.split()
     if not sign or not name.strip() or not items or not all("=" in item for item in items):
@@ -104,13 +93,8 @@ def parse_rung(text: str) -> Rung:
 def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None) -> Iterator[Step]:
     """Predict, and try, each rung on top of those below it.
 
-    A rung that cannot be planned is tried anyway: it may still train.
-
-    Args:
-        try_it: runs a rung, given its overrides and its position; `None` only predicts.
-
-    Raises:
-        ConfigError: a rung's config is invalid, or two rungs have one name; raised before anything runs.
+    A rung that cannot be planned is tried anyway: it may still train. `try_it`: runs a rung, given its overrides and
+    its position; `None` only predicts.
     """
     stacked = list(_stacked(rungs, load))
     reference: tuple[float, ...] = ()
@@ -185,11 +169,7 @@ def table(steps: Sequence[Step]) -> str:
 def save(steps: Sequence[Step], folder: Path, limit: int | None) -> Path:
     """Write `ladder.json` and `ladder.md`; returns the path of the latter.
 
-    Args:
-        limit: bytes that a rank may use; `None` = no limit was given.
-
-    Raises:
-        ConfigError: the folder cannot be written.
+    `limit`: bytes that a rank may use; `None` = no limit was given.
     """
     contents = {"schema": 1, "device_memory": limit, "rungs": [asdict(step) for step in steps]}
     path = folder / "ladder.md"

@@ -26,31 +26,22 @@ _LARGEST_BATCH = 65536
 
 @dataclass(frozen=True)
 class Size:
-    """A model, or a micro-batch, with the settings that make it.
-
-    Attributes:
-        amount: number of parameters, or of samples.
-    """
+    """A model, or a micro-batch, with the settings that make it."""
 
     settings: tuple[str, ...]
-    amount: int
+    amount: int  # number of parameters, or of samples
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The largest size that works and the next size, which does not.
-
-    Attributes:
-        predicted: bytes on the device for the largest size.
-        limited_by: the memory that the next size lacks; the host counts only if the target limits it.
-        attempts: number of real runs.
-    """
+    """The largest size that works and the next size, which does not."""
 
     largest: Size
     next_up: Size
-    predicted: int
+    predicted: int  # bytes on the device for the largest size
+    # the memory that the next size lacks; the host counts only if the target limits it
     limited_by: Literal["device", "host"] = "device"
-    attempts: int = 0
+    attempts: int = 0  # number of real runs
 
 
 def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size]:
@@ -59,11 +50,8 @@ def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size
     The next size is the model within reach whose depth/width ratio and heads are nearest to the config's: its memory
     then grows with its size, as far as whole layers and heads allow. Heads stay multiples of 8 wide where that is
     possible and the config's are: torch may keep whole attention weights of others. If a large vocabulary dominates a
-    small model, widening it by one can exceed 2 %.
-
-    Args:
-        most: largest number of parameters.
-        multiple: widths are multiples of this; fp8 needs 16.
+    small model, widening it by one can exceed 2 %. `most`: largest number of parameters. `multiple`: widths are
+    multiples of this; fp8 needs 16.
     """
     candidates = sorted(_around(model, most, multiple), key=lambda candidate: candidate[:3])
     sizes: list[Size] = []
@@ -110,8 +98,7 @@ def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[in
 def batch_sizes(accumulated: int | None = None) -> list[Size]:
     """Every micro-batch size up to 65536.
 
-    Args:
-        accumulated: a fixed number of micro-batches per step; it replaces a global batch that only some sizes divide.
+    `accumulated`: a fixed number of micro-batches per step; it replaces a global batch that only some sizes divide.
     """
     step = () if accumulated is None else (f"train.grad_accum_steps={accumulated}", "train.global_batch_size=null")
     return [Size((f"train.micro_batch_size={n}", *step), n) for n in range(1, _LARGEST_BATCH + 1)]
@@ -121,17 +108,9 @@ def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | Non
     """Find the last size that fits and the first that does not.
 
     Bisects sizes by prediction; real runs then step from the predicted boundary, up while they work or down while they
-    fail, until one size works and the next runs out of memory.
-
-    Args:
-        sizes: smallest first.
-        try_it: runs a size; `None` only predicts.
-        look_ahead: how many sizes to predict beyond the first misfit, since memory does not always grow with size.
-
-    Raises:
-        DoesNotFit: not even the smallest size fits.
-        ConfigError: the target has no memory limit, even the largest size fits, or no size trains.
-        ShardkitError: a run fails for another reason than memory.
+    fail, until one size works and the next runs out of memory. `sizes`: smallest first. `try_it`: runs a size; `None`
+    only predicts. `look_ahead`: how many sizes to predict beyond the first misfit, since memory does not always grow
+    with size.
     """
     limit = target.device_memory
     if limit is None:

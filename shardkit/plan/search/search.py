@@ -40,22 +40,16 @@ class _OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """A combination at one micro-batch size, with its prediction.
-
-    Attributes:
-        settings: overrides as on the command line.
-        needed: bytes on the device.
-        filled: share of the usable memory that it takes, on device or host, whichever is larger; up to 1 it fits.
-        waits: seconds per token (of all ranks) that the step waits for each part of the hardware (see `TimeEstimate`).
-        estimate: the source of the figures; `None` if they are interpolated between two rough traces.
-    """
+    """A combination at one micro-batch size, with its prediction."""
 
     combination: Combination
     micro_batch: int
-    settings: tuple[str, ...]
-    needed: int
-    filled: float
+    settings: tuple[str, ...]  # overrides as on the command line
+    needed: int  # bytes on the device
+    filled: float  # share of the usable memory that it takes, on device or host, whichever is larger; up to 1 it fits
+    # seconds per token (of all ranks) that the step waits for each part of the hardware (see `TimeEstimate`)
     waits: Mapping[str, float]
+    # the source of the figures; `None` if they are interpolated between two rough traces
     estimate: MemoryEstimate | None = None
 
     @property
@@ -65,26 +59,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        fitting: the best micro-batch of every combination that fits, fastest first; the first and those on the
-            `front` were traced exactly, unless the search was `stopped`.
-        misfits: combinations that fit at no micro-batch size, each at the one that needs least.
-        refused: combinations that cannot be planned, with the reason.
-        sizes: the best combination at every micro-batch size.
-        samples: samples per rank and step.
-        stopped: why the search ended early; empty if it finished.
-        left_out: combinations that were not planned for lack of time.
-    """
-
+    # the best micro-batch of every combination that fits, fastest first; the first and those on the `front` were traced
+    # exactly, unless the search was `stopped`
     fitting: tuple[Setting, ...]
-    misfits: tuple[Setting, ...]
-    refused: Mapping[Combination, str]
-    sizes: tuple[Setting, ...]
-    samples: int
-    stopped: str = ""
-    left_out: tuple[Combination, ...] = ()
+    misfits: tuple[Setting, ...]  # combinations that fit at no micro-batch size, each at the one that needs least
+    refused: Mapping[Combination, str]  # combinations that cannot be planned, with the reason
+    sizes: tuple[Setting, ...]  # the best combination at every micro-batch size
+    samples: int  # samples per rank and step
+    stopped: str = ""  # why the search ended early; empty if it finished
+    left_out: tuple[Combination, ...] = ()  # combinations that were not planned for lack of time
 
     @property
     def best(self) -> Setting:
@@ -108,25 +93,20 @@ def pareto(settings: Sequence[Setting]) -> Iterator[Setting]:
 class Search:
     """Compares combinations on one target; a context manager that ends its planning processes on exit.
 
-    Args:
-        load: returns the config with more overrides.
-        given: dotted keys that must not change.
-        margin: share of the memory to leave free; `None` = the estimate's uncertainty, which makes the choice fit by
-            its own verdict.
-        told: called after every trace with the progress, the expected time and the best setting so far.
-        budget: seconds after which `run` returns the best so far; `None` = run until the best is certain.
-
-    Raises:
-        ConfigError: the target has no memory limit; or (from `run`) nothing fits, or nothing can be traced.
+    `fixed_keys`: dotted keys that must not change. `report`: called after every trace with the progress, the expected
+    time and the best setting so far.
     """
 
     def __init__(
         self,
-        load: Load,
+        load: Load,  # returns the config with more overrides
         target: Target,
         fixed_keys: Collection[str],
+        # share of the memory to leave free; `None` = the estimate's uncertainty, which makes the choice fit by its own
+        # verdict
         margin: float | None,
         report: Callable[[str], None],
+        # seconds after which `run` returns the best so far; `None` = run until the best is certain
         budget: float | None = None,
     ) -> None:
         if target.device_memory is None:
@@ -157,11 +137,7 @@ class Search:
         self._stack.close()
 
     def run(self) -> SearchResult:
-        """Trace and rank the combinations. After Ctrl-C or at the end of the budget, rank those traced so far.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C before anything was found.
-        """
+        """Trace and rank the combinations. After Ctrl-C or at the end of the budget, rank those traced so far."""
         self._every = every = combinations(self._load(()), self._target, self._fixed_keys)
         if not every:
             names = ", ".join(sorted(self._fixed_keys))
@@ -279,8 +255,7 @@ class Search:
     ) -> Iterator[tuple[tuple[Combination, int], Setting | str]]:
         """Predict in the planning processes, in order: for each pair a setting, or the reason why it cannot be planned.
 
-        Args:
-            until: pairs whose prediction has not begun at this time are left out.
+        `until`: pairs whose prediction has not begun at this time are left out.
         """
         end = None if self._budget is None else self._begun + self._budget
         with ThreadPoolExecutor(self._workers) as pool:

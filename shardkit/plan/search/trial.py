@@ -26,9 +26,6 @@ def writing(folder: Path) -> Iterator[None]:
     """Create the folder for results and check that it is writable, before a long command and while it runs.
 
     A command without results leaves no folder behind.
-
-    Raises:
-        ConfigError: the folder cannot be written, or its disk is full.
     """
     is_new = not folder.exists()
     try:
@@ -49,22 +46,15 @@ def writing(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a short run.
-
-    Attributes:
-        peak: peak bytes of tensors on any rank: from the allocator on a GPU, from a traced step on the CPU.
-        reserved: peak bytes that the allocator reserved on any rank; `None` on the CPU.
-        tokens_per_s: tokens/s of all ranks, the median over the steps after the traced one.
-        losses: the loss of every step.
-        message: the reason of a failure.
-    """
+    """The result of a short run."""
 
     outcome: Literal["ok", "out of memory", "failed"]
+    # peak bytes of tensors on any rank: from the allocator on a GPU, from a traced step on the CPU
     peak: int | None = None
-    reserved: int | None = None
-    tokens_per_s: float | None = None
-    losses: tuple[float, ...] = ()
-    message: str = ""
+    reserved: int | None = None  # peak bytes that the allocator reserved on any rank; `None` on the CPU
+    tokens_per_s: float | None = None  # tokens/s of all ranks, the median over the steps after the traced one
+    losses: tuple[float, ...] = ()  # the loss of every step
+    message: str = ""  # the reason of a failure
 
 
 def run_trial(
@@ -72,10 +62,8 @@ def run_trial(
 ) -> Trial:
     """Train for `steps` steps; an out-of-memory error is a result.
 
-    Args:
-        config: a YAML file; `None` = defaults.
-        folder: the run directory; its contents are replaced.
-        cap: imitate a smaller card (`memory.cap`).
+    `config`: a YAML file; `None` = defaults. `folder`: the run directory; its contents are replaced. `cap`: imitate a
+    smaller card (`memory.cap`).
     """
     settings = trial_settings(overrides, folder, steps, cap)
     if ranks == 1:

@@ -156,12 +156,8 @@ def call_directly(*modes: type[DispatchMode]) -> None:
 def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) -> None:
     """Make torch believe in a GPU that answers as `cuda` says; call it once per process.
 
-    Args:
-        cuda: functions and classes that replace those of `torch.cuda`.
-        attention: replaces `scaled_dot_product_attention`.
-
-    Raises:
-        NameGone: torch no longer has a name that this needs.
+    `cuda`: functions and classes that replace those of `torch.cuda`. `attention`: replaces
+    `scaled_dot_product_attention`.
     """
     FAKE_CUDA.require()
     _install_guard()
@@ -228,9 +224,6 @@ def _function_for_one_device() -> int:
     It returns 1 in the first register and 0 in the second: 1 is the device type, the device count, true, and the bytes
     of a `Device` for GPU 0; both registers are GPU 0's default `Stream`. It is machine code, since a ctypes function
     cannot return a struct, and it needs no Python lock in autograd's threads.
-
-    Raises:
-        NameGone: torch has no fake guard, and this is not an x86-64 machine.
     """
     if platform.machine() != "x86_64":
         raise _ensure_guard.gone()
@@ -272,8 +265,7 @@ def _never_called(*args: Any, **kwargs: Any) -> Any:
 def register_batch_norm(shapes: Mapping[str, Callable[..., Any]]) -> None:
     """Let fake tensors pass a synchronised batch norm, whose kernels torch 2.9 to 2.15 has for real GPUs only.
 
-    Args:
-        shapes: aten operator → function that makes results of the right shapes.
+    `shapes`: aten operator → function that makes results of the right shapes.
     """
     library = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
     for name, kernel in shapes.items():
@@ -312,11 +304,10 @@ def torch_on_fakes(
 ) -> Iterator[None]:
     """Replace the functions of torch that do not work on fake tensors.
 
-    Args:
-        apply: replaces `Module._apply`, which does not swap fake parameters that have other references.
-        split: replaces FSDP2's split of a parameter, which makes every rank's shard.
-        move: replaces FSDP2's move to the device: setting `data` does not change a fake tensor's device.
-        step: replaces `GradScaler`'s step, which reads a count of infinities.
+    `apply`: replaces `Module._apply`, which does not swap fake parameters that have other references. `split`: replaces
+    FSDP2's split of a parameter, which makes every rank's shard. `move`: replaces FSDP2's move to the device: setting
+    `data` does not change a fake tensor's device. `step`: replaces `GradScaler`'s step, which reads a count of
+    infinities.
     """
     with ExitStack() as stack:
         stack.enter_context(patch.object(nn.Module, "_apply", apply))
@@ -343,8 +334,7 @@ _cpu_adams = [ZERO_PLANS.use(f"{module}.DeepSpeedCPUAdam") for module in ("deeps
 def deepspeed_alone(cpu_adam: type) -> Iterator[None]:
     """Turn off DeepSpeed's comparisons between ranks and its overflow checks: there are no peers and no real gradients.
 
-    Args:
-        cpu_adam: replaces DeepSpeedCPUAdam, whose kernel reads real memory.
+    `cpu_adam`: replaces DeepSpeedCPUAdam, whose kernel reads real memory.
     """
     ZERO_PLANS.require()
     with ExitStack() as stack:

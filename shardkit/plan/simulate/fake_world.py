@@ -33,9 +33,7 @@ def fake_world(
 ) -> Iterator[World]:
     """Pretend that this process is one of `world_size` ranks. Every tensor that is made inside is fake.
 
-    Args:
-        device: the device on which the model would train.
-        zero: also let DeepSpeed work without other ranks.
+    `device`: the device on which the model would train. `zero`: also let DeepSpeed work without other ranks.
     """
     local = min(ranks_per_node, world_size)
     env = RankEnv(rank, world_size, rank % local, local, rank // local, -(-world_size // local), "group")

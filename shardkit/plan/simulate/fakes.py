@@ -33,10 +33,6 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     An operator that returned equal results twice for the same shapes is not run again: later calls, also those of later
     worlds, make the results from a description of them. This is several times as fast as torch's own cache of fakes.
     A view's position in its storage counts only where results depend on it: slices of equal length are equal.
-
-    Raises:
-        ConfigError: the user's code reads a tensor's value, on which its branches may depend.
-        RuntimeError: an operator got tensors of two dtypes. Its kernel on a GPU refuses them; torch's fakes do not.
     """
 
     avoid_device_init = True  # although `torch.cuda.is_available`, which is patched, says that there is a GPU
@@ -134,11 +130,8 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _describe(self, args: Any, facts: list[Any], is_placed: bool) -> bool:
         """Append to `facts` everything that an operator's results depend on.
 
-        Args:
-            is_placed: results also depend on where tensors lie in their storages.
-
-        Returns:
-            False if the results depend on more than shapes, dtypes and numbers.
+        `is_placed`: results also depend on where tensors lie in their storages. Returns False if the results depend
+        on more than shapes, dtypes and numbers.
         """
         for arg in args:
             kind = type(arg)
@@ -246,23 +239,14 @@ _ANSWERED = (LOCAL_SCALAR, _IS_PINNED, GROUPED_MM, PIN_MEMORY, ALL_GATHER)
 
 
 class _Traits(NamedTuple):
-    """What is known about an operator before it runs.
+    """What is known about an operator before it runs."""
 
-    Attributes:
-        is_answered: `Fakes` answers it by itself, for some arguments.
-        wants_one_dtype: its CUDA kernel refuses floats of two dtypes.
-        makes_alike: see `makes_alike`.
-        views: its results are views of arguments.
-        follows: they are at a distance from the first argument that shapes and numbers decide.
-        is_placed: its results may depend on where its arguments lie in their storages.
-    """
-
-    is_answered: bool
-    wants_one_dtype: bool
-    makes_alike: bool
-    views: bool
-    follows: bool
-    is_placed: bool
+    is_answered: bool  # `Fakes` answers it by itself, for some arguments
+    wants_one_dtype: bool  # its CUDA kernel refuses floats of two dtypes
+    makes_alike: bool  # see `makes_alike`
+    views: bool  # its results are views of arguments
+    follows: bool  # they are at a distance from the first argument that shapes and numbers decide
+    is_placed: bool  # its results may depend on where its arguments lie in their storages
 
 
 @functools.cache

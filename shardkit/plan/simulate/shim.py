@@ -51,13 +51,7 @@ def current_stream() -> int:
 def install(gpu: Gpu, n_devices: int = 8) -> None:
     """Make `FakeTensorMode` work with device cuda in this process, until it ends.
 
-    Args:
-        gpu: the imitated card.
-        n_devices: number of GPUs of the imitated machine.
-
-    Raises:
-        NameGone: torch no longer has a name that this needs.
-        RuntimeError: a small fake backward pass gives a wrong result.
+    `gpu`: the imitated card. `n_devices`: number of GPUs of the imitated machine.
     """
     install_fake_cuda(_cuda_api(gpu, n_devices), _attention)
     register_cuda_kernels()
@@ -212,9 +206,7 @@ def _kernel(
     """The attention kernel that torch chooses on the planned card (sdp_utils.cpp of torch 2.9 to 2.13).
 
     Newer cards prefer cuDNN's kernel. It is planned as flash attention, or with a mask as the memory-efficient kernel.
-
-    Args:
-        shared: heads share keys (`enable_gqa`). Keys that are broadcast without it have no fused kernel.
+    `shared`: heads share keys (`enable_gqa`). Keys that are broadcast without it have no fused kernel.
     """
     if query.dim() != 4 or (not shared and query.shape[:2] != key.shape[:2]):
         return "plain"

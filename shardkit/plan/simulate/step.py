@@ -92,11 +92,7 @@ def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
 def sample_batch(task: Task, config: RunConfig, n_samples: int | None = None) -> Batch:
     """A batch on the CPU: the task's `plan_batch`, or the first samples of its training data.
 
-    Args:
-        n_samples: default: `train.micro_batch_size`.
-
-    Raises:
-        ConfigError: the task has neither, or its dataset has no `len()`.
+    `n_samples`: default: `train.micro_batch_size`.
     """
     size = config.train.micro_batch_size if n_samples is None else n_samples
     make = getattr(task, "plan_batch", None)

@@ -37,12 +37,7 @@ class Untraceable(ShardkitError):
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raise ConfigError for operators and branches that fake tensors do not support.
-
-    Raises:
-        ConfigError: names the user's line that needs a tensor's value, or the operator that has no fake kernel.
-        Untraceable: anything else went wrong.
-    """
+    """Raise ConfigError for operators and branches that fake tensors do not support."""
     try:
         yield
     except UnsupportedOperatorException as error:
@@ -71,11 +66,7 @@ def _no_fake_kernel(operator: str, at_line: str) -> ConfigError:
 
 
 def refuse_value(frame: FrameType | None) -> None:
-    """Refuse to let the user's code read a tensor's value; libraries may read it and get a constant.
-
-    Raises:
-        ConfigError: the innermost frame outside torch belongs to neither a library nor shardkit.
-    """
+    """Refuse to let the user's code read a tensor's value; libraries may read it and get a constant."""
     while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or _is_torch(frame.f_code.co_filename)):
         frame = frame.f_back
     if frame is not None and _is_users(frame.f_code.co_filename):
