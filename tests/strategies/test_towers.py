@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
 from shardkit.parallel.blocks import find_blocks, find_parts
+from shardkit.run.job import start
+from tests.ranks import run_ranks
 from tests.strategies.foreign import Expert, Experts
-from tests.strategies.towers import Block, Case, Language, Tower, verdicts
+from tests.strategies.graphs.engines import ENGINES
+from tests.strategies.towers import Block, Case, Language, Tower, loss_fn, verdicts
 
 
 def told(seeds: range, engines: list[str]) -> list[str]:
@@ -32,6 +38,38 @@ def test_towers_that_some_ranks_skip_train_as_in_one_process() -> None:
 @pytest.mark.timeout(1800)
 def test_random_towers_train_as_in_one_process_under_every_engine() -> None:
     assert not told(range(5, 25), ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"])
+    # Seed 59: a weight tied between two towers is one unit of FSDP2, which two modules hold.
+    assert not told(range(59, 60), ["fsdp", "hsdp"])
+
+
+def messages(towers: bool) -> list[int]:
+    """On each of two ranks: the sums over ranks that each step of a model takes."""
+    from shardkit.parallel.world import World
+
+    counts, begin = [0], World.begin_sum
+
+    def counted(world: World, values: Any) -> Any:
+        counts[-1] += 1
+        return begin(world, values)
+
+    World.begin_sum = counted  # type: ignore[method-assign]
+    case = Case(2)
+    build = case.build if towers else lambda: nn.Sequential(*(Block() for _ in range(3)), nn.Linear(8, 16))
+    with start(None, ENGINES["fsdp"] | {"run.device": "cpu"}) as job:
+        job.wrap(build)
+        for _ in range(4):
+            batch = case.batches(0, job.world.rank, 2)[0] if towers else torch.randn(2, 5, 8)
+            loss = loss_fn if towers else lambda model, batch: model(batch).square().sum()
+            job.step([batch], loss, lambda batch: 1)
+            counts.append(0)
+    return counts[1:-1]
+
+
+@pytest.mark.dist
+def test_a_model_without_towers_sends_no_messages_in_forward_after_the_first_steps() -> None:
+    assert [counts[-1] for counts in run_ranks(2, "tests.strategies.test_towers:messages", towers=False)] == [2, 2]
+    with_towers = run_ranks(2, "tests.strategies.test_towers:messages", towers=True)
+    assert all(3 < counts[-1] <= 12 for counts in with_towers), "an entry each, the end, and who used which parameter"
 
 
 class Stages(nn.Module):
