@@ -1,14 +1,12 @@
 """Random programs without computing: what the host reads is right, a stand-in or refused, and never what lay there.
 
 New memory is poisoned: a float that nobody wrote is NaN, an integer -1.
-`python -m tests.emulated_cuda.test_values 2 0:500` runs more seeds, on two ranks.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -185,10 +183,3 @@ def faults(ranks: int, first: int, last: int) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_host_never_reads_what_nobody_computed(ranks: int) -> None:
     assert faults(ranks, 0, 60) == []
-
-
-if __name__ == "__main__":
-    begin, _, end = sys.argv[2].partition(":")
-    listed = faults(int(sys.argv[1]), int(begin), int(end))
-    print(*listed, sep="\n")
-    sys.exit(bool(listed))

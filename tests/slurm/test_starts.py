@@ -91,5 +91,5 @@ def test_nodes_that_differ_are_refused_before_ranks_start(
     assert said.format(tmp_path) in read(output) and "Traceback" not in read(output)
     began, ended = (datetime.fromisoformat(cluster.field(job, name)) for name in ("StartTime", "EndTime"))
     assert (ended - began).total_seconds() < 180, "no rank waited for another"  # run.init_timeout_s is 1800 s
-    assert reasons(tmp_path / "run")[-1].startswith("failed: node n2 ")
+    assert reasons(tmp_path / "run")[-1].startswith("failed: node n2")
     assert not list((tmp_path / "run").rglob(".shardkit-nodes*"))
