@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.emulated_cuda import call, needs_emulation
-from tests.ranks import run_ranks
 from tests.run.test_steps import tiles, timed, two_starts
 from tests.timing import measured_again
 
@@ -32,14 +31,6 @@ def judge(records: list[dict[str, float]], took: float) -> None:
 @measured_again
 def test_steps_last_as_long_as_the_device_works_on_them(tmp_path: Any) -> None:
     judge(*call(on_card, str(tmp_path / "run"), **SLOW))
-
-
-@pytest.mark.dist
-@measured_again
-def test_ranks_agree_on_it(tmp_path: Any) -> None:
-    extra = {"parallel.strategy": "fsdp", "run.device": "cuda"}
-    ranks = run_ranks(2, "tests.run.test_steps:timed", gpu=True, env=SLOW, folder=str(tmp_path / "run"), **extra)
-    judge(*ranks[0])
 
 
 def back_to_back(folder: str) -> Any:

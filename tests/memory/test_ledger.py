@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,19 +161,6 @@ def test_wrong_use_is_refused() -> None:
 def test_count_state_of_a_module_and_optimizer() -> None:
     toy = Toy()
     assert MemoryLedger("cpu").count_state(toy.model, toy.optimizer)["params"] == StateBytes(256, 0)
-
-
-def test_its_own_time_is_known_and_small() -> None:
-    ledger, toy = MemoryLedger("cpu"), Toy()
-    toy.step(ledger, 1)
-    counted, began, times = ledger.overhead_s, time.perf_counter(), []
-    for step in range(11, 20):  # none is due
-        before = ledger.overhead_s
-        toy.step(ledger, step)
-        times.append(ledger.overhead_s - before)
-    assert 0 < ledger.overhead_s - counted <= time.perf_counter() - began
-    # 1 % of a step of 200 ms; 0.15 ms on a free machine. The smallest: a busy machine takes the core away in others.
-    assert min(times) < 0.01 * 0.2
 
 
 def toy_rank(host: str | None) -> Any:

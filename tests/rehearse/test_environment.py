@@ -95,12 +95,6 @@ def test_a_torch_that_is_not_emulated_is_refused(answers: dict[str, str | None],
     assert refusal.value.fix and refusal.value.exit_code == 2
 
 
-def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(LaunchError, match="on Linux only"):
-        environment.torch_of([sys.executable], os.environ)
-
-
 def test_a_cpu_build_of_torch_is_refused_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("")

@@ -82,13 +82,6 @@ def test_each_phase_of_the_traced_step_has_its_peaks_categories() -> None:
     assert traced.by_phase({"phases": {"forward": 3}}) == {"forward": {"–": {}}}
 
 
-@pytest.mark.parametrize("broken", [{}, {"timeline": 3, "bands": {}, "stack": []}, {"timeline": [[1], ["a", 2], 3]}])
-def test_a_trace_without_a_timeline_says_so(broken: dict[str, Any]) -> None:
-    figure = traced.timeline(broken)
-    assert figure.data == []
-    assert "no timeline" in figure.empty
-
-
 def test_predictions_stand_beside_what_was_measured(gpu: Run) -> None:
     found = {(c.rank, c.figure): c for c in planned.compared(plan(), gpu.gathers, {})}
     peak = found[3, "peak allocated"]
@@ -119,12 +112,6 @@ def test_a_plan_of_one_rank_holds_for_the_ranks_that_hold_as_much(tmp_path: Path
     rows = run.gathers[-1].rows
     rows[1] = replace(rows[1], state={**(rows[1].state or {}), "params": StateBytes(7, 0)})
     assert {c.rank for c in planned.compared(first, run.gathers, {})} == {0}, "a smaller shard was not planned"
-
-
-def test_a_plan_of_anything_is_survived() -> None:
-    broken = {"ranks": [3, {}, {"rank": 0, "peak": 7, "phases": [], "categories": {"params": 1}}]}
-    assert planned.compared(broken, [], {}) == []
-    assert planned.compared({}, [], {}) == []
 
 
 def test_a_plan_may_be_about_a_single_rank(gpu: Run) -> None:
