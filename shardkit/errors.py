@@ -12,17 +12,14 @@ from contextlib import contextmanager
 class ShardkitError(Exception):
     """Base of every error that the command line reports without a traceback.
 
-    Attributes:
-        cause: what was set and what was found, one line.
-        fix: what to change, one line; may be empty when there is nothing to advise.
-        exit_code: 2 for errors a user can correct, other values are documented in docs/reference.md.
+    `exit_code`: 2 for errors a user can correct, other values are documented in docs/reference.md.
     """
 
     exit_code = 2
 
     def __init__(self, cause: str, fix: str = "") -> None:
-        self.cause = cause
-        self.fix = fix
+        self.cause = cause  # what was set and what was found, one line
+        self.fix = fix  # what to change, one line; may be empty when there is nothing to advise
         super().__init__(f"{cause}\n  fix: {fix}" if fix else cause)
 
     def __reduce__(self) -> tuple[type[ShardkitError], tuple[str, str]]:
@@ -106,11 +103,7 @@ def report(error: ShardkitError) -> int:
 def importing(words: str, fix: str, kind: type[ShardkitError] = ConfigError) -> Iterator[None]:
     """Import an optional library inside.
 
-    Args:
-        words: what needs it, such as `precision.mode=fp8 needs torchao`.
-
-    Raises:
-        ShardkitError: of this kind: it does not import.
+    `words`: what needs it, such as `precision.mode=fp8 needs torchao`.
     """
     try:
         yield
@@ -179,11 +172,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse_bytes(text: str, units: Mapping[str, int] = BINARY) -> int:
-    """`1.5GiB` → 1610612736.
-
-    Raises:
-        ValueError: not a positive number and one of `units` (in a config GB could mean 10^9 or 2^30: binary only).
-    """
+    """`1.5GiB` → 1610612736."""
     match = _SIZE.fullmatch(text)
     n_bytes = round(float(match[1]) * units.get(match[2], 0)) if match else 0
     if n_bytes < 1:

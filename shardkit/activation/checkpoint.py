@@ -40,10 +40,6 @@ def checkpoint_activations(
 
     A region's `forward` is replaced and its module is not wrapped, so parameter names do not change and an engine's
     hooks stay outside the recomputed region. Random states are restored: dropout drops the same elements.
-
-    Raises:
-        ConfigError: the model has no block or no attention, or fewer blocks than `every_k`; or it has dropout under a
-            budget.
     """
     if config.policy == "budget" and config.budget < 1:
         _refuse_dropout(model)
@@ -113,22 +109,16 @@ class BufferRecord:
 
     A recomputation must read the values before the call, and must not change them a second time. A block's first call
     copies all its buffers, later calls copy those that have changed before.
-
-    Attributes:
-        before: name → the values before the call, of the buffers that the call changed.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
+        # name → the values before the call, of the buffers that the call changed
         self.before: dict[str, torch.Tensor] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the block's forward.
-
-        Raises:
-            TrainingError: the forward changed a buffer that earlier calls left alone.
-        """
+        """Around the block's forward."""
         changing = _changing.get(self._block)
         buffers = dict(self._block.named_buffers(remove_duplicate=False))
         versions = {name: version_of(buffer) for name, buffer in buffers.items()}

@@ -33,11 +33,7 @@ IN_FLIGHT = 2
 def offload_activations(
     model: nn.Module, blocks: Sequence[nn.Module], config: ActivationConfig, device: torch.device
 ) -> None:
-    """Make every block keep its saved tensors in host memory, in place; call it after `checkpoint_activations`.
-
-    Raises:
-        ConfigError: the model has no block.
-    """
+    """Make every block keep its saved tensors in host memory, in place; call it after `checkpoint_activations`."""
     if config.offload == "none" or not OFFLOAD.works():
         return
     blocks = chosen_blocks(model, blocks, config)

@@ -100,11 +100,7 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
 
     A key counts as set if it differs from its default, so a resolved config, which spells out every key, passes.
 
-    Args:
-        device: "cpu" or "cuda".
-
-    Raises:
-        ConfigError: a setting is refused; the message names it, the reason and the fix.
+    `device`: "cpu" or "cuda".
     """
     if world_size > 1:
         ranks = CAPABILITIES["data_parallel"]
@@ -164,11 +160,7 @@ def _refuse_missing_libraries(config: RunConfig) -> None:
 
 
 def mesh_shape(config: RunConfig, world_size: int, local_world_size: int) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) of the strategy; hsdp shards over the ranks of one node unless told otherwise.
-
-    Raises:
-        ConfigError: dp_replicate × dp_shard is not the world size.
-    """
+    """(dp_replicate, dp_shard) of the strategy; hsdp shards over the ranks of one node unless told otherwise."""
     parallel = config.parallel
     if parallel.strategy != "hsdp":
         shape = (1, world_size) if parallel.strategy in ("fsdp", "zero2", "zero3") else (world_size, 1)
@@ -325,11 +317,7 @@ def markdown_table() -> str:
 
 
 def write_table(path: Path) -> None:
-    """Replace the text between the markers of a markdown file.
-
-    Raises:
-        ConfigError: the file cannot be read or written, or has no markers.
-    """
+    """Replace the text between the markers of a markdown file."""
     begin, end = MARKERS
     try:
         text = path.read_text(encoding="utf-8")

@@ -131,9 +131,7 @@ def json_schema() -> dict[str, Any]:
 def wrong_value(path: Path, value: Any, source: str, text: str, expected: str = "") -> ConfigError:
     """The error for a value of the wrong type or out of range.
 
-    Args:
-        text: pydantic's words for it.
-        expected: the values that it names, each in quotes.
+    `text`: pydantic's words for it. `expected`: the values that it names, each in quotes.
     """
     dotted = ".".join(path[:2])
     if (assignment := f"{dotted}={value}") in VALUES:

@@ -56,35 +56,23 @@ class NameGone(ShardkitError):
 
 @dataclass(frozen=True)
 class Private:
-    """A library's private name, or a public one that shardkit replaces for a while.
+    """A library's private name, or a public one that shardkit replaces for a while."""
 
-    Attributes:
-        path: dotted, from the library's top; a class's attribute may exist on its instances only.
-            `torch.lib.<library>.<symbol>` is a symbol of one of torch's shared libraries.
-        feature: the feature that is lost without it.
-        upstream: the issue or pull request that would make it unnecessary.
-        until: the version that makes it unnecessary; empty while there is none.
-        since: the oldest version that has it; empty if every supported version does.
-        cuda: only builds for CUDA have it.
-    """
-
+    # dotted, from the library's top; a class's attribute may exist on its instances only.
+    # `torch.lib.<library>.<symbol>` is a symbol of one of torch's shared libraries.
     path: str
-    feature: str
-    upstream: str = NO_ISSUE
-    until: str = ""
-    cuda: bool = False
-    since: str = ""
+    feature: str  # the feature that is lost without it
+    upstream: str = NO_ISSUE  # the issue or pull request that would make it unnecessary
+    until: str = ""  # the version that makes it unnecessary; empty while there is none
+    cuda: bool = False  # only builds for CUDA have it
+    since: str = ""  # the oldest version that has it; empty if every supported version does
 
     @property
     def library(self) -> str:
         return self.path.partition(".")[0]
 
     def find(self) -> Any:
-        """The object of that name.
-
-        Raises:
-            NameGone: there is none.
-        """
+        """The object of that name."""
         owner, attributes = _holder(self.path)
         try:
             for part in attributes:
@@ -119,16 +107,11 @@ class Private:
 
 
 class Feature:
-    """A part of shardkit, and the private names that it needs.
-
-    Attributes:
-        name: its name in tables and messages.
-        names: all private names that it needs, in the order they were declared.
-    """
+    """A part of shardkit, and the private names that it needs."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.names: list[Private] = []
+        self.name = name  # its name in tables and messages
+        self.names: list[Private] = []  # all private names that it needs, in the order they were declared
         self._missing: list[Private] = []
         self._warned: set[str] = set()
 
@@ -150,9 +133,7 @@ class Feature:
     def works(self, part: str = "", instead: str = "") -> bool:
         """Whether all names that `take` looked up exist; if not, rank 0 says so, once for each `part`.
 
-        Args:
-            part: the part that is switched off; empty for the whole feature.
-            instead: the behaviour without it.
+        `part`: the part that is switched off; empty for the whole feature. `instead`: the behaviour without it.
         """
         if self._missing:
             self.lost(self._missing[0], part, instead)
@@ -166,11 +147,7 @@ class Feature:
         self._warned.add(part)
 
     def require(self) -> None:
-        """Raise if a name is gone.
-
-        Raises:
-            NameGone: a name is gone; the message names the first one.
-        """
+        """Raise if a name is gone."""
         if self._missing:
             raise self._missing[0].gone()
 

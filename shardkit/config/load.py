@@ -34,15 +34,11 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A valid configuration and where each value came from.
+    """A valid configuration and where each value came from."""
 
-    Attributes:
-        config: the configuration.
-        sources: dotted key -> "default", the file's path, "command line" or "preset <name>"; one entry per leaf, so
-            keys inside `task.args` and `parallel.ds_config` have their own.
-    """
-
-    config: RunConfig
+    config: RunConfig  # the configuration
+    # dotted key -> "default", the file's path, "command line" or "preset <name>"; one entry per leaf, so keys inside
+    # `task.args` and `parallel.ds_config` have their own
     sources: Mapping[str, str]
 
     def render(self) -> str:
@@ -53,14 +49,9 @@ class LoadedConfig:
 def load_config(path: str | FilePath | None = None, overrides: Overrides = ()) -> LoadedConfig:
     """Read a config file (None: defaults) and apply overrides.
 
-    Args:
-        path: a YAML file; an empty one gives the defaults.
-        overrides: `["optim.lr=1e-3", "parallel.ds_config.zero_optimization.overlap_comm=false"]`, values parsed as
-            YAML, or a mapping `{"optim.lr": 1e-3}` of dotted keys to values.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML or is another tool's, or it or an override sets an invalid
-            value.
+    `path`: a YAML file; an empty one gives the defaults. `overrides`: `["optim.lr=1e-3",
+    "parallel.ds_config.zero_optimization.overlap_comm=false"]`, values parsed as YAML, or a mapping `{"optim.lr":
+    1e-3}` of dotted keys to values.
     """
     layers = Layers()
     if path == "":  # as a path it would be the current directory
@@ -81,11 +72,7 @@ def load_config(path: str | FilePath | None = None, overrides: Overrides = ()) -
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> int:
-    """Micro-batches per optimizer step: `train.grad_accum_steps`, or derived from `train.global_batch_size`.
-
-    Raises:
-        ConfigError: the global batch cannot be cut into whole micro-batches per rank, or contradicts grad_accum_steps.
-    """
+    """Micro-batches per optimizer step: `train.grad_accum_steps`, or derived from `train.global_batch_size`."""
     train = config.train
     if train.global_batch_size is None:
         return train.grad_accum_steps or 1
@@ -206,11 +193,7 @@ class Layers:
         self._overridden.add(path)
 
     def resolve(self) -> tuple[RunConfig, dict[str, str]]:
-        """The validated configuration and the source of every leaf.
-
-        Raises:
-            ConfigError: the message names every problem in the file and in the overrides' values.
-        """
+        """The validated configuration and the source of every leaf."""
         set_keys = {section: dict(keys) for section, keys in self._tree.items()}
         sizes = self._preset_sizes()
         self._problems += self._bools_as_numbers()

@@ -43,8 +43,7 @@ def tool_of(content: dict[str, Any]) -> str:
 def other_tool_error(name: str, content: dict[str, Any], in_from: bool = False) -> ConfigError | None:
     """The error for another tool's file that a command cannot read; None if no tool has its keys.
 
-    Args:
-        in_from: the file was named by `plan --from`, which reads files of Accelerate and DeepSpeed.
+    `in_from`: the file was named by `plan --from`, which reads files of Accelerate and DeepSpeed.
     """
     tool = tool_of(content)
     if not tool or (in_from and tool in PLANNED):

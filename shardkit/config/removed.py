@@ -9,15 +9,11 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """A key that no longer exists.
+    """A key that no longer exists."""
 
-    Attributes:
-        instead: the fix that its error shows.
-        harmless: values that asked for nothing, usually the former default. A run directory's config.yaml holds every
-            key, so a run that never used the feature could not be resumed if they were refused: they are dropped.
-    """
-
-    instead: str
+    instead: str  # the fix that its error shows
+    # values that asked for nothing, usually the former default. A run directory's config.yaml holds every key, so a run
+    # that never used the feature could not be resumed if they were refused: they are dropped.
     harmless: tuple[Any, ...] = ()
 
 

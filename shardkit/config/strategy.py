@@ -12,17 +12,11 @@ STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a strategy shares out among ranks, and by which library: known by its name, before there is an engine.
+    """What a strategy shares out among ranks, and by which library: known by its name, before there is an engine."""
 
-    Attributes:
-        by_fsdp: by torch's FSDP2.
-        stage: by DeepSpeed's ZeRO at this stage; 0 = not by it.
-        replicates: groups of ranks have copies of the shards.
-    """
-
-    by_fsdp: bool = False
-    stage: int = 0
-    replicates: bool = False
+    by_fsdp: bool = False  # by torch's FSDP2
+    stage: int = 0  # by DeepSpeed's ZeRO at this stage; 0 = not by it
+    replicates: bool = False  # groups of ranks have copies of the shards
 
     @property
     def parameters(self) -> bool:
@@ -48,25 +42,17 @@ class Capability:
 
     It annotates the field of the key (`Annotated[bool, Capability(…)]`). The refusals of `capability.check`, the table
     and the tests follow from it.
-
-    Attributes:
-        words: the row's title.
-        refused: names of strategies, separated by spaces → the reason why they cannot do it.
-        name: the row's short name; empty = the key's, without its section.
-        choices: the values that ask for it; empty = all but the default.
-        beside: whether the section's other keys leave the value in force.
-        fix: the error's fix; `{works}` stands for the strategies that can do it, `{key}` for the key. Empty = remove
-            the key.
-        on_cpu: the reason why it does not work without a GPU, and what to use instead; empty = it works.
     """
 
-    words: str
+    words: str  # the row's title
+    # names of strategies, separated by spaces → the reason why they cannot do it
     refused: Mapping[str, str] = field(default_factory=dict)
-    name: str = ""
-    choices: tuple[Any, ...] = ()
-    beside: Callable[[Any], bool] = lambda section: True
+    name: str = ""  # the row's short name; empty = the key's, without its section
+    choices: tuple[Any, ...] = ()  # the values that ask for it; empty = all but the default
+    beside: Callable[[Any], bool] = lambda section: True  # whether the section's other keys leave the value in force
+    # the error's fix; `{works}` stands for the strategies that can do it, `{key}` for the key. Empty = remove the key.
     fix: str = ""
-    on_cpu: str = ""
+    on_cpu: str = ""  # the reason why it does not work without a GPU, and what to use instead; empty = it works
 
     def __post_init__(self) -> None:
         unknown = set(" ".join(self.refused).split()) - {*STRATEGIES}

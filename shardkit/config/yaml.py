@@ -40,14 +40,8 @@ class Document:
 def read_text(path: FilePath, name: str, kind: str, inside: str) -> str:
     """The text of a config file.
 
-    Args:
-        name: the file's name, for messages.
-        kind: which kind of file is expected.
-        inside: the fix where the path is a directory.
-
-    Raises:
-        ConfigError: it cannot be read, is a directory, a pipe or a device, too large or not text.
-        FileNotFoundError: there is none.
+    `name`: the file's name, for messages. `kind`: which kind of file is expected. `inside`: the fix where the path is a
+    directory.
     """
     try:
         if path.is_dir():
@@ -69,12 +63,7 @@ def read_text(path: FilePath, name: str, kind: str, inside: str) -> str:
 
 
 def read_yaml(text: str, source: str) -> Document:
-    """Parse one document into None, bool, int, float, str, lists and dicts with text keys.
-
-    Raises:
-        ConfigError: not YAML, duplicate or non-text keys, unsupported tags, nested too deeply; the message names
-            `source` with the line, and the column if the text is not YAML.
-    """
+    """Parse one document into None, bool, int, float, str, lists and dicts with text keys."""
     try:
         loader = _Loader(text, source)
         node = loader.get_single_node()

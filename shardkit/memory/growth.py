@@ -16,13 +16,10 @@ UNEVEN = 5
 
 
 class Growth:
-    """Compares a rank's memory at the ends of steps, from gather to gather.
-
-    Attributes:
-        bytes_a_step: that each of the last steps left behind on the device; `None` if memory does not grow.
-    """
+    """Compares a rank's memory at the ends of steps, from gather to gather."""
 
     def __init__(self) -> None:
+        # that each of the last steps left behind on the device; `None` if memory does not grow
         self.bytes_a_step: int | None = None
         self._gathers: deque[tuple[int, int, int]] = deque(maxlen=GATHERS)
 

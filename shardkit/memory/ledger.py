@@ -47,21 +47,11 @@ class MemoryLedger:
         ledger.end_step(step, step_time_s, data_wait_s)
         rows = ledger.gather(step)           # every few steps, on every rank; rank 0 gets the rows
 
-    Args:
-        device: where the model trains.
-        group: a gloo group of all ranks that no other thread uses; `None` for a single process.
-        rank, world_size, local_rank: this rank's place.
-        host: this machine's name; default: its host name.
-        interval: steps between gathers, for `due`.
-        host_warn: share of the host's memory in use at which gathers warn.
-
-    Attributes:
-        step: the optimizer step that runs, or ran last; 0 before the first.
-        risk: the check of the host's memory at each gather.
-        overhead_s: seconds spent inside the ledger so far, waiting for other ranks in `gather` included.
-        gather_s: the part of `overhead_s` that `gather` took.
-        last_rows: rank 0: the rows of the last gather; empty elsewhere.
-        staging_bytes: host memory that background saves keep, for the next row; the caller sets it.
+    `device`: where the model trains. `group`: a gloo group of all ranks that no other thread uses; `None` for a single
+    process. `rank, world_size, local_rank`: this rank's place. `host`: this machine's name; default: its host name.
+    `interval`: steps between gathers, for `due`. `host_warn`: share of the host's memory in use at which gathers warn.
+    `step`: the optimizer step that runs, or ran last; 0 before the first. `gather_s`: the part of `overhead_s` that
+    `gather` took.
     """
 
     def __init__(
@@ -84,10 +74,12 @@ class MemoryLedger:
             )
         self.device = torch.device(device)
         self.rank, self.world_size, self.interval = rank, world_size, interval
+        # seconds spent inside the ledger so far, waiting for other ranks in `gather` included
         self.overhead_s = self.gather_s = 0.0
-        self.last_rows: list[RankRow] = []
+        self.last_rows: list[RankRow] = []  # rank 0: the rows of the last gather; empty elsewhere
+        # host memory that background saves keep, for the next row; the caller sets it
         self.staging_bytes = self.step = 0
-        self.risk = HostRisk(host_warn)
+        self.risk = HostRisk(host_warn)  # the check of the host's memory at each gather
         self._device_probe, self._host_probe = DeviceProbe(self.device), HostProbe()
         self._limit = tightest_limit()
         self._phases = PhaseMeter(self._device_probe, self._host_probe)
@@ -110,9 +102,7 @@ class MemoryLedger:
     def from_env(cls, device: torch.device | str | None = None, *, interval: int = 10) -> MemoryLedger:
         """A ledger for your own training loop; collective if a process group exists.
 
-        Args:
-            device: default: the current GPU, or the CPU if there is none.
-            interval: steps between gathers.
+        `device`: default: the current GPU, or the CPU if there is none. `interval`: steps between gathers.
         """
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -128,8 +118,7 @@ class MemoryLedger:
         A phase that runs several times between two gathers keeps its largest peaks. Phases may nest: the outer one's
         peaks cover the inner one's.
 
-        Args:
-            follows: it begins where the phase before it ended: one reading serves both, which saves time.
+        `follows`: it begins where the phase before it ended: one reading serves both, which saves time.
         """
         return _Phase(self, name, follows)
 
@@ -180,8 +169,7 @@ class MemoryLedger:
         Gradients count as they are now. If there is no optimizer state yet, everything except gradients is counted
         again when the step ends: torch's optimizers create their state in their first step.
 
-        Args:
-            source: a strategy, or a module with its `optimizers`.
+        `source`: a strategy, or a module with its `optimizers`.
         """
         began = time.perf_counter()
         due = self.due(self._steps_done + 1) if self._due is None else self._due
@@ -195,8 +183,7 @@ class MemoryLedger:
     ) -> dict[StateKind, StateBytes]:
         """Count state now, whether or not a gather is due, and keep it for the next row.
 
-        Args:
-            tensors: (kind, tensor) pairs as a strategy yields them, or a module with its `optimizers`.
+        `tensors`: (kind, tensor) pairs as a strategy yields them, or a module with its `optimizers`.
         """
         began = time.perf_counter()
         pairs = module_state(tensors, *optimizers) if isinstance(tensors, nn.Module) else tensors
@@ -221,25 +208,19 @@ class MemoryLedger:
     def time_step(self, step_time_s: float, data_wait_s: float = 0.0, busy_s: float | None = None) -> None:
         """Record a step's times; the next row has their means over the steps since the last gather.
 
-        Args:
-            step_time_s: seconds of the whole step.
-            data_wait_s: seconds of it that reading data kept the device waiting.
-            busy_s: seconds without waiting for other ranks, which reveal slow ranks; NaN if they are not known of this
-                step. Default: `step_time_s`.
+        `step_time_s`: seconds of the whole step. `data_wait_s`: seconds of it that reading data kept the device
+        waiting. `busy_s`: seconds without waiting for other ranks, which reveal slow ranks; NaN if they are not known
+        of this step. Default: `step_time_s`.
         """
         self._step_times.append((step_time_s, data_wait_s, step_time_s if busy_s is None else busy_s))
 
     def gather(self, step: int) -> list[RankRow] | None:
         """Bring every rank's row to rank 0 in one collective of constant size; `None` on other ranks.
 
-        Args:
-            step: the step that has just ended; the same on every rank.
+        `step`: the step that has just ended; the same on every rank.
 
         Returns:
             The rows in rank order.
-
-        Raises:
-            TrainingError: on rank 0: some ranks did not report; the message names them.
         """
         began = time.perf_counter()
         row = self.row()

@@ -17,15 +17,10 @@ from .rows import RankRow
 
 @dataclass(frozen=True)
 class HostLimit:
-    """A limit on host memory.
+    """A limit on host memory."""
 
-    Attributes:
-        n_bytes: the limit in bytes.
-        folder: the cgroup that sets it; `None`: the machine.
-    """
-
-    n_bytes: int
-    folder: Path | None = None
+    n_bytes: int  # the limit in bytes
+    folder: Path | None = None  # the cgroup that sets it; `None`: the machine
 
     def in_use(self) -> int:
         """Bytes that all processes under this limit hold and the kernel cannot reclaim; file caches do not count.
@@ -64,15 +59,11 @@ SHARE = 0.95
 
 
 class HostRisk:
-    """Checks the rows of each gather; it does nothing between gathers.
-
-    Attributes:
-        share: share of the host's limit in use at which it warns.
-        on_risk: called on a rank whose host gets near its limit, with the rank's row; again only after it was below.
-    """
+    """Checks the rows of each gather; it does nothing between gathers."""
 
     def __init__(self, share: float = SHARE) -> None:
-        self.share = share
+        self.share = share  # share of the host's limit in use at which it warns
+        # called on a rank whose host gets near its limit, with the rank's row; again only after it was below
         self.on_risk: Callable[[RankRow], None] | None = None
         self._near = False
         self._warned_hosts: set[str] = set()

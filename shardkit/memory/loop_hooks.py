@@ -40,12 +40,10 @@ class LoopHooks:
     forward, `update` is the optimizers' steps; forward and backward inside a step's closure are marked as such. The
     last optimizer's step ends a training step. Every rank must take the same number of steps.
 
-    Args:
-        optimizers: torch's, or objects with a `step` that updates the model once: it is replaced while entered.
-        path: rank 0 appends a line per gather to it.
-        source: lists the state; default: the model's parameters and torch's optimizers.
-        listener: hears of steps, and gathers in place of this class.
-        steps_before: steps that were taken before.
+    `optimizers`: torch's, or objects with a `step` that updates the model once: it is replaced while entered. `path`:
+    rank 0 appends a line per gather to it. `source`: lists the state; default: the model's parameters and torch's
+    optimizers. `listener`: hears of steps, and gathers in place of this class. `steps_before`: steps that were taken
+    before.
     """
 
     def __init__(

@@ -85,14 +85,11 @@ def phase_of(error: BaseException) -> Doing | None:
 
 
 class PhaseMeter:
-    """Reads both probes at the edges of phases; each reading covers the time since the one before it.
-
-    Attributes:
-        reads_host: whether the host's memory is read there; while it is not, phases keep their figures of it.
-    """
+    """Reads both probes at the edges of phases; each reading covers the time since the one before it."""
 
     def __init__(self, device: DeviceProbe, host: HostProbe) -> None:
         self._device, self._host = device, host
+        # whether the host's memory is read there; while it is not, phases keep their figures of it
         self.reads_host = True
         self._overall = _Peaks()
         self._phases: dict[PhaseName, _Peaks] = {}
@@ -105,8 +102,7 @@ class PhaseMeter:
     def begin(self, name: PhaseName, follows: bool = False) -> None:
         """Peaks until now belong to the phases already open (and to the run); the new phase's start here.
 
-        Args:
-            follows: nothing happened since the last phase ended, so its reading serves here too.
+        `follows`: nothing happened since the last phase ended, so its reading serves here too.
         """
         if not follows:
             self._read()

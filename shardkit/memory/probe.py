@@ -30,15 +30,11 @@ class DeviceProbe:
     """The device allocator's statistics.
 
     Only CUDA's allocator keeps them: on the CPU, and on other devices, `read` returns `None`.
-
-    Attributes:
-        name: the device's product name, or its type.
-        total: bytes of the device's memory; `None` on CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.name = device.type
-        self.total: int | None = None
+        self.name = device.type  # the device's product name, or its type
+        self.total: int | None = None  # bytes of the device's memory; `None` on CPU
         self._index: int | None = None
         if device.type == "cuda":
             self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -88,9 +84,6 @@ class HostProbe:
     alone takes 15 µs). The reset also lowers `getrusage`'s ru_maxrss.
     Elsewhere, or if clear_refs cannot be written: psutil and ru_maxrss, which only ever grows. `peak_rss` is then
     exact if it grew since the reset, and otherwise the larger of RSS at the reset and now (a lower bound).
-
-    Attributes:
-        resettable: whether peaks are exact between resets.
     """
 
     def __init__(self) -> None:
@@ -101,6 +94,7 @@ class HostProbe:
         for descriptor in (self._status, self._clear_refs):
             if descriptor is not None:
                 weakref.finalize(self, os.close, descriptor)
+        # whether peaks are exact between resets
         self.resettable = self._status is not None and self._clear_refs is not None
         self._at_reset: tuple[int, int] | None = None
         self.reset_peak()

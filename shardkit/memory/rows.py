@@ -53,43 +53,30 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Host memory of the rank's process, in bytes.
+    """Host memory of the rank's process, in bytes."""
 
-    Attributes:
-        rss: resident now; `peak_rss`: the most so far.
-        uss: resident and shared with no other process.
-        children_rss: resident in its descendants.
-        limit: the most it may use.
-        staging: kept by background saves for their copy of the state, a part of `rss`.
-        in_use: held by all processes under `limit` together, without memory that the kernel can reclaim.
-    """
-
-    rss: int
+    rss: int  # resident now; `peak_rss`: the most so far
     peak_rss: int
-    uss: int | None
-    children_rss: int | None
-    limit: int
-    staging: int = 0
+    uss: int | None  # resident and shared with no other process
+    children_rss: int | None  # resident in its descendants
+    limit: int  # the most it may use
+    staging: int = 0  # kept by background saves for their copy of the state, a part of `rss`
+    # held by all processes under `limit` together, without memory that the kernel can reclaim
     in_use: int | None = None
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The device's caching allocator, in bytes; peaks since the ledger was created. A row on CPU has none.
-
-    Attributes:
-        total: the device's memory.
-        in_use: held by all processes on the device together: `reserved`, contexts, and other processes' memory.
-        growth: that each of the last steps left behind (growth.py); None if memory does not grow.
-    """
+    """The device's caching allocator, in bytes; peaks since the ledger was created. A row on CPU has none."""
 
     allocated: int
     peak_allocated: int
     reserved: int
     peak_reserved: int
-    total: int
+    total: int  # the device's memory
+    # held by all processes on the device together: `reserved`, contexts, and other processes' memory
     in_use: int | None = None
-    growth: int | None = None
+    growth: int | None = None  # that each of the last steps left behind (growth.py); None if memory does not grow
 
     @property
     def full_in(self) -> int:
@@ -114,16 +101,13 @@ class Identity:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank at one gather; times are means over the steps since the last one.
-
-    Attributes:
-        busy_s: time in forward and waiting for data, without waiting for other ranks: the rank's own work; a whole step
-            includes waiting for others.
-    """
+    """One rank at one gather; times are means over the steps since the last one."""
 
     identity: Identity
     step_time_s: float | None
     data_wait_s: float | None
+    # time in forward and waiting for data, without waiting for other ranks: the rank's own work; a whole step includes
+    # waiting for others
     busy_s: float | None
     host_mem: HostMemory
     device_mem: DeviceMemory | None
@@ -167,11 +151,7 @@ class RankRow:
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> RankRow:
-        """Inverse of `to_json`; a later version's fields are skipped, fields that an earlier one lacks get defaults.
-
-        Raises:
-            KeyError, TypeError, AttributeError: it is not such a row.
-        """
+        """Inverse of `to_json`; a later version's fields are skipped, fields that an earlier one lacks get defaults."""
         kinds = {field.name: str(field.type) for field in fields(cls)}
         return cls(
             identity=_pick(Identity, obj),
@@ -267,16 +247,11 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Summary:
-    """Spreads by metric (peak_allocated, peak_reserved, peak_rss, state, step_time_s; absent if no rank has it).
+    """Spreads by metric (peak_allocated, peak_reserved, peak_rss, state, step_time_s; absent if no rank has it)."""
 
-    Attributes:
-        spreads: over all ranks.
-        nodes: over the ranks of each host, in the order of their first ranks.
-    """
-
-    spreads: Mapping[str, Spread]
+    spreads: Mapping[str, Spread]  # over all ranks
     stragglers: Sequence[Straggler]
-    nodes: Mapping[str, Mapping[str, Spread]]
+    nodes: Mapping[str, Mapping[str, Spread]]  # over the ranks of each host, in the order of their first ranks
 
     @property
     def peak(self) -> tuple[str, Spread] | None:

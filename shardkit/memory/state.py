@@ -100,9 +100,8 @@ def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch
     its padding, pinned memory as torch rounds it up. A storage in several categories belongs to the first of them in
     the order of `KINDS`. Meta tensors and freed storages have no bytes.
 
-    Args:
-        device: where the model trains. If it is the CPU, tensors there count as `device`; otherwise tensors on the CPU,
-            pinned or not, count as `host`.
+    `device`: where the model trains. If it is the CPU, tensors there count as `device`; otherwise tensors on the CPU,
+    pinned or not, count as `host`.
     """
     seen: dict[tuple[object, int], tuple[int, int, bool]] = {}
     elsewhere = device.type != "cpu"

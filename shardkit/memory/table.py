@@ -53,9 +53,8 @@ def render_table(rows: Sequence[RankRow], width: int | None = None) -> str:
     and the 2 best have a line. Columns of a device's allocator are left out on the CPU. `–`: not known. `+…h`: bytes on
     the host beside those on the device.
 
-    Args:
-        rows: the result of `MemoryLedger.gather`.
-        width: columns; default: the terminal's, or as wide as needed, without colour, if stdout is not a terminal.
+    `rows`: the result of `MemoryLedger.gather`. `width`: columns; default: the terminal's, or as wide as needed,
+    without colour, if stdout is not a terminal.
     """
     if not rows:
         return "no memory rows were gathered"
@@ -78,20 +77,12 @@ def render_table(rows: Sequence[RankRow], width: int | None = None) -> str:
 
 
 def write_jsonl(path: str | Path, step: int, rows: Sequence[RankRow]) -> bool:
-    """Append one gather's rows to `memory.jsonl`; False if the disk refused (warned about once, never fatal).
-
-    Raises:
-        ConfigError: the file cannot be opened for writing.
-    """
+    """Append one gather's rows to `memory.jsonl`; False if the disk refused (warned about once, never fatal)."""
     return append_jsonl(path, gather_json(step, time.time(), rows))
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, list[RankRow]]]:
-    """(step, rows) of every gather in a `memory.jsonl`.
-
-    Raises:
-        DataError: a line is not JSON, or this version does not know its schema.
-    """
+    """(step, rows) of every gather in a `memory.jsonl`."""
     with open(path) as file:
         for number, line in enumerate(file, 1):
             try:

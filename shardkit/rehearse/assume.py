@@ -13,15 +13,10 @@ from .verdict import FAILED, GIVEN, NOT_KNOWN, Verdict
 
 @dataclass(frozen=True)
 class AssumedNumber:
-    """A number for a program's line: each integer that it reads, and how many values it finds true or distinct.
+    """A number for a program's line: each integer that it reads, and how many values it finds true or distinct."""
 
-    Attributes:
-        path: of the file, or its last parts.
-        line: from 1.
-    """
-
-    path: str
-    line: int
+    path: str  # of the file, or its last parts
+    line: int  # from 1
     number: int
 
     def is_at(self, source_line: str) -> bool:
@@ -34,11 +29,7 @@ class AssumedNumber:
 
 
 def parse_assumed(texts: Iterable[str]) -> tuple[AssumedNumber, ...]:
-    """The numbers that `--assume` gives.
-
-    Raises:
-        LaunchError: one is not `FILE:LINE=NUMBER`, or two are for one line.
-    """
+    """The numbers that `--assume` gives."""
     numbers: dict[tuple[str, int], AssumedNumber] = {}
     for text in texts:
         match = re.fullmatch(r"(?:\./)?([^:=]+):([1-9][0-9]{0,8})\s*=\s*([0-9]{1,18})", text.strip())

@@ -39,9 +39,6 @@ def built(torch: Torch, cache: Path | None = None, computing: bool = False) -> P
 
     Whoever builds holds a lock, and the folder gets its name when it is complete. A build that was killed leaves
     nothing under that name; the next one deletes its remains.
-
-    Raises:
-        BuildError: no compiler, no headers, or an error of the compiler.
     """
     parent = (cache or cache_dir()) / "rehearse"
     mode = "-computing" if computing else ""
@@ -79,9 +76,8 @@ def digest(torch: Torch) -> str:
 class Build:
     """One build.
 
-    Args:
-        package: a new folder for what PYTHONPATH names: the package `emucuda` with its libraries, and what is injected.
-        objects: object files, which a later build into the same folder uses again where their sources are older.
+    `package`: a new folder for what PYTHONPATH names: the package `emucuda` with its libraries, and what is injected.
+    `objects`: object files, which a later build into the same folder uses again where their sources are older.
     """
 
     def __init__(self, torch: Torch, package: Path, objects: Path) -> None:
@@ -99,11 +95,7 @@ class Build:
         self.lib = package / "emucuda" / "lib"
 
     def library(self, name: str) -> Path:
-        """A CUDA library of the wheels that torch depends on.
-
-        Raises:
-            BuildError: it is elsewhere, as in a build of torch by conda or from source.
-        """
+        """A CUDA library of the wheels that torch depends on."""
         paths = sorted(self.torch.site.glob(f"nvidia/*/lib/lib{name}.so.*"))
         if not paths:
             cause = f"torch {self.torch.version} of {self.torch.python} does not use NVIDIA's wheels: no lib{name}"
@@ -113,8 +105,7 @@ class Build:
     def run(self, computing: bool = True) -> None:
         """Build it.
 
-        Args:
-            computing: with the operators that compute, which take more than half of the time.
+        `computing`: with the operators that compute, which take more than half of the time.
         """
         self.objects.mkdir(parents=True, exist_ok=True)
         shutil.copytree(INJECT, self.package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -220,11 +211,7 @@ class Build:
 
 
 def include_folders(torch: Torch) -> list[Path]:
-    """Folders of headers. Where no wheel of CUDA's has those that its runtime includes, Triton's copy does.
-
-    Raises:
-        BuildError: nobody has them.
-    """
+    """Folders of headers. Where no wheel of CUDA's has those that its runtime includes, Triton's copy does."""
     folders = sorted(torch.site.glob("nvidia/*/include"))
     if not any((folder / "crt" / "host_defines.h").is_file() for folder in folders):
         triton = torch.site / "triton" / "backends" / "nvidia" / "include"
@@ -256,11 +243,7 @@ def made_of(source: Path) -> set[Path]:
 
 
 def run(*command: str) -> str:
-    """The output of a command.
-
-    Raises:
-        BuildError: it failed; the cause is its first error.
-    """
+    """The output of a command."""
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         lines = [line for line in process.stderr.splitlines() if "error" in line.lower()] or process.stderr.splitlines()
@@ -317,8 +300,7 @@ def prototypes(includes: list[Path]) -> dict[str, list[str]]:
 def succeeding(exported: set[str], declared: dict[str, list[str]], products: bool = False) -> str:
     """Functions that compute nothing and report success: no workspace is needed, every factorisation succeeds.
 
-    Args:
-        products: count products of matrices. The handles of their library begin with their stream.
+    `products`: count products of matrices. The handles of their library begin with their stream.
     """
     product = re.compile("gemm|gemv|dot|trsm|geqrf|getrf|getrs|gels", re.IGNORECASE)
     lines = ["#include <string.h>", "void emucuda_gemm(void* stream);"]

@@ -15,18 +15,12 @@ _PROCESS = struct.Struct(f"={1 + 2 * _MAX_CARDS}Q")
 
 @dataclass(frozen=True)
 class CardUse:
-    """A card when most of it was in use.
-
-    Attributes:
-        number: on its machine, whatever CUDA_VISIBLE_DEVICES says.
-        peak: bytes of all processes, with their contexts.
-        held: process → bytes that it held then.
-    """
+    """A card when most of it was in use."""
 
     machine: int
-    number: int
-    peak: int
-    held: dict[int, int]
+    number: int  # on its machine, whatever CUDA_VISIBLE_DEVICES says
+    peak: int  # bytes of all processes, with their contexts
+    held: dict[int, int]  # process → bytes that it held then
 
 
 def read_cards(folder: Path) -> tuple[CardUse, ...]:

@@ -34,15 +34,11 @@ PASSED = "passed"
 
 @dataclass(frozen=True)
 class Sharpness:
-    """What makes errors visible that a GPU shows by chance.
+    """What makes errors visible that a GPU shows by chance."""
 
-    Attributes:
-        late_copies: asynchronous copies begin late, so that a program that does not wait for them reads old bytes.
-        poison: memory new from the driver is NaN.
-    """
-
+    # asynchronous copies begin late, so that a program that does not wait for them reads old bytes
     late_copies: bool = False
-    poison: bool = False
+    poison: bool = False  # memory new from the driver is NaN
 
     def variables(self) -> dict[str, str]:
         late = {"EMUCUDA_COPY_DELAY_US": str(LATE_US)} if self.late_copies else {}
@@ -51,20 +47,13 @@ class Sharpness:
 
 @dataclass(frozen=True)
 class ComputedRun:
-    """How a command ended.
+    """How a command ended."""
 
-    Attributes:
-        kind: `PASSED`, `FAILED`, or `NOT_KNOWN` if it was ended.
-        code: the command's own exit code; negative: the signal that ended it.
-        n_processes: processes that used a GPU.
-        notes: what its writes would have changed.
-    """
-
-    kind: str
+    kind: str  # `PASSED`, `FAILED`, or `NOT_KNOWN` if it was ended
     reason: str
-    code: int
-    n_processes: int
-    notes: tuple[str, ...]
+    code: int  # the command's own exit code; negative: the signal that ended it
+    n_processes: int  # processes that used a GPU
+    notes: tuple[str, ...]  # what its writes would have changed
 
     @property
     def exit_code(self) -> int:
@@ -81,12 +70,7 @@ class ComputedRun:
 
 
 def run_computed(command: Sequence[str], card: Gpu, gpus: int, limits: Limits, sharpness: Sharpness) -> ComputedRun:
-    """Run a command to its end on emulated cards that compute.
-
-    Raises:
-        LaunchError: the command cannot be run so, or it used no GPU.
-        BuildError: the emulated GPUs cannot be built.
-    """
+    """Run a command to its end on emulated cards that compute."""
     machine = Machine(card, gpus, built(torch_of(command, os.environ), computing=True))
     with scratch_folder(limits.keep) as folder:
         records = folder / "records"

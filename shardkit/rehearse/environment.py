@@ -33,19 +33,12 @@ print(json.dumps({"executable": sys.executable, "prefix": sys.prefix, "folder": 
 
 @dataclass(frozen=True)
 class Torch:
-    """The CUDA build of torch in a command's environment.
+    """The CUDA build of torch in a command's environment."""
 
-    Attributes:
-        python: the interpreter that runs the command.
-        site: the folder that torch lies in, beside NVIDIA's wheels.
-        version: `2.13.0+cu130`.
-        cuda: the version of CUDA that it was built for: `13.0`.
-    """
-
-    python: str
-    site: Path
-    version: str
-    cuda: str
+    python: str  # the interpreter that runs the command
+    site: Path  # the folder that torch lies in, beside NVIDIA's wheels
+    version: str  # `2.13.0+cu130`
+    cuda: str  # the version of CUDA that it was built for: `13.0`
 
     @property
     def cuda_major(self) -> str:
@@ -53,11 +46,7 @@ class Torch:
 
 
 def torch_of(command: Sequence[str], environ: Mapping[str, str]) -> Torch:
-    """The torch of the interpreter that runs a command.
-
-    Raises:
-        LaunchError: this system, the command or its torch cannot be rehearsed.
-    """
+    """The torch of the interpreter that runs a command."""
     if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
         cause = f"GPUs are emulated on Linux only, and this is {sys.platform} on {os.uname().machine}"
         raise LaunchError(cause, "rehearse on a Linux machine or in a Linux container")
@@ -65,11 +54,7 @@ def torch_of(command: Sequence[str], environ: Mapping[str, str]) -> Torch:
 
 
 def interpreter(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The words that start the interpreter of a command: `python3`, or those in the first line of its script.
-
-    Raises:
-        LaunchError: no such program, one that does not start Python, or options that turn the environment off.
-    """
+    """The words that start the interpreter of a command: `python3`, or those in the first line of its script."""
     path = shutil.which(command[0], path=environ.get("PATH", os.defpath))
     if path is None and command[0].endswith(".py") and os.path.isfile(command[0]):
         fix = f"shardkit rehearse … -- {shlex.join(['python', *command])}"
@@ -99,11 +84,7 @@ def interpreter(command: Sequence[str], environ: Mapping[str, str]) -> list[str]
 
 
 def refuse_isolated(words: Sequence[str], program: str) -> None:
-    """Refuse options of Python by which it reads no PYTHONPATH, or nothing that it would load from there.
-
-    Raises:
-        LaunchError: -I, -E or -S, alone or among other letters, before the name of the script.
-    """
+    """Refuse options of Python by which it reads no PYTHONPATH, or nothing that it would load from there."""
     remaining = iter(words)
     for word in remaining:
         if not word.startswith("-") or word in ("-", "--"):
@@ -123,11 +104,7 @@ def refuse_isolated(words: Sequence[str], program: str) -> None:
 
 
 def ask(python: Sequence[str], environ: Mapping[str, str]) -> dict[str, str | None]:
-    """The answers of `_PROBE` by an interpreter.
-
-    Raises:
-        LaunchError: it does not start, or does not answer.
-    """
+    """The answers of `_PROBE` by an interpreter."""
     clean = {name: text for name, text in environ.items() if name not in (*OF_A_REHEARSAL, "EMUCUDA")}
     try:
         process = subprocess.run(
@@ -142,11 +119,7 @@ def ask(python: Sequence[str], environ: Mapping[str, str]) -> dict[str, str | No
 
 
 def check(answers: Mapping[str, str | None]) -> Torch:
-    """The torch that an interpreter told of.
-
-    Raises:
-        LaunchError: none, or one without CUDA, or one that is too old.
-    """
+    """The torch that an interpreter told of."""
     python, folder, version, cuda = (answers[name] for name in ("executable", "folder", "version", "cuda"))
     if folder is None or version is None:
         raise LaunchError(f"{python} has no torch", "install torch there, or name the Python that has it")

@@ -38,11 +38,7 @@ class Expectation:
 
 
 def parse_expectation(text: str) -> Expectation:
-    """The limit that `--expect` names.
-
-    Raises:
-        ConfigError: it is not a metric, `<` or `<=`, and an amount of memory.
-    """
+    """The limit that `--expect` names."""
     match = re.fullmatch(r"\s*(\w+)\s*(<=?)\s*([^<>=]+?)\s*", text)
     if match is None or match[1] not in METRICS:
         raise ConfigError(f"--expect {text!r} is no limit", f"--expect 'peak < 70 GiB'; or {' or '.join(METRICS[1:])}")

@@ -17,19 +17,12 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ds", "axolotl", "llamafacto
 
 @dataclass(frozen=True)
 class RehearsedWorld:
-    """A world of ranks, some of them live.
+    """A world of ranks, some of them live."""
 
-    Attributes:
-        world_size: of the program.
-        per_node: GPUs of each machine.
-        live: ranks that are processes, ascending.
-        fixed: whether the user named them, so that no other is started.
-    """
-
-    world_size: int
-    per_node: int
-    live: tuple[int, ...] = (0,)
-    fixed: bool = False
+    world_size: int  # of the program
+    per_node: int  # GPUs of each machine
+    live: tuple[int, ...] = (0,)  # ranks that are processes, ascending
+    fixed: bool = False  # whether the user named them, so that no other is started
 
     def variables(self) -> list[dict[str, str]]:
         """The environment of each live rank, as torchrun would set it."""
@@ -51,11 +44,7 @@ class RehearsedWorld:
 
 
 def parse_ranks(world_size: int, per_node: int | None, live: str | None) -> RehearsedWorld:
-    """The ranks of `--ranks`, `--gpus` and `--live`.
-
-    Raises:
-        LaunchError: machines that are not full, or live ranks that are no ranks of the world.
-    """
+    """The ranks of `--ranks`, `--gpus` and `--live`."""
     per_node = min(8, world_size) if per_node is None else per_node
     if world_size % per_node:
         cause = f"{world_size} ranks do not fill machines of {per_node} GPUs"
@@ -73,11 +62,7 @@ def parse_ranks(world_size: int, per_node: int | None, live: str | None) -> Rehe
 
 
 def command_of_rank(command: Sequence[str]) -> list[str]:
-    """The command that each live rank runs: a script is run by `python`, as torchrun does.
-
-    Raises:
-        LaunchError: the command is a launcher, which starts ranks by itself.
-    """
+    """The command that each live rank runs: a script is run by `python`, as torchrun does."""
     names = [word.rpartition("/")[2] for word in command[:4]]
     launcher = next((name for name in names if name in LAUNCHERS), None)
     if launcher is not None:

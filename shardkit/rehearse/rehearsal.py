@@ -54,40 +54,25 @@ WAITING = ("TORCH_DIST_INIT_BARRIER", "TORCH_DISTRIBUTED_DEBUG", "TORCHELASTIC_U
 
 @dataclass(frozen=True)
 class Limits:
-    """When a rehearsal ends, and what it may touch.
+    """When a rehearsal ends, and what it may touch."""
 
-    Attributes:
-        steps: optimizer steps of each rank.
-        until: "save" or "evaluation": it ends once a step follows the first of them, whatever `steps`.
-        time_limit_s: seconds from the program's start.
-        allow_writes: the program's writes are real.
-        network: the program may use the network.
-        keep: a new folder for the records and for what the program wrote; None: they are deleted.
-        assumed: the user's numbers for lines that read what nobody computed.
-    """
-
-    steps: int = 3
-    until: str = ""
-    time_limit_s: float = 600.0
-    allow_writes: bool = False
-    network: bool = False
-    keep: Path | None = None
-    assumed: tuple[AssumedNumber, ...] = ()
+    steps: int = 3  # optimizer steps of each rank
+    until: str = ""  # "save" or "evaluation": it ends once a step follows the first of them, whatever `steps`
+    time_limit_s: float = 600.0  # seconds from the program's start
+    allow_writes: bool = False  # the program's writes are real
+    network: bool = False  # the program may use the network
+    keep: Path | None = None  # a new folder for the records and for what the program wrote; None: they are deleted
+    assumed: tuple[AssumedNumber, ...] = ()  # the user's numbers for lines that read what nobody computed
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is emulated.
-
-    Attributes:
-        gpus: of the machine.
-        package: the folder of the built emulation.
-        ranks: the live ones, which the rehearsal starts; None: the command starts its ranks, all of them.
-    """
+    """What is emulated."""
 
     card: Gpu
-    gpus: int
-    package: Path
+    gpus: int  # of the machine
+    package: Path  # the folder of the built emulation
+    # the live ones, which the rehearsal starts; None: the command starts its ranks, all of them
     ranks: RehearsedWorld | None = None
 
 
@@ -98,10 +83,6 @@ def rehearse(
 
     With `ranks` the command is started once for each live rank. A pretended rank that is asked for what nobody can
     invent becomes live, and the rehearsal begins again.
-
-    Raises:
-        LaunchError: the command cannot be rehearsed, or it used no GPU.
-        BuildError: the emulated GPUs cannot be built.
     """
     machine = Machine(card, gpus, built(torch_of(command, os.environ)), ranks)
     verdict = _run(command, machine, limits)
@@ -197,8 +178,7 @@ def _environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
 def emulated_environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
     """This process's environment with a machine's emulated cards in it, whose kernels compute, and with trackers off.
 
-    Args:
-        folder: of the rehearsal, where MLflow writes.
+    `folder`: of the rehearsal, where MLflow writes.
     """
     environ, card = dict(os.environ), machine.card
     for name in (*OF_A_REHEARSAL, "CUDA_VISIBLE_DEVICES"):  # the last chooses among cards that are not emulated
@@ -221,8 +201,7 @@ def emulated_environ(machine: Machine, limits: Limits, folder: Path) -> dict[str
 def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, n_live: int | None = None) -> Finish:
     """Wait until the program ends, has done its steps, fails, or may not go on; show how far it is.
 
-    Args:
-        n_live: ranks that are processes; None: those of the world.
+    `n_live`: ranks that are processes; None: those of the world.
     """
     started, shown, changed_at = time.monotonic(), "", time.monotonic()
     failed_at: float | None = None
@@ -273,11 +252,7 @@ def host_memory_is_short() -> bool:
 
 
 def refuse_without_sandbox(process: subprocess.Popen[bytes], folder: Path, limits: Limits) -> None:
-    """Refuse to run a program whose writes, or whose network, could not be kept from the machine.
-
-    Raises:
-        LaunchError: the kernel gave the ended process no namespaces.
-    """
+    """Refuse to run a program whose writes, or whose network, could not be kept from the machine."""
     if process.returncode != REFUSED or not (folder / "refusal").exists():
         return
     reason = (folder / "refusal").read_text()

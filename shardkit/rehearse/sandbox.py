@@ -91,9 +91,8 @@ def mount_points() -> dict[str, str]:
 class Tree:
     """The file tree of a rehearsal, and what lies where.
 
-    Args:
-        folder: of the rehearsal; `upper` in it takes what the command writes, `overlays.json` tells where it belongs.
-        records: a folder in it that the command really writes to.
+    `folder`: of the rehearsal; `upper` in it takes what the command writes, `overlays.json` tells where it belongs.
+    `records`: a folder in it that the command really writes to.
     """
 
     def __init__(self, folder: Path, records: str) -> None:

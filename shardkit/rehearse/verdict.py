@@ -53,53 +53,38 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Rank:
-    """What a process that used a GPU recorded.
-
-    Attributes:
-        device: the GPU of its largest peak.
-        allocated: bytes of tensors at their peak.
-        reserved: bytes that torch's allocator held of the GPU at most.
-        phase: of the peak of `allocated`, and its `step`, from 1.
-        steps: optimizer steps that it finished.
-        ooms: how often its allocator found no memory.
-        types: of its tensors, those that not every card has.
-        at_update: category → bytes that its optimizer held after its last step, on the GPU.
-        at_peak: category → bytes of its peak, from its allocator's history; one rank tells them.
-        host: the most bytes of host memory that its process had.
-        with_messages: ranks of each group in which it exchanged messages with pretended ranks.
-        has_whole_history: whether its allocator's history, which tells `at_peak` and `lines`, was not cut.
-        is_warming_up: its last step ran on a side stream, as steps before the capture of a CUDA graph do.
-        seen: phases that it went through.
-        allowed: bytes that its program lets torch's allocator take of the device; None: all.
-        growth: `bytes_a_step`, `first_step`, `last_step` and `source_line` of memory that every step leaves behind.
-        never_stepped: `name`, `source_line`, `parameters` and `more` of optimizers that made no step, in bytes.
-        lines: `source_line`, `n_bytes` and `tensors` of its peak, those with most bytes first; one rank tells them.
-        end: how it ended: `kind` is steps, exit or exception; empty while it runs, or if it was killed.
-    """
+    """What a process that used a GPU recorded."""
 
     rank: int
     world_size: int
     pid: int
-    device: int
-    allocated: int
-    reserved: int
-    phase: str
+    device: int  # the GPU of its largest peak
+    allocated: int  # bytes of tensors at their peak
+    reserved: int  # bytes that torch's allocator held of the GPU at most
+    phase: str  # of the peak of `allocated`, and its `step`, from 1
     step: int
-    steps: int
-    ooms: int
+    steps: int  # optimizer steps that it finished
+    ooms: int  # how often its allocator found no memory
     nccl_groups: int
-    types: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()  # of its tensors, those that not every card has
+    # category → bytes that its optimizer held after its last step, on the GPU
     at_update: dict[str, int] = field(default_factory=dict)
+    # category → bytes of its peak, from its allocator's history; one rank tells them
     at_peak: dict[str, int] = field(default_factory=dict)
-    host: int = 0
+    host: int = 0  # the most bytes of host memory that its process had
+    # ranks of each group in which it exchanged messages with pretended ranks
     with_messages: tuple[tuple[int, ...], ...] = ()
-    has_whole_history: bool = True
-    is_warming_up: bool = False
-    seen: frozenset[str] = frozenset()
-    allowed: int | None = None
+    has_whole_history: bool = True  # whether its allocator's history, which tells `at_peak` and `lines`, was not cut
+    is_warming_up: bool = False  # its last step ran on a side stream, as steps before the capture of a CUDA graph do
+    seen: frozenset[str] = frozenset()  # phases that it went through
+    allowed: int | None = None  # bytes that its program lets torch's allocator take of the device; None: all
+    # `bytes_a_step`, `first_step`, `last_step` and `source_line` of memory that every step leaves behind
     growth: dict[str, Any] = field(default_factory=dict)
+    # `name`, `source_line`, `parameters` and `more` of optimizers that made no step, in bytes
     never_stepped: tuple[dict[str, Any], ...] = ()
+    # `source_line`, `n_bytes` and `tensors` of its peak, those with most bytes first; one rank tells them
     lines: tuple[dict[str, Any], ...] = ()
+    # how it ended: `kind` is steps, exit or exception; empty while it runs, or if it was killed
     end: dict[str, Any] = field(default_factory=dict)
 
     def outside(self, card: Gpu) -> int:
@@ -114,42 +99,28 @@ class Rank:
 
 @dataclass(frozen=True)
 class Assumption:
-    """What an emulated GPU told the program without having computed it.
+    """What an emulated GPU told the program without having computed it."""
 
-    Attributes:
-        kind: one of the keys of `ASSUMPTIONS`.
-        source_line: the program's line.
-        count: the most that a rank was told it there.
-    """
-
-    kind: str
-    source_line: str
-    count: int
+    kind: str  # one of the keys of `ASSUMPTIONS`
+    source_line: str  # the program's line
+    count: int  # the most that a rank was told it there
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A rehearsal's outcome.
+    """A rehearsal's outcome."""
 
-    Attributes:
-        kind: one of the keys of `EXIT_CODES`.
-        reason: one line: the margin, or the failing rank with its error.
-        needed: bytes of a card that the rank with most of it needs; None where the program did not come far enough.
-        at_least: whether the program ended before `needed` was its peak.
-        pretended: the rank that was asked for what nobody can invent; None where none was.
-        cards: those that several processes shared.
-    """
-
-    kind: str
-    reason: str
+    kind: str  # one of the keys of `EXIT_CODES`
+    reason: str  # one line: the margin, or the failing rank with its error
     card: Gpu
     ranks: tuple[Rank, ...] = ()
+    # bytes of a card that the rank with most of it needs; None where the program did not come far enough
     needed: int | None = None
-    at_least: bool = False
+    at_least: bool = False  # whether the program ended before `needed` was its peak
     notes: tuple[str, ...] = ()
     assumptions: tuple[Assumption, ...] = ()
-    pretended: int | None = None
-    cards: tuple[CardUse, ...] = ()
+    pretended: int | None = None  # the rank that was asked for what nobody can invent; None where none was
+    cards: tuple[CardUse, ...] = ()  # those that several processes shared
 
     @property
     def exit_code(self) -> int:
@@ -269,15 +240,11 @@ def _tensors(ranks: tuple[Rank, ...]) -> list[str]:
 
 @dataclass(frozen=True)
 class Finish:
-    """How a rehearsal ended.
+    """How a rehearsal ended."""
 
-    Attributes:
-        cause: `steps` (each rank had done its steps), `program` (it ended by itself), or a reason to end it, in words.
-        exit_code: of the program, if it ended by itself.
-    """
-
+    # `steps` (each rank had done its steps), `program` (it ended by itself), or a reason to end it, in words
     cause: str
-    exit_code: int = 0
+    exit_code: int = 0  # of the program, if it ended by itself
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -344,11 +311,8 @@ def judge(
 ) -> Verdict | None:  # fmt: skip
     """The verdict on a rehearsal; None for a program that ended well and used no GPU.
 
-    Args:
-        steps: optimizer steps after which each rank was to end.
-        started: the world of which the rehearsal started some ranks.
-        cards: what processes held of each card.
-        until: the event that was to end it, in place of `steps`.
+    `steps`: optimizer steps after which each rank was to end. `started`: the world of which the rehearsal started some
+    ranks. `cards`: what processes held of each card. `until`: the event that was to end it, in place of `steps`.
     """
     shared = tuple(use for use in cards if len(use.held) > 1)
     verdict = _judge(records, card, 0 if until else steps, finish, started, shared, until)

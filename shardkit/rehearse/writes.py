@@ -19,14 +19,10 @@ PASSING = ("/tmp/", "/run/", "/var/tmp/")
 
 @dataclass(frozen=True)
 class Write:
-    """One path that the program wrote to.
-
-    Attributes:
-        kind: `new`, `replaced` (it was there before) or `deleted`.
-    """
+    """One path that the program wrote to."""
 
     path: str
-    kind: str
+    kind: str  # `new`, `replaced` (it was there before) or `deleted`
     n_bytes: int = 0
 
 

@@ -22,8 +22,7 @@ _BAD = "#b3261e"
 def ladder_plot(steps: Sequence[Step], limit: int | None) -> Figure:
     """Predicted and measured peak of every rung as bars, its speed as a line, and the memory limit.
 
-    Args:
-        limit: bytes that a rank may use; `None` = no limit was given.
+    `limit`: bytes that a rank may use; `None` = no limit was given.
     """
     names = [label(step.rung.name) for step in steps]
     predicted = [step.predicted for step in steps]
@@ -76,11 +75,7 @@ def ladder_plot(steps: Sequence[Step], limit: int | None) -> Figure:
 
 
 def save_ladder(steps: Sequence[Step], limit: int | None, folder: Path) -> Path:
-    """Write `ladder.html`; returns its path.
-
-    Raises:
-        ConfigError: Plotly is not installed.
-    """
+    """Write `ladder.html`; returns its path."""
     rows = [[words(name), *map(Cell, figures), words(outcome)] for name, *figures, outcome in map(cells, steps)]
     head = [HEAD[0], *(f">{title}" for title in HEAD[1:-1]), HEAD[-1]]
     return write_page(folder / "ladder.html", "Ladder", ladder_plot(steps, limit), head, rows)
@@ -89,11 +84,7 @@ def save_ladder(steps: Sequence[Step], limit: int | None, folder: Path) -> Path:
 def write_page(
     path: Path, title: str, figure: Figure, head: Sequence[str], rows: Sequence[Sequence[Cell]], *notes: str
 ) -> Path:
-    """Write a plot, its table and notes as one file that needs no network; returns its path.
-
-    Raises:
-        ConfigError: Plotly is not installed, or the file cannot be written.
-    """
+    """Write a plot, its table and notes as one file that needs no network; returns its path."""
     page = Page(title)
     page.section("plot", "Plot", page.figure("plot", figure))
     page.section("table", "Figures", table(head, rows))
@@ -137,11 +128,7 @@ def front_plot(plan: SearchResult) -> Figure:
 
 
 def save_front(plan: SearchResult, folder: Path) -> Path:
-    """Write `auto.html`; returns its path.
-
-    Raises:
-        ConfigError: Plotly is not installed.
-    """
+    """Write `auto.html`; returns its path."""
     head = [*FRONT_HEAD[:3], *(f">{title}" for title in FRONT_HEAD[3:])]
     rows = [[*map(words, row[:3]), *map(Cell, row[3:])] for row in front_rows(plan)]
     best = f"The best: {named(plan.best, plan.samples)}, {gib(plan.best.needed)}."

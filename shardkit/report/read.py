@@ -33,37 +33,22 @@ class Gather:
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run directory.
-
-    Attributes:
-        config: the resolved configuration, section by section; empty if it cannot be read.
-        config_text: the text of that file, including the origin of each value.
-        environment: versions, hardware and command of the run's last start.
-        metrics: one object per optimizer step, in order.
-        gathers: every rank's memory, in order of steps; at least one rank in each.
-        traces: the traced step by rank, from `trace/rank{r}.json`.
-        plan: the prediction; None if the run was not planned.
-        ooms: post-mortems of ranks that ran out of memory, by rank.
-        restarts: the reasons why earlier starts ended, in order.
-        failures: (rank, message) of the last start's errors, likely origin first.
-        profiles: paths of the profiler's files.
-        notes: one line for each file, or part of one, that could not be read.
-    """
+    """The contents of a run directory."""
 
     path: Path
-    config: dict[str, Any]
-    config_text: str
-    environment: dict[str, Any]
-    metrics: list[dict[str, Any]]
+    config: dict[str, Any]  # the resolved configuration, section by section; empty if it cannot be read
+    config_text: str  # the text of that file, including the origin of each value
+    environment: dict[str, Any]  # versions, hardware and command of the run's last start
+    metrics: list[dict[str, Any]]  # one object per optimizer step, in order
     samples: list[dict[str, Any]]
-    gathers: list[Gather]
-    traces: dict[int, dict[str, Any]]
-    plan: dict[str, Any] | None
-    ooms: dict[int, dict[str, Any]]
-    restarts: list[str]
-    failures: list[tuple[int, str]]
-    profiles: list[Path]
-    notes: list[str]
+    gathers: list[Gather]  # every rank's memory, in order of steps; at least one rank in each
+    traces: dict[int, dict[str, Any]]  # the traced step by rank, from `trace/rank{r}.json`
+    plan: dict[str, Any] | None  # the prediction; None if the run was not planned
+    ooms: dict[int, dict[str, Any]]  # post-mortems of ranks that ran out of memory, by rank
+    restarts: list[str]  # the reasons why earlier starts ended, in order
+    failures: list[tuple[int, str]]  # (rank, message) of the last start's errors, likely origin first
+    profiles: list[Path]  # paths of the profiler's files
+    notes: list[str]  # one line for each file, or part of one, that could not be read
 
     @property
     def name(self) -> str:
@@ -86,11 +71,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read all files that a run wrote.
-
-    Raises:
-        DataError: no such directory, or no run in it.
-    """
+    """Read all files that a run wrote."""
     if not path.is_dir():
         raise DataError(f"{path} is not a directory", "pass the run.dir of a run")
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "memory.jsonl")):

@@ -19,19 +19,13 @@ _TIME = re.compile(r"(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)(\d\d)-node(\d+)-\d+")
 
 @dataclass(frozen=True)
 class ScriptStart:
-    """One launcher's start of the script, on one node.
-
-    Attributes:
-        began: local time; empty if the folder's name does not tell it.
-        attempts: how often the launcher started the ranks.
-        failures: of the last attempt, likely origin first.
-    """
+    """One launcher's start of the script, on one node."""
 
     folder: Path
-    began: str
+    began: str  # local time; empty if the folder's name does not tell it
     node: str
-    attempts: int
-    failures: Sequence[failure.Failure]
+    attempts: int  # how often the launcher started the ranks
+    failures: Sequence[failure.Failure]  # of the last attempt, likely origin first
 
     def log_of(self, failed: failure.Failure) -> Path | None:
         """The failed rank's stderr, if it is here."""

@@ -25,11 +25,6 @@ NO_CHUNKS = "set model.loss_chunk_size=0: whole logits, through the model's own 
 class HFCausalLM(NextTokens):
     """The built-in task `hf_causal_lm`: windows of `train.seq_len` tokens or packed documents, cross-entropy of each
     next token.
-
-    Raises:
-        ConfigError: see `HFModel`, `check_loss_fits` and `refuse_what_crosses_documents`; `train.seq_len` is longer
-            than the model's positions; the model adds a loss of its own; (from `dataset`) the data holds a token
-            outside the vocabulary.
     """
 
     def __init__(self, config: RunConfig) -> None:

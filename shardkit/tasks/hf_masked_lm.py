@@ -22,10 +22,6 @@ class HFMaskedLM:
     """The built-in task `hf_masked_lm`: windows of `train.seq_len` tokens, cross-entropy of the hidden ones.
 
     Which tokens are hidden depends on (train.seed, sample index) alone: not on rank, world size, worker or epoch.
-
-    Raises:
-        ConfigError: see `HFModel` and `check_loss_fits`; `train.seq_len` is longer than the model's positions; (from
-            `dataset`) the data holds a token outside the vocabulary, or the mask token itself.
     """
 
     def __init__(self, config: RunConfig) -> None:

@@ -23,10 +23,6 @@ class ImageClassification:
 
     Data: a directory with one directory per class, or the pictures that come with scikit-image, where each picture
     is a class. The number of classes comes from the data.
-
-    Raises:
-        ConfigError: see `HFModel`.
-        DataError: see `find_classes`.
     """
 
     def __init__(self, config: RunConfig) -> None:

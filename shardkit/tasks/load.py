@@ -38,22 +38,14 @@ _REQUIRED = ("build_model", "dataset", "n_targets", "loss")
 
 
 def model_config(config: RunConfig) -> Any:
-    """The transformers configuration of a built-in task's model: presets, files and keys applied, nothing built.
-
-    Raises:
-        ConfigError: transformers is not installed, or does not know the configuration.
-    """
+    """The transformers configuration of a built-in task's model: presets, files and keys applied, nothing built."""
     from ..models.hf import import_transformers, read_config
 
     return read_config(import_transformers(config.task.name), config.model, {})
 
 
 def tokenizer_of(config: RunConfig) -> Path | None:
-    """The folder, or the `tokenizer.json`, of the run's tokenizer; None if the run has none.
-
-    Raises:
-        ConfigError: `data.tokenizer` does not exist.
-    """
+    """The folder, or the `tokenizer.json`, of the run's tokenizer; None if the run has none."""
     return tokenizer_path(config)
 
 
@@ -61,9 +53,6 @@ def load_task(config: RunConfig) -> Task:
     """Make the task: `BUILT_IN[task.name](config)`, or `Factory(config, **task.args)` where `task.factory` is set.
 
     The current directory is searched for the factory's module first, as `python -m` does.
-
-    Raises:
-        ConfigError: the factory does not import, does not take `task.args`, raises, or does not return a Task.
     """
     spec = config.task.factory
     if spec is None:
@@ -123,11 +112,7 @@ def _attribute(spec: str, module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 def build_model(config: RunConfig, task: Task) -> nn.Module:
-    """The task's model.
-
-    Raises:
-        ConfigError: the user's own code raises. Out-of-memory errors pass through.
-    """
+    """The task's model."""
     try:
         return task.build_model()
     except (ShardkitError, MemoryError, torch.OutOfMemoryError):
@@ -173,16 +158,12 @@ _BYTE_VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts as token ids, and how to read an answer.
-
-    Attributes:
-        end: the token that ends an answer; None if there is none.
-    """
+    """Prompts as token ids, and how to read an answer."""
 
     texts: tuple[str, ...]
     ids: tuple[list[int], ...]
     decode: Callable[[list[int]], str]
-    end: int | None
+    end: int | None  # the token that ends an answer; None if there is none
 
     def batch(self, train: TrainConfig, world_size: int) -> tuple[int, int]:
         """Prompts that a rank continues together, and the tokens of the longest with its answer: the shape of every
@@ -192,12 +173,7 @@ class Prompts:
 
 
 def read_prompts(config: RunConfig, task: Any) -> Prompts | None:
-    """The run's prompts in the tokens of its tokenizer, else as bytes; None without prompts or evaluations.
-
-    Raises:
-        ConfigError: the task cannot continue text, the tokenizer cannot be read, a prompt is empty, or one is too long
-            for `train.seq_len`.
-    """
+    """The run's prompts in the tokens of its tokenizer, else as bytes; None without prompts or evaluations."""
     train = config.train
     if not train.sample_prompts or not train.eval_samples:
         return None

@@ -21,10 +21,6 @@ class SuperResolution:
     """The built-in task `super_resolution`: restore crops of pictures from their bicubic reduction; a target is a crop.
 
     The loss is the mean absolute error of a crop's RGB values in [0, 1] (Liang et al. 2021, section 3.2).
-
-    Raises:
-        ConfigError: see `HFModel`; `data.crop_size` is not a multiple of the model's scale.
-        DataError: see `find_pictures` and `ScaledCrops`.
     """
 
     def __init__(self, config: RunConfig) -> None:

@@ -11,25 +11,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """A field of `metrics.jsonl`.
+    """A field of `metrics.jsonl`."""
 
-    Attributes:
-        key: its name in `metrics.jsonl`, and under `train/` in TensorBoard.
-        unit: empty for a plain number.
-        meaning: one line for the documentation and for Prometheus.
-        absent: the steps that lack it; empty if every step has it.
-        prometheus: its name there, without `shardkit_`; empty if it is not served.
-        kind: its type for Prometheus.
-        label: its words in the report and the progress line; empty if they do not show it.
-    """
-
-    key: str
-    unit: str
-    meaning: str
-    absent: str = ""
-    prometheus: str = ""
-    kind: Literal["gauge", "counter"] = "gauge"
-    label: str = ""
+    key: str  # its name in `metrics.jsonl`, and under `train/` in TensorBoard
+    unit: str  # empty for a plain number
+    meaning: str  # one line for the documentation and for Prometheus
+    absent: str = ""  # the steps that lack it; empty if every step has it
+    prometheus: str = ""  # its name there, without `shardkit_`; empty if it is not served
+    kind: Literal["gauge", "counter"] = "gauge"  # its type for Prometheus
+    label: str = ""  # its words in the report and the progress line; empty if they do not show it
 
 
 _EVALUATIONS = "steps without an evaluation"

@@ -26,10 +26,9 @@ class MetricsWriter:
 
     `catalog.METRICS` lists the fields of a step's object. A number that is not finite is written as null.
 
-    Args:
-        wandb_project: also log to this Weights & Biases project; the run keeps its id when it is resumed.
-        settings: the run's config for Weights & Biases.
-        steps_before: steps that the resumed run has already recorded; TensorBoard drops later ones.
+    `wandb_project`: also log to this Weights & Biases project; the run keeps its id when it is resumed. `settings`: the
+    run's config for Weights & Biases. `steps_before`: steps that the resumed run has already recorded; TensorBoard
+    drops later ones.
     """
 
     def __init__(
@@ -134,11 +133,7 @@ class MetricsWriter:
 
 
 def _start_wandb(run_dir: Path, project: str, settings: dict[str, Any]) -> Any:
-    """A Weights & Biases run whose id is kept in the run directory.
-
-    Raises:
-        ConfigError: wandb is not installed, or fails to start.
-    """
+    """A Weights & Biases run whose id is kept in the run directory."""
     try:
         import wandb
     except ImportError as error:

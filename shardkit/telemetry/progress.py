@@ -31,11 +31,9 @@ class RunProgress:
     """Shows loss, throughput, MFU if the GPU's peak is known, the ranks' memory, seconds spent on saves,
     and the remaining time.
 
-    Args:
-        total: the last step; `None`: unknown.
-        steps_before: steps that were taken before.
-        every: steps between two lines where stdout or stderr is no terminal, fewer if they take long; `None`: a
-            terminal alone is written to, and only while nothing else draws bars there.
+    `total`: the last step; `None`: unknown. `steps_before`: steps that were taken before. `every`: steps between two
+    lines where stdout or stderr is no terminal, fewer if they take long; `None`: a terminal alone is written to, and
+    only while nothing else draws bars there.
     """
 
     def __init__(

@@ -25,12 +25,7 @@ _DEVICE = {"allocated": "held by tensors now", "peak_allocated": "held by tensor
 class MetricsServer:
     """Answers `GET /metrics` at `url` with the figures of the last `update`.
 
-    Args:
-        port: TCP port; 0 = any free one.
-
-    Raises:
-        ConfigError: prometheus_client is not installed, the port is taken, or the host is not an address of this
-            machine.
+    `port`: TCP port; 0 = any free one.
     """
 
     def __init__(self, host: str, port: int) -> None:

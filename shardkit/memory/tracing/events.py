@@ -22,13 +22,10 @@ _COLLECTIVES = ("c10d", "fsdp::", "_c10d_functional")
 class Allocation:
     """One storage from when it was first seen: its origin, and the labels it gets later.
 
-    Attributes:
-        op: the operator that returned it ("" for a storage that was not made by a traced operator).
-        phase, module: the phase and the module that ran when it was made.
-        recorded: made while autograd was recording: in forward, or in a recomputation during backward.
-        consumed: released while autograd was not recording, as backward releases saved tensors.
-        label: a category given by the code that made it; overrides the derived category.
-        is_older: the operator that showed it did not make it: it returned a view, wrote to it, or used it.
+    `op`: the operator that returned it ("" for a storage that was not made by a traced operator). `phase, module`: the
+    phase and the module that ran when it was made. `recorded`: made while autograd was recording: in forward, or in a
+    recomputation during backward. `is_older`: the operator that showed it did not make it: it returned a view, wrote to
+    it, or used it.
     """
 
     __slots__ = (
@@ -38,8 +35,9 @@ class Allocation:
     def __init__(self, device: str, op: str, phase: str, module: str, recorded: bool, stream: int) -> None:
         self.device, self.op, self.phase, self.module = device, op, phase, module
         self.recorded, self.stream = recorded, stream
+        # released while autograd was not recording, as backward releases saved tensors
         self.consumed = self.is_older = False
-        self.label: str | None = None
+        self.label: str | None = None  # a category given by the code that made it; overrides the derived category
         self.shape: tuple[int, ...] | None = None
         self.n_bytes = 0
 
@@ -61,40 +59,32 @@ class Allocation:
 class Peak:
     """A moment at which a sum of live bytes was largest.
 
-    Attributes:
-        n_bytes: the sum.
-        at: index of the event that reached it.
-        phase, module: the phase and the module that ran then.
-        categories: bytes by category; they add up to `n_bytes`.
+    `phase, module`: the phase and the module that ran then.
     """
 
-    n_bytes: int
-    at: int
+    n_bytes: int  # the sum
+    at: int  # index of the event that reached it
     phase: str
     module: str
-    categories: Mapping[Category, int]
+    categories: Mapping[Category, int]  # bytes by category; they add up to `n_bytes`
 
 
 @dataclass
 class EventLog:
-    """Every change of a storage's size, in order.
-
-    Attributes:
-        events: (index into `allocations`, bytes added); negative if a storage shrank or was freed.
-        marks: (index of the first event, phase, module) for each change of phase or module.
-        releases: for each time that the program emptied the allocator's cache, the index of the next event.
-        stream: returns the stream of a new allocation; on CPU there is one.
-        product_workspace: bytes that a library keeps from the first matrix product of each thread on: of the program's,
-            and of autograd's for backward.
-    """
+    """Every change of a storage's size, in order."""
 
     allocations: list[Allocation] = field(default_factory=list)
+    # (index into `allocations`, bytes added); negative if a storage shrank or was freed
     events: list[tuple[int, int]] = field(default_factory=list)
+    # (index of the first event, phase, module) for each change of phase or module
     marks: list[tuple[int, str, str]] = field(default_factory=lambda: [(0, "start", "")])
+    # for each time that the program emptied the allocator's cache, the index of the next event
     releases: list[int] = field(default_factory=list)
-    stream: Callable[[], int] = lambda: 0
+    stream: Callable[[], int] = lambda: 0  # returns the stream of a new allocation; on CPU there is one
     phase: str = "start"
     module: str = ""
+    # bytes that a library keeps from the first matrix product of each thread on: of the program's, and of autograd's
+    # for backward
     product_workspace: int = 0
     _multiplied: set[bool] = field(default_factory=set)
 
@@ -305,8 +295,7 @@ def repeat_last_step(log: EventLog, end: str) -> bool:
     A step repeats itself if every storage that it leaves behind takes the place of one that it frees, with the same
     size, device and stream, as gradients do. All others must be as large after the step as before it.
 
-    Args:
-        end: the phase that is marked at the end of each step.
+    `end`: the phase that is marked at the end of each step.
 
     Returns:
         False if the step does not repeat itself, and the log is unchanged.

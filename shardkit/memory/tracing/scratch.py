@@ -18,8 +18,7 @@ Count = Callable[[Any, Any], int]
 def scratch(func: Any, args: Sequence[Any], out: Any) -> tuple[torch.device, int] | None:
     """The device and bytes of an operator's scratch memory; None if unknown.
 
-    Args:
-        func: the `OpOverload` that dispatch received.
+    `func`: the `OpOverload` that dispatch received.
     """
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), None)
     count = None if device is None else _counted_by(func, device.type)

@@ -76,16 +76,12 @@ LARGEST = 20
 
 
 class _LedgerAndTracer:
-    """Forwards phases and state to both the ledger and the tracer.
-
-    Attributes:
-        most: the allocator's largest peak in any phase, in bytes; `None` on the CPU.
-    """
+    """Forwards phases and state to both the ledger and the tracer."""
 
     def __init__(self, ledger: Phases, tracer: Phases, device: torch.device) -> None:
         self._listeners = (ledger, tracer)
         self._device = device
-        self.most: int | None = None
+        self.most: int | None = None  # the allocator's largest peak in any phase, in bytes; `None` on the CPU
 
     @contextmanager
     def phase(self, name: PhaseName, follows: bool = False) -> Iterator[None]:
@@ -114,9 +110,8 @@ def traced_step(
 ) -> Iterator[Phases]:
     """Trace the step of the wrapped `model` that runs inside; afterwards `save` gets the `summary`.
 
-    Args:
-        product_workspace: bytes that cuBLAS keeps for each thread that multiplies.
-        data: the step's, as they lie before it.
+    `product_workspace`: bytes that cuBLAS keeps for each thread that multiplies. `data`: the step's, as they lie before
+    it.
 
     Yields:
         The `Phases` that the step uses instead of `ledger`; it forwards to `ledger` too.
@@ -142,8 +137,7 @@ def _cuda_stream() -> int:
 def summary(log: EventLog, device: str, step: int, most: int | None = None) -> dict[str, Any]:
     """The traced step as a JSON object (docs/memory.md).
 
-    Args:
-        most: the allocator's peak in the step; bytes beyond the tracer's peak are unattributed.
+    `most`: the allocator's peak in the step; bytes beyond the tracer's peak are unattributed.
     """
     # The CUDA allocator rounds every block up to 512 bytes (kMinBlockSize); malloc's overhead on CPUs is not counted.
     rounding = 512 if device.startswith("cuda") else 1

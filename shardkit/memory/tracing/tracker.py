@@ -50,9 +50,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
 
     Peaks count from the first `__enter__`; a tracker that is entered again continues counting.
 
-    Args:
-        log: receives every event.
-        ran: called with every operator, its arguments and its result.
+    `log`: receives every event. `ran`: called with every operator, its arguments and its result.
     """
 
     def __init__(self, log: EventLog | None = None, ran: Callable[[Any, Any, Any, Any], None] | None = None) -> None:
@@ -72,9 +70,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def see(self, tree: Any, label: str | None = None) -> None:
         """Count the storages of all tensors in nested containers (or of a module's parameters, gradients and buffers).
 
-        Args:
-            tree: tensors in any nesting of lists, tuples and dicts, or a module.
-            label: their label in `by_label`.
+        `tree`: tensors in any nesting of lists, tuples and dicts, or a module. `label`: their label in `by_label`.
         """
         if isinstance(tree, torch.nn.Module):
             params = list(tree.parameters())
@@ -259,20 +255,13 @@ class _Update:
 
 
 class _Traits(NamedTuple):
-    """What is known about an operator before it runs.
-
-    Attributes:
-        is_older: its results lie in the memory of its arguments: views, and what it writes to.
-        is_last_first: its kernel makes the last result first.
-        is_product: it takes the matrix library's workspace.
-        may_take_scratch: it takes scratch memory on some kind of device.
-    """
+    """What is known about an operator before it runs."""
 
     name: str
-    is_older: bool
-    is_last_first: bool
-    is_product: bool
-    may_take_scratch: bool
+    is_older: bool  # its results lie in the memory of its arguments: views, and what it writes to
+    is_last_first: bool  # its kernel makes the last result first
+    is_product: bool  # it takes the matrix library's workspace
+    may_take_scratch: bool  # it takes scratch memory on some kind of device
 
 
 @functools.cache

@@ -51,10 +51,8 @@ class Holding(NamedTuple):
 class History:
     """An allocator's events, each allocation with its category; an allocation is known by its event's index.
 
-    Args:
-        events: of `torch.cuda.memory._snapshot()["device_traces"]`.
-        moments: beginnings of phases, in order.
-        holdings: of the state, in order.
+    `events`: of `torch.cuda.memory._snapshot()["device_traces"]`. `moments`: beginnings of phases, in order.
+    `holdings`: of the state, in order.
     """
 
     def __init__(

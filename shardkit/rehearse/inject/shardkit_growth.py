@@ -35,10 +35,7 @@ def is_likely(over_time: Sequence[Mapping[str, Any]]) -> bool:
 def growth(events: Sequence[Mapping[str, Any]], ends_us: Sequence[int], peak: int) -> dict[str, Any]:
     """Bytes that each step leaves behind, and the line that made most of them; empty where memory does not grow.
 
-    Args:
-        events: an allocator's whole history.
-        ends_us: when each step ended.
-        peak: bytes allocated at the peak.
+    `events`: an allocator's whole history. `ends_us`: when each step ended. `peak`: bytes allocated at the peak.
     """
     if len(ends_us) < COUNTED + RECENT + 1:
         return {}

@@ -14,14 +14,10 @@ from shardkit_held import parts  # type: ignore[import-not-found]
 
 
 class Optimizers:
-    """Each optimizer of this process with its steps. One that the program has dropped is gone here too.
-
-    Attributes:
-        last_new_at: the most steps that any optimizer had done when another one stepped for the first time.
-    """
+    """Each optimizer of this process with its steps. One that the program has dropped is gone here too."""
 
     def __init__(self) -> None:
-        self.last_new_at = 0
+        self.last_new_at = 0  # the most steps that any optimizer had done when another one stepped for the first time
         self._made: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 

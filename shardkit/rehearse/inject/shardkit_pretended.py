@@ -40,9 +40,7 @@ class Meeting(PrefixStore):
 class Team:
     """A group with pretended ranks, seen from a live one; ranks are those of the group.
 
-    Args:
-        ranks: global ranks of the group.
-        group: the group; None while it is made.
+    `ranks`: global ranks of the group. `group`: the group; None while it is made.
     """
 
     live_ranks: tuple[int, ...] = ()
@@ -114,11 +112,7 @@ class Team:
         return self.ranks.index(rank) if rank in self.ranks else None
 
     def refuse_invention(self, call: str, peer: int, tensor: torch.Tensor) -> None:
-        """Refuse to invent what a program decides by; bytes (`uint8`) are random states or another tensor's.
-
-        Raises:
-            PretendedRankError: the tensor holds integers or booleans.
-        """
+        """Refuse to invent what a program decides by; bytes (`uint8`) are random states or another tensor's."""
         if tensor.dtype == torch.uint8 or tensor.is_floating_point() or tensor.is_complex():
             return
         live = ",".join(map(str, sorted({*self.live_ranks, self.ranks[peer]})))

@@ -57,11 +57,7 @@ def _root(store: Any) -> Any:
 
 
 def _await(store: Any, root: Any, keys: Sequence[str], timeout: datetime.timedelta, live: Sequence[int]) -> None:
-    """Wait for keys until they are there, or the store's time is over, which its own read then says.
-
-    Raises:
-        PretendedRankError: nobody is left to write them.
-    """
+    """Wait for keys until they are there, or the store's time is over, which its own read then says."""
     began, own_rank = time.monotonic(), os.environ["RANK"]
     all_wait_since: float | None = None
     looks_then: list[int] = []

@@ -39,11 +39,7 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _open(name: str) -> None:
-    """Let no wait for a group's pretended ranks begin.
-
-    Raises:
-        PretendedRankError: this torch tells in the store where memory lies.
-    """
+    """Let no wait for a group's pretended ranks begin."""
     distributed: Any = c10d  # torch's names for groups have a type of their own
     group = distributed._resolve_process_group(name)
     team = Team.of(group)

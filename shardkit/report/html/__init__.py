@@ -143,11 +143,7 @@ class Page:
         self._sections.append((name, heading, Markup("\n").join(content)))
 
     def render(self) -> str:
-        """The HTML file; it includes Plotly (5 MB) if there is a figure to draw.
-
-        Raises:
-            ConfigError: there is a figure, and Plotly is not installed.
-        """
+        """The HTML file; it includes Plotly (5 MB) if there is a figure to draw."""
         scripts = _scripts(self._figures) if self._figures else []
         fields = {"title": self.title, "lead": self.lead, "sections": self._sections, "scripts": scripts}
         return _template("page.html").render(fields) + "\n"
