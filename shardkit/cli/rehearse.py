@@ -110,11 +110,10 @@ def rehearse(
 
     from ..hardware.cards import find_gpu, parse_bytes
     from ..plan.target import known_here
-    from ..rehearse.assume import parse_assumed
-    from ..rehearse.expect import parse_expectation
     from ..rehearse.ranks import command_of_rank, parse_ranks
-    from ..rehearse.rehearsal import Limits
+    from ..rehearse.rehearsal import Limits, parse_assumed
     from ..rehearse.rehearsal import rehearse as run
+    from ..rehearse.verdict import parse_expectation
 
     command = ctx.meta[SCRIPT_WORDS]
     if not command:

@@ -121,8 +121,7 @@ class Build:
         self.compile("cublas", "cublasLt", "-DLT")
         self.link_all(computing)
         entry_points(self.package, "emucuda", "emucuda = emucuda:attach")
-        for name in ("shardkit_rehearsal", "shardkit_computed"):
-            entry_points(self.package, name, f"{name} = {name}:attach")
+        entry_points(self.package, "shardkit_rehearsal", "shardkit_rehearsal = shardkit_rehearsal:attach")
 
     def compile(self, source: str, name: str = "", *flags: str) -> None:
         """One object file, unless it is newer than what it is made of."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ..hardware.cards import Gpu
 from ..launch.local import processes
 from .build import built
-from .cards import CARDS
 from .environment import torch_of
 from .rehearsal import (
     Limits,
@@ -22,10 +21,10 @@ from .rehearsal import (
     refuse_without_sandbox,
     scratch_folder,
     start_in_sandbox,
+    summary,
     without_cuda,
 )
-from .verdict import EXIT_CODES, FAILED, NOT_KNOWN
-from .writes import summary
+from .verdict import CARDS, EXIT_CODES, FAILED, NOT_KNOWN
 
 LATE_US = 5000
 """How long each asynchronous copy waits before it begins, where waits are to be missed."""

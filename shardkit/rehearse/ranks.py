@@ -35,6 +35,10 @@ class RehearsedWorld:
             for rank in self.live
         ]  # fmt: skip
 
+    @property
+    def numbers(self) -> str:
+        return ",".join(map(str, self.live))
+
     def with_live(self, rank: int) -> RehearsedWorld:
         return replace(self, live=tuple(sorted({*self.live, rank})))
 

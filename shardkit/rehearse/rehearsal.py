@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..errors import LaunchError, gib
+from ..errors import LaunchError, gib, printable
 from ..hardware.cards import Gpu
 from ..launch.local import processes
-from .assume import AssumedNumber, as_variable, unused
 from .build import built
-from .cards import CARDS, read_cards
 from .environment import OF_A_REHEARSAL, torch_of
-from .kept import write_report_files
 from .ranks import RehearsedWorld
-from .verdict import DOES_NOT_FIT, FAILED, Finish, Verdict, judge, read_records
-from .writes import summary
+from .verdict import (  # fmt: skip
+    CARDS,
+    DOES_NOT_FIT,
+    FAILED,
+    FITS,
+    GIVEN,
+    NOT_KNOWN,
+    Finish,
+    Verdict,
+    judge,
+    read_cards,
+    read_records,
+)
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
 START_LIVE = Path(__file__).with_name("start_live.py")
@@ -50,6 +61,48 @@ TRACKERS_OFF = {
 
 WAITING = ("TORCH_DIST_INIT_BARRIER", "TORCH_DISTRIBUTED_DEBUG", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
 """Variables by which torch would wait for ranks, or for a launcher, that are not there."""
+
+
+@dataclass(frozen=True)
+class AssumedNumber:
+    """A number for a program's line: each integer that it reads, and how many values it finds true or distinct."""
+
+    path: str  # of the file, or its last parts
+    line: int  # from 1
+    number: int
+
+    def is_at(self, source_line: str) -> bool:
+        """Whether it is for a line, `PATH:LINE: TEXT`."""
+        path, line, *_ = [*source_line.split(":", 2), "", ""]
+        return line == str(self.line) and f"/{path}".endswith(f"/{self.path}")
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}={self.number}"
+
+
+def parse_assumed(texts: Iterable[str]) -> tuple[AssumedNumber, ...]:
+    """The numbers that `--assume` gives."""
+    numbers: dict[tuple[str, int], AssumedNumber] = {}
+    for text in texts:
+        match = re.fullmatch(r"(?:\./)?([^:=]+):([1-9][0-9]{0,8})\s*=\s*([0-9]{1,18})", text.strip())
+        if match is None:
+            raise LaunchError(f"--assume {text!r} is no line with a number", "--assume 'train.py:88=512'")
+        assumed = AssumedNumber(match[1], int(match[2]), int(match[3]))
+        if numbers.setdefault((assumed.path, assumed.line), assumed) != assumed:
+            raise LaunchError(f"--assume gives {assumed.path}:{assumed.line} two numbers", "give the larger one")
+    return tuple(numbers.values())
+
+
+def unused(numbers: Sequence[AssumedNumber], verdict: Verdict) -> list[str]:
+    """A note on each number that no line asked for, of a program that came to its end."""
+    if verdict.kind in (FAILED, NOT_KNOWN) or verdict.at_least:
+        return []
+    source_lines = [assumption.source_line for assumption in verdict.assumptions if assumption.kind == GIVEN]
+    return [
+        f"--assume {number}: that line read nothing that nobody computed"
+        for number in numbers
+        if not any(map(number.is_at, source_lines))
+    ]
 
 
 @dataclass(frozen=True)
@@ -88,7 +141,7 @@ def rehearse(
     verdict = _run(command, machine, limits)
     while ranks is not None and verdict.pretended is not None and ranks.may_grow(verdict.pretended):
         ranks = ranks.with_live(verdict.pretended)
-        print(f"{verdict.reason}\nrehearsing again with ranks {_numbers(ranks.live)} live", file=sys.stderr)
+        print(f"{verdict.reason}\nrehearsing again with ranks {ranks.numbers} live", file=sys.stderr)
         machine, limits = replace(machine, ranks=ranks), replace(limits, keep=_next_folder(limits.keep))
         verdict = _run(command, machine, limits)
     if verdict.kind == DOES_NOT_FIT and verdict.at_least:
@@ -102,10 +155,6 @@ def rehearse(
                 assumptions=need.assumptions, cards=need.cards,
             )  # fmt: skip
     return verdict
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    return ",".join(map(str, ranks))
 
 
 def _next_folder(keep: Path | None) -> Path | None:
@@ -162,13 +211,13 @@ def _environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
         for name in WAITING:
             environ.pop(name, None)
         environ.setdefault("OMP_NUM_THREADS", "1")
-        environ["SHARDKIT_REHEARSAL_LIVE"] = _numbers(machine.ranks.live)
+        environ["SHARDKIT_REHEARSAL_LIVE"] = machine.ranks.numbers
         environ["TORCH_NCCL_RANKS_PER_ROOT"] = "1000000"  # above 128 ranks torch waits for the id of a second root
         environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # a pretended rank's part names a live one's card
     environ["SHARDKIT_REHEARSAL_LINES"] = "1"
     environ["SHARDKIT_REHEARSAL_UNTIL"] = limits.until
     if limits.assumed:
-        environ["SHARDKIT_REHEARSAL_ASSUME"] = as_variable(limits.assumed)
+        environ["SHARDKIT_REHEARSAL_ASSUME"] = json.dumps(list(map(astuple, limits.assumed)))
     return {
         **environ, "EMUCUDA_COMPUTE": "0", "SHARDKIT_REHEARSAL": str(folder / "records"),
         "SHARDKIT_REHEARSAL_STEPS": str(limits.steps),
@@ -258,10 +307,11 @@ def refuse_without_sandbox(process: subprocess.Popen[bytes], folder: Path, limit
     reason = (folder / "refusal").read_text()
     options = [] if limits.allow_writes else ["--allow-writes"]
     options += [] if limits.network else ["--network"]
-    cause = f"the program cannot be kept from the machine's files and network: {reason}"
     local = "set TMPDIR to a folder on a local disk or in memory (/dev/shm)"
-    fix = f"{local}, or accept them: shardkit rehearse {' '.join(options)}"
-    raise LaunchError(cause, fix)
+    raise LaunchError(
+        f"the program cannot be kept from the machine's files and network: {reason}",
+        f"{local}, or accept them: shardkit rehearse {' '.join(options)}",
+    )
 
 
 def without_cuda(command: Sequence[str]) -> LaunchError:
@@ -296,3 +346,115 @@ def _delete(folder: Path) -> None:
     for path, _, _ in os.walk(folder, topdown=True, onerror=lambda error: os.chmod(str(error.filename), 0o700)):
         os.chmod(path, 0o700)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+_PHASES = {"building": "init", "forward": "forward", "backward": "backward", "update": "update"}
+"""A rehearsal's phases, and those of a run."""
+_STATE = {"parameters": "params", "gradients": "grads", "optimizer states": "optimizer"}
+
+
+def write_report_files(
+    folder: Path, command: Sequence[str], records: Sequence[dict[str, Any]], verdict: Verdict
+) -> None:
+    """Write what `shardkit report` reads into a folder of `--keep`, in the forms of a run's files (docs/memory.md)."""
+    ranks = {int(record["rank"]): record for record in records if record["devices"]}
+    if (folder / "records" / "trace").is_dir():
+        (folder / "records" / "trace").rename(folder / "trace")
+    comment = f"# shardkit rehearse -- {shlex.join(command)}".replace("\n", " ")
+    (folder / "config.yaml").write_text(f"{comment}\n")
+    reason = verdict.reason if verdict.kind == FITS else f"{verdict.kind}: {verdict.reason}"
+    about = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": list(command),
+        "rehearsed": {"fits": verdict.kind == FITS, "reason": reason},
+    }  # fmt: skip
+    (folder / "env.json").write_text(json.dumps(about))
+    (folder / "metrics.jsonl").touch()  # losses mean nothing
+    with open(folder / "memory.jsonl", "w") as file:
+        for step in sorted({sample["step"] for record in ranks.values() for sample in record["over_time"]}):
+            rows = [
+                (record, sample)
+                for _, record in sorted(ranks.items())
+                for sample in record["over_time"]
+                if sample["step"] == step
+            ]
+            gather = {
+                "schema": 2, "step": step, "time": round(max(sample["time"] for _, sample in rows), 3),
+                "ranks": [_row(record, sample, verdict.card) for record, sample in rows],
+            }  # fmt: skip
+            file.write(json.dumps(gather) + "\n")
+
+
+def _row(record: dict[str, Any], sample: dict[str, Any], card: Gpu) -> dict[str, Any]:
+    """A rank's row at the end of a step; phases are known of the rank that tells its allocator's history."""
+    resident = {"rss": sample["rss"], "peak_rss": sample["peak_rss"]}
+    sizes = ("allocated", "peak_allocated", "reserved", "peak_reserved")
+    phases: dict[str, dict[str, Any]] = {}
+    for phase in record["phases"]:
+        name = _PHASES.get(phase["phase"])
+        if name is None or phase["step"] not in (sample["step"], 0):
+            continue
+        before = phases.get(name, {})
+        peaks = {key: max(phase[key], before.get(key, 0)) for key in sizes if key.startswith("peak")}
+        phases[name] = {**{key: phase[key] for key in sizes}, **peaks, **resident}
+    device = next(iter(record["devices"]), "0")
+    return {
+        "rank": int(record["rank"]), "host": "rehearsal", "local_rank": int(device), "device": card.device_name,
+        "step_time_s": None, "data_wait_s": None, "busy_s": None,
+        "host_mem": {
+            **resident, "uss": None, "children_rss": None,
+            "limit": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        },
+        "device_mem": {**{key: sample[key] for key in sizes}, "total": card.memory},
+        "state": {
+            kind: {"device": record["at_update"][name], "host": 0}
+            for name, kind in _STATE.items() if name in record["at_update"]
+        } or None,
+        "phases": phases, "alloc_retries": None, "overhead_s": 0.0,
+        "ooms": sum(int(peaks["ooms"]) for peaks in record["devices"].values()),
+    }  # fmt: skip
+
+
+SHOWN_PATHS = 5
+"""Of each kind that a line names; further ones are counted."""
+PASSING = ("/tmp/", "/run/", "/var/tmp/")
+"""Folders of temporary files: new ones there are not told, unless they are in the program's own."""
+
+
+def summary(folder: Path) -> list[str]:
+    """Lines on what the program wrote and is thrown away; none where the writes were real."""
+    layout = folder / "overlays.json"
+    if not layout.exists():
+        return []
+    writes = list(_writes(folder, json.loads(layout.read_text())["overlays"]))
+    lines = []
+    for kind, words in (("replaced", "would have been overwritten"), ("deleted", "would have been deleted")):
+        if paths := [path for path, write_kind, _ in writes if write_kind == kind]:
+            lines.append(f"{words}: {_listed(paths)}")
+    if new := sorted((-n_bytes, path) for path, kind, n_bytes in writes if kind == "new"):
+        size = gib(-sum(n_bytes for n_bytes, _ in new))
+        lines.append(f"{len(new)} new files, {size}, went to an overlay: {_listed([path for _, path in new])}")
+    return lines
+
+
+def _listed(paths: list[str]) -> str:
+    further = f" and {len(paths) - SHOWN_PATHS} more" if len(paths) > SHOWN_PATHS else ""
+    return printable(", ".join(paths[:SHOWN_PATHS])) + further
+
+
+def _writes(folder: Path, overlays: list[str]) -> Iterator[tuple[str, str, int]]:
+    """Path, kind (`new`, `replaced` or `deleted`) and bytes of what lies in the upper parts of the overlays."""
+    program_folder = os.path.join(os.getcwd(), "")
+    for number, lower in enumerate(overlays):
+        upper = folder / "upper" / str(number)
+        for parent, _, names in os.walk(upper):
+            for name in names:
+                path = Path(parent, name)
+                status = path.lstat()
+                original = os.path.join(lower, path.relative_to(upper))
+                if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+                    yield original, "deleted", 0
+                elif stat.S_ISREG(status.st_mode) and not name.endswith(".pyc"):
+                    kind = "replaced" if os.path.lexists(original) else "new"
+                    is_passing = original.startswith(PASSING) and not original.startswith(program_folder)
+                    if kind == "replaced" or not is_passing:
+                        yield original, kind, status.st_blocks * 512

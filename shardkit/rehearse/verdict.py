@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import gib, printable
-from ..hardware.cards import GPUS, Gpu
-from .cards import CardUse
+from ..errors import ConfigError, gib, printable
+from ..hardware.cards import GPUS, Gpu, parse_bytes
 from .ranks import RehearsedWorld
 
 FITS, DOES_NOT_FIT, FAILED, NOT_KNOWN = "fits", "does not fit", "failed", "not known"
@@ -49,6 +49,38 @@ NEEDS = {
     "fp8": ((8, 9), "its products fail there"),
 }
 """Types of tensors: the compute capability from which cards have them, and what happens on others."""
+
+
+CARDS = "cards"
+"""The account's files among the records, one a machine: `cards.0` (native/account.h has the layout)."""
+_MAX_CARDS, _MAX_PROCESSES = 64, 1024
+_CARD = struct.Struct("=2Q")
+_PROCESS = struct.Struct(f"={1 + 2 * _MAX_CARDS}Q")
+
+
+@dataclass(frozen=True)
+class CardUse:
+    """A card when most of it was in use."""
+
+    machine: int
+    number: int  # on its machine, whatever CUDA_VISIBLE_DEVICES says
+    peak: int  # bytes of all processes, with their contexts
+    held: dict[int, int]  # process → bytes that it held then
+
+
+def read_cards(folder: Path) -> tuple[CardUse, ...]:
+    """The cards that processes used, from the records of a rehearsal."""
+    uses = []
+    for path in sorted(folder.glob(f"{CARDS}.*")):
+        content = path.read_bytes()
+        start = _MAX_CARDS * _CARD.size
+        processes = [_PROCESS.unpack_from(content, start + index * _PROCESS.size) for index in range(_MAX_PROCESSES)]
+        for number in range(_MAX_CARDS):
+            _, peak = _CARD.unpack_from(content, number * _CARD.size)
+            held = {row[0]: row[1 + _MAX_CARDS + number] for row in processes if row[1 + _MAX_CARDS + number]}
+            if peak:
+                uses.append(CardUse(int(path.suffix[1:]), number, peak, held))
+    return tuple(uses)
 
 
 @dataclass(frozen=True)
@@ -353,19 +385,12 @@ def _judge(
     if finish.cause not in ("steps", "program"):
         slowest = min(ranks, key=lambda rank: rank.steps)
         of_steps = f"{slowest.steps} of {steps} steps" if steps else f"{slowest.steps} steps and was not done"
-        reason = f"{finish.cause}; rank {slowest.rank} had done {of_steps}{_waited_for(ranks)}"
+        waiting = [f"; {_named(optimizer)} never stepped" for rank in ranks for optimizer in rank.never_stepped][:1]
+        reason = f"{finish.cause}; rank {slowest.rank} had done {of_steps}{''.join(waiting)}"
         return Verdict(NOT_KNOWN, reason, card, ranks, needed, at_least=True)
     verdict = _of_memory(ranks, card, shared, _notes(ranks, steps))
     reason = _not_seen(verdict, finish, started, shared, until) if verdict.kind == FITS else ""
     return replace(verdict, kind=NOT_KNOWN, reason=reason, at_least=True) if reason else verdict
-
-
-def _waited_for(ranks: Sequence[Rank]) -> str:
-    """Words on an optimizer that had not stepped when the rehearsal ended."""
-    for rank in ranks:
-        for optimizer in rank.never_stepped:
-            return f"; {_named(optimizer)} never stepped"
-    return ""
 
 
 def _named(optimizer: dict[str, Any]) -> str:
@@ -390,9 +415,8 @@ def _not_seen(
             spare = verdict.card.memory - (verdict.needed or 0)
             full_at = rank.steps + spare // rank.growth["bytes_a_step"] + 1
             rate = gib(rank.growth["bytes_a_step"])
-            return (
-                f"it grows {rate} a step and fills the card at step {full_at:,}; after {rank.steps} it {verdict.reason}"
-            )
+            filled = f"it grows {rate} a step and fills the card at step {full_at:,}"
+            return f"{filled}; after {rank.steps} it {verdict.reason}"
     if started is not None and shared and len(started.live) < started.world_size:
         return (
             f"live ranks share card {shared[0].number}, and pretended ones of that machine may, too: "
@@ -411,36 +435,25 @@ def _of_error(error: dict[str, Any], ranks: tuple[Rank, ...], card: Gpu, finish:
     line = f", {end['where']}" if end["where"] else ""
     is_rank = int(error["pid"]) in {rank.pid for rank in ranks} or not error["devices"]
     name = f"rank {error['rank']}" if is_rank else f"process {error['pid']}"
-    reason = f"{name}: {end['type']}: {first_line}{line}"
+    reason, needed = f"{name}: {end['type']}: {first_line}{line}", _needed(ranks, card) if ranks else None
     if _ran_out(end):
         limited = next((rank for rank in ranks if rank.rank == error["rank"] and rank.allowed is not None), None)
         if limited is not None:
             reason = f"the program lets torch take {gib(limited.allowed or 0)} of {card.name}; {reason}"
-        return Verdict(DOES_NOT_FIT, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True)
+        return Verdict(DOES_NOT_FIT, reason, card, ranks, needed, at_least=True)
     if end["type"] == "PretendedRankError":
         asked_rank = re.search(r"rank (\d+), which is pretended", end["message"])
-        return Verdict(
-            NOT_KNOWN, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True,
-            pretended=int(asked_rank[1]) if asked_rank else None,
-        )  # fmt: skip
+        pretended = int(asked_rank[1]) if asked_rank else None
+        return Verdict(NOT_KNOWN, reason, card, ranks, needed, at_least=True, pretended=pretended)
     if _NOT_EMULATED.search(end["message"]):
-        notes = (
-            "the emulated GPU computes nothing here; docs/rehearse.md lists what a program cannot ask of it",
-            *_way_out(end),
-        )
-        return Verdict(
-            NOT_KNOWN, reason, card, ranks, _needed(ranks, card) if ranks else None, at_least=True, notes=notes
-        )
+        notes = ["the emulated GPU computes nothing here; docs/rehearse.md lists what a program cannot ask of it"]
+        match = re.match(r"(.+?:[1-9]\d*): ", end["where"])
+        if "not computed" in end["message"] and match:
+            name = match[1].rpartition("/")[2]
+            notes.append(f"--assume '{name}=N' lets it go on: N is each number that it reads, or N values are true")
+        return Verdict(NOT_KNOWN, reason, card, ranks, needed, at_least=True, notes=tuple(notes))
     code = f" (exit code {finish.exit_code})" if finish.exit_code else ""
     return Verdict(FAILED, reason + code, card, ranks)
-
-
-def _way_out(end: dict[str, Any]) -> Iterator[str]:
-    """How a program may go on that read what nobody computed."""
-    match = re.match(r"(.+?:[1-9]\d*): ", end["where"])
-    if "not computed" in end["message"] and match:
-        name = match[1].rpartition("/")[2]
-        yield f"--assume '{name}=N' lets it go on: N stands for each number that it reads, or N values are true"
 
 
 def _of_memory(ranks: tuple[Rank, ...], card: Gpu, shared: Sequence[CardUse], notes: tuple[str, ...]) -> Verdict:
@@ -449,9 +462,15 @@ def _of_memory(ranks: tuple[Rank, ...], card: Gpu, shared: Sequence[CardUse], no
     size = f"{card.name} ({gib(card.memory)})"
     limited = next((rank for rank in ranks if rank.allowed is not None and rank.reserved > rank.allowed), None)
     if limited is not None:
-        return Verdict(DOES_NOT_FIT, _beyond_allowance(limited, size), card, ranks, needed, notes=notes)
+        reason = (
+            f"rank {limited.rank} needs {gib(limited.reserved)}, and the program lets torch take "
+            f"{gib(limited.allowed or 0)} of {size} (set_per_process_memory_fraction)"
+        )
+        return Verdict(DOES_NOT_FIT, reason, card, ranks, needed, notes=notes)
     if needed <= card.memory:
-        reason = f"fits {size} with {gib(card.memory - needed)} to spare{_missing_types(ranks, card)}"
+        lacking = sorted({name for rank in ranks for name in rank.types if card.capability < NEEDS[name][0]})
+        missing = "".join(f"; but {card.name} has no {name}: {NEEDS[name][1]}" for name in lacking)
+        reason = f"fits {size} with {gib(card.memory - needed)} to spare{missing}"
         return Verdict(FITS, reason, card, ranks, needed, notes=notes)
     fullest = max(shared, key=lambda use: _of_card(use, ranks, card), default=None)
     if fullest is not None and _of_card(fullest, ranks, card) == needed:
@@ -466,24 +485,10 @@ def _of_memory(ranks: tuple[Rank, ...], card: Gpu, shared: Sequence[CardUse], no
     return Verdict(DOES_NOT_FIT, reason, card, ranks, needed, notes=notes)
 
 
-def _beyond_allowance(rank: Rank, size: str) -> str:
-    return (
-        f"rank {rank.rank} needs {gib(rank.reserved)}, and the program lets torch take {gib(rank.allowed or 0)} of "
-        f"{size} (set_per_process_memory_fraction)"
-    )
-
-
-def _missing_types(ranks: tuple[Rank, ...], card: Gpu) -> str:
-    """Words on types of the program's tensors that a card does not have."""
-    lacking = sorted({name for rank in ranks for name in rank.types if card.capability < NEEDS[name][0]})
-    return "".join(f"; but {card.name} has no {name}: {NEEDS[name][1]}" for name in lacking)
-
-
 def _needed(ranks: Sequence[Rank], card: Gpu, shared: Sequence[CardUse] = ()) -> int:
     """Bytes of the fullest card. A card of one process: its allocator's peak, and the estimates for the rest."""
-    return max(
-        [*(rank.reserved + rank.outside(card) for rank in ranks), *(_of_card(use, ranks, card) for use in shared)]
-    )
+    alone = [rank.reserved + rank.outside(card) for rank in ranks]
+    return max([*alone, *(_of_card(use, ranks, card) for use in shared)])
 
 
 def _of_card(use: CardUse, ranks: Sequence[Rank], card: Gpu) -> int:
@@ -521,3 +526,39 @@ def _notes(ranks: tuple[Rank, ...], steps: int) -> tuple[str, ...]:
         if not rank.has_whole_history
     ]
     return tuple(notes)
+
+
+METRICS = ("peak", "reserved", "allocated")
+"""Of the rank with most: all that it needs of a card, and the peaks of torch's allocator."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Less than (or, with `inclusive`, as much as) a number of bytes."""
+
+    metric: str
+    inclusive: bool
+    n_bytes: int
+    text: str
+
+    def applied(self, verdict: Verdict) -> Verdict:
+        """The verdict; one that fits and exceeds the limit becomes one that does not fit."""
+        if verdict.kind != FITS or verdict.needed is None:
+            return verdict
+        peaks = {
+            "peak": verdict.needed, "reserved": max(rank.reserved for rank in verdict.ranks),
+            "allocated": max(rank.allocated for rank in verdict.ranks),
+        }  # fmt: skip
+        size = peaks[self.metric]
+        if size < self.n_bytes or (self.inclusive and size == self.n_bytes):
+            return verdict
+        reason = f"{self.metric} is {gib(size)}, and `{self.text}` was expected; it {verdict.reason}"
+        return replace(verdict, kind=DOES_NOT_FIT, reason=reason)
+
+
+def parse_expectation(text: str) -> Expectation:
+    """The limit that `--expect` names."""
+    match = re.fullmatch(r"\s*(\w+)\s*(<=?)\s*([^<>=]+?)\s*", text)
+    if match is None or match[1] not in METRICS:
+        raise ConfigError(f"--expect {text!r} is no limit", f"--expect 'peak < 70 GiB'; or {' or '.join(METRICS[1:])}")
+    return Expectation(match[1], match[2] == "<=", parse_bytes(match[3], "--expect"), " ".join(text.split()))

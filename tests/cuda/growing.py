@@ -83,7 +83,7 @@ class Loop:
 
 def judged(seed: int) -> str:
     """Empty, or what is wrong with the judgement of this loop."""
-    growth = injected("shardkit_growth")
+    growth = injected("shardkit_history")
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=200_000)
     torch.cuda.reset_peak_memory_stats()
     loop, ends = Loop(seed), []

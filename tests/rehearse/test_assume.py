@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 
 from shardkit.errors import LaunchError
-from shardkit.rehearse.assume import AssumedNumber, as_variable, parse_assumed, unused
+from shardkit.rehearse.rehearsal import AssumedNumber, parse_assumed, unused
 from shardkit.rehearse.verdict import Finish
 from tests.rehearse import injected
 from tests.rehearse.test_verdict import failed, record, verdict_of
@@ -59,7 +61,7 @@ def test_the_refusal_names_the_option_with_its_line() -> None:
 def test_the_program_asks_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     line = sys._getframe().f_lineno + 4
     bounds = parse_assumed([f"rehearse/test_assume.py:{line}=7", "other.py:1=2"])
-    monkeypatch.setenv("SHARDKIT_REHEARSAL_ASSUME", as_variable(bounds))
+    monkeypatch.setenv("SHARDKIT_REHEARSAL_ASSUME", json.dumps(list(map(astuple, bounds))))
     assumed: Any = injected("shardkit_assumed").Assumed()
     numbers = [assumed._bound(), assumed._bound()]
     assert numbers == [7, 7]

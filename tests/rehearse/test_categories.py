@@ -36,7 +36,7 @@ def a_step() -> list[dict[str, Any]]:
 
 
 def test_each_allocation_has_the_category_of_what_it_is_for() -> None:
-    categories = injected("shardkit_categories")
+    categories = injected("shardkit_history")
     holdings = [
         categories.Holding(50, {100: "params", 132: "grads", 500: "grads"}),  # 132 lies in the block of 100
         categories.Holding(70, {100: "params", 800: "optimizer"}),
@@ -62,7 +62,7 @@ def test_each_allocation_has_the_category_of_what_it_is_for() -> None:
 
 
 def test_an_address_that_is_used_again_is_another_tensor() -> None:
-    categories = injected("shardkit_categories")
+    categories = injected("shardkit_history")
     events = [event(41, "alloc", 100, 8), event(50, "free_requested", 100, 8), event(61, "alloc", 100, 8)]
     history = categories.History(
         events, [categories.PhaseStart(*phase) for phase in PHASES], [categories.Holding(45, {100: "grads"})]
@@ -71,7 +71,7 @@ def test_an_address_that_is_used_again_is_another_tensor() -> None:
 
 
 def test_a_long_history_keeps_its_peak_in_few_points() -> None:
-    categories = injected("shardkit_categories")
+    categories = injected("shardkit_history")
     events = []
     for index in range(3000):
         events += [event(index, "alloc", index, 7 if index == 1234 else 1), event(index, "free_requested", index, 1)]
@@ -80,19 +80,19 @@ def test_a_long_history_keeps_its_peak_in_few_points() -> None:
 
 
 def test_a_forward_that_never_ended_holds_activations() -> None:
-    categories = injected("shardkit_categories")
+    categories = injected("shardkit_history")
     history = categories.History(a_step()[:7], [categories.PhaseStart(*phase) for phase in PHASES[:2]], [])
     assert [history.categories[index] for index in (3, 4, 5)] == ["communication", "activations", "workspace"]
 
 
 def test_an_empty_history_has_no_curve() -> None:
-    categories = injected("shardkit_categories")
+    categories = injected("shardkit_history")
     assert categories.History([], [categories.PhaseStart(0, "building", 0)], []).trace() == {}
 
 
 def test_what_is_computed_from_a_collectives_result_is_no_communication() -> None:
     """An operator on a tensor that waits for its collective passes through that tensor's own `__torch_dispatch__`."""
-    categories = injected("shardkit_categories")
+    categories = injected("shardkit_history")
     filename = "/env/site-packages/torch/distributed/_functional_collectives.py"
     waiting = {"filename": filename, "line": 1159, "name": "__torch_dispatch__"}
     scattering = {"filename": filename, "line": 400, "name": "reduce_scatter_tensor"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardkit.errors import ConfigError
-from shardkit.rehearse.expect import parse_expectation
+from shardkit.rehearse.verdict import parse_expectation
 from tests.rehearse.test_verdict import GIB, failed, record, verdict_of
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.hardware.cards import GPUS
-from shardkit.rehearse.kept import write_report_files
+from shardkit.rehearse.rehearsal import write_report_files
 from shardkit.rehearse.verdict import Verdict
 from shardkit.report.measure import phase_peaks, status
 from shardkit.report.page import run_page

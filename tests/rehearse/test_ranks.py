@@ -152,10 +152,9 @@ def test_pretended_ranks_answer_on_host_tensors_with_the_part_of_the_live_rank_b
 
 READS = """
 import os, torch.distributed as dist
-import shardkit_pretended, shardkit_stores
+import shardkit_pretended
 live = [int(rank) for rank in os.environ["SHARDKIT_REHEARSAL_LIVE"].split(",")]
 shardkit_pretended.attach(live)
-shardkit_stores.attach(live)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 store = dist.PrefixStore("mine", dist.distributed_c10d._get_default_store())

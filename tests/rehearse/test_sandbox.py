@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.rehearse.rehearsal import REFUSED, SANDBOX
-from shardkit.rehearse.writes import summary
+from shardkit.rehearse.rehearsal import REFUSED, SANDBOX, summary
 
 
 def run(folder: Path, code: str, *args: object, **settings: object) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,7 @@ def test_what_was_freed_before_the_peak_or_made_after_it_is_left_out() -> None:
         event("alloc", 2, 60, line=3), event("alloc", 3, 60, line=3),
         event("free_requested", 3, 60), event("alloc", 4, 9),
     ]  # fmt: skip
-    tensors = injected("shardkit_tensors")
+    tensors = injected("shardkit_history")
     assert [allocation["addr"] for allocation in tensors.at_peak(history)] == [1, 2, 3]
     lines = tensors.by_line(tensors.at_peak(history))
     assert [(row["n_bytes"], row["tensors"]) for row in lines] == [(120, 2), (10, 1)]
@@ -37,7 +37,7 @@ def test_a_recording_of_the_programs_own_does_not_take_the_rehearsals_place() ->
         _record_memory_history=lambda enabled, **_: calls.append(enabled), _snapshot=lambda: snapshot
     )
     torch = SimpleNamespace(cuda=SimpleNamespace(memory=memory, _lazy_call=lambda begin: begin()))
-    tensors = injected("shardkit_tensors")
+    tensors = injected("shardkit_history")
     tensors.record_history(torch)
     memory._record_memory_history(enabled="state", max_entries=10)
     memory._record_memory_history(enabled=None)
@@ -46,5 +46,5 @@ def test_a_recording_of_the_programs_own_does_not_take_the_rehearsals_place() ->
 
 
 def test_allocations_without_a_line_of_python_are_those_of_backward() -> None:
-    lines = injected("shardkit_tensors").by_line([{"size": 4, "frames": []}])
+    lines = injected("shardkit_history").by_line([{"size": 4, "frames": []}])
     assert lines == [{"source_line": "backward, or another thread without Python", "n_bytes": 4, "tensors": 1}]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from shardkit.hardware.cards import GPUS
-from shardkit.rehearse.cards import CardUse
 from shardkit.rehearse.ranks import RehearsedWorld
-from shardkit.rehearse.verdict import ASSUMPTIONS, Finish, Verdict, judge, read_records
+from shardkit.rehearse.verdict import ASSUMPTIONS, CardUse, Finish, Verdict, judge, read_records
 
 CARD = GPUS["h100"]
 GIB = 2**30

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import bisect
 import copy
+import datetime
 import functools
 import hashlib
 import inspect
 import itertools
 import os
 import pickle
+import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 ID_BYTES = 128
@@ -153,6 +156,8 @@ def attach(live: Sequence[int]) -> None:
     _replace("TCPStore", _LiveStore)
     if dist.is_gloo_available():
         c10d.ProcessGroupGloo = _LiveGloo  # type: ignore[misc]
+    _watch_stores(live)
+    _open_symmetric_memory()
 
 
 def _replace(name: str, replacement: Any) -> None:
@@ -199,7 +204,7 @@ def _options(options: Any, team: Team) -> Any:
     live = ",".join(map(str, team.live))
     options.config.net_name = f"shardkit-live:{len(team.ranks)}:{live};{next(_serial)}"
     if team.pretends and hasattr(options, "use_pg_for_symm_mem_rendezvous"):
-        options.use_pg_for_symm_mem_rendezvous = True  # shardkit_symmetric says why
+        options.use_pg_for_symm_mem_rendezvous = True  # `_open_symmetric_memory` says why
     return options
 
 
@@ -424,3 +429,127 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "all_to_all": _no_answer("all_to_all", "output_tensor_list"),
     "all_to_all_single": _no_answer("all_to_all_single", "output"),
 }  # fmt: skip
+
+
+PATIENCE_S = 5.0
+"""How long all live ranks must have waited: another thread may write."""
+LOOKS = 2
+"""How often each of them must have looked meanwhile, the first time perhaps before all waited: a rank that gets no
+processor may have its key and not know it."""
+POLL_S = 0.05
+_WAITING, _LOOKED = "shardkit/waiting/", "shardkit/looked/"
+
+
+def _watch_stores(live: Sequence[int]) -> None:
+    """End a wait for a key of a store that only a pretended rank would write.
+
+    A rank that waits says so in the store, and counts how often it has looked. Once all live ranks wait, each for a key
+    that is not there, nobody is left to write one.
+    """
+    store: Any = Store
+    if len(live) < int(os.environ.get("WORLD_SIZE", "1")):
+        store.get = _looking(store.get, live)
+        store.wait = _looking(store.wait, live)
+        store.multi_get = _looking(store.multi_get, live)
+
+
+def _looking(original: Callable[..., Any], live: Sequence[int]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(store: Any, keys: Any, *timeout: datetime.timedelta) -> Any:
+        names = [keys] if isinstance(keys, str) else list(keys)
+        root = store
+        while isinstance(root, PrefixStore):
+            root = root.underlying_store
+        # `dist.TCPStore` is `_LiveStore` by now.
+        if isinstance(root, torch._C._distributed_c10d.TCPStore) and not store.check(names):
+            _await(store, root, names, timeout[0] if timeout else store.timeout, live)
+        return original(store, keys, *timeout)
+
+    return read
+
+
+def _await(store: Any, root: Any, keys: Sequence[str], timeout: datetime.timedelta, live: Sequence[int]) -> None:
+    """Wait for keys until they are there, or the store's time is over, which its own read then says."""
+    began, own_rank = time.monotonic(), os.environ["RANK"]
+    all_wait_since: float | None = None
+    looks_then: list[int] = []
+    root.set(_WAITING + own_rank, "")
+    try:
+        while not store.check(list(keys)) and time.monotonic() - began < timeout.total_seconds():
+            root.add(_LOOKED + own_rank, 1)
+            if not root.check([f"{_WAITING}{rank}" for rank in live]):
+                all_wait_since = None
+            elif all_wait_since is None:
+                all_wait_since, looks_then = time.monotonic(), _looks(root, live)
+            is_over = all_wait_since is not None and time.monotonic() - all_wait_since > PATIENCE_S
+            if is_over and not isinstance(store, Meeting):
+                looks = zip(_looks(root, live), looks_then, strict=True)
+                if all(now - then >= LOOKS for now, then in looks):
+                    raise PretendedRankError(_words(next(key for key in keys if not store.check([key])), live))
+            time.sleep(POLL_S)
+    finally:
+        root.delete_key(_WAITING + own_rank)
+
+
+def _looks(root: Any, live: Sequence[int]) -> list[int]:
+    """How often each live rank has looked for its keys in vain so far."""
+    return [root.add(f"{_LOOKED}{rank}", 0) for rank in live]
+
+
+def _words(key: str, live: Sequence[int]) -> str:
+    """What is missing; a key that ends in the number of a pretended rank is likely that rank's."""
+    cause = f"rank {os.environ['RANK']} waits for the key {key!r} of the store, which no live rank writes"
+    number = re.search(r"(\d+)\D*$", key)
+    writer = int(number[1]) if number else -1
+    if writer in live or not 0 <= writer < int(os.environ["WORLD_SIZE"]):
+        return f"{cause}: a pretended rank would; let the one that does live (--live)"
+    named = ",".join(map(str, sorted({*live, writer})))
+    return f"{cause}: by its name rank {writer}, which is pretended, would; let it live: --live {named}"
+
+
+MOST_MEETINGS = 256
+"""In which a workspace is made for a group, or one that is larger: torch numbers them for each process."""
+_OPEN: set[str] = set()
+
+
+def _open_symmetric_memory() -> None:
+    """Let ranks of a group with pretended ranks make symmetric memory, in which asynchronous tensor parallelism works.
+
+    Ranks tell each other where their memory lies, in a collective, which the emulated NCCL answers for pretended ones;
+    then they wait for each other in the store, where no pretended rank would come.
+    """
+    memory = getattr(torch._C._distributed_c10d, "_SymmetricMemory", None)
+    if memory is not None:
+        memory.empty_strided_p2p = _opening(memory.empty_strided_p2p)
+        memory.rendezvous = _opening(memory.rendezvous)
+
+
+def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        for name in (*args, *kwargs.values()):
+            if isinstance(name, str) and name not in _OPEN:
+                _open(name)
+        return original(*args, **kwargs)
+
+    return make
+
+
+def _open(name: str) -> None:
+    """Let no wait for a group's pretended ranks begin."""
+    distributed: Any = c10d  # torch's names for groups have a type of their own
+    group = distributed._resolve_process_group(name)
+    team = Team.of(group)
+    _OPEN.add(name)
+    if team is None:
+        return
+    backend = group._get_backend(torch.device("cuda"))
+    if not hasattr(backend.options, "use_pg_for_symm_mem_rendezvous"):
+        pretended = next(rank for index, rank in enumerate(team.ranks) if index not in team.live)
+        raise PretendedRankError(
+            f"rank {team.ranks[team.rank]} makes symmetric memory with rank {pretended}, which is pretended: torch "
+            f"{torch.__version__} looks for that rank's memory; let every rank of its group live, or take torch 2.13"
+        )
+    store = c10d._get_process_group_store(group)
+    for number in range(MOST_MEETINGS):
+        store.set(f"CUDASymmetricMemory/{number}/last_member", "")

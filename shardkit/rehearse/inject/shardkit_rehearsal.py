@@ -21,12 +21,8 @@ import weakref
 from types import FrameType, TracebackType
 from typing import Any
 
-import shardkit_categories  # type: ignore[import-not-found]
-import shardkit_growth  # type: ignore[import-not-found]
-import shardkit_held  # type: ignore[import-not-found]
-import shardkit_optimizers  # type: ignore[import-not-found]
-import shardkit_sharding  # type: ignore[import-not-found]
-import shardkit_tensors  # type: ignore[import-not-found]
+import shardkit_history  # type: ignore[import-not-found]
+import shardkit_state  # type: ignore[import-not-found]
 from shardkit_assumed import INSTALLED, Assumed  # type: ignore[import-not-found]
 
 BUILDING, FORWARD, EVALUATION, BACKWARD, UPDATE = "building", "forward", "evaluation", "backward", "update"
@@ -50,7 +46,7 @@ class Recording:
         self.with_messages: set[tuple[int, ...]] = set()
         self.rank, self.world_size = _launched_as()
         self.end: dict[str, Any] = {}
-        self.optimizers = shardkit_optimizers.Optimizers()
+        self.optimizers = shardkit_state.Optimizers()
         self.growth: dict[str, Any] = {}
         self.allowed: dict[str, int] = {}
         self._fraction = _configured_fraction()
@@ -66,8 +62,8 @@ class Recording:
         self.peak: dict[str, int] = {}
         self.over_time: list[dict[str, Any]] = []
         self.phases: list[dict[str, Any]] = []
-        self.holders = shardkit_held.StateHolders()
-        self.moments = [shardkit_categories.PhaseStart(0, BUILDING, 0)]
+        self.holders = shardkit_state.StateHolders()
+        self.moments = [shardkit_history.PhaseStart(0, BUILDING, 0)]
 
     def attach(self) -> None:
         """Follow the program's steps, once torch is there."""
@@ -79,8 +75,16 @@ class Recording:
         run_backward, reset_peaks = torch.autograd.backward, torch.cuda.reset_peak_memory_stats
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            with _Backward(self):
+            if not self._backward_depth:  # reentrant checkpointing nests them
+                self.enter(BACKWARD)
+            self._backward_depth += 1
+            try:
                 return run_backward(*args, **kwargs)
+            finally:
+                self._backward_depth -= 1
+                if not self._backward_depth:
+                    self.enter(UPDATE)
+                    self._await_module()
 
         def reset_peak_memory_stats(device: Any = None) -> None:
             self.read_peaks()
@@ -94,7 +98,7 @@ class Recording:
         self._watch_allowance(torch)
         self.assumed.let_print(torch)
         if self._tells_lines():
-            shardkit_tensors.record_history(torch)
+            shardkit_history.record_history(torch)
         self._await_module()
 
     def enter(self, phase: str) -> None:
@@ -102,7 +106,7 @@ class Recording:
         self.read_peaks()
         self.phase = phase
         self.seen.update({phase} - {EVALUATION})
-        self.moments.append(shardkit_categories.PhaseStart(time.time_ns() // 1000, phase, self.steps + 1))
+        self.moments.append(shardkit_history.PhaseStart(time.time_ns() // 1000, phase, self.steps + 1))
         self.write()
 
     def read_peaks(self) -> None:
@@ -145,22 +149,22 @@ class Recording:
 
     def _tell_history(self, torch: Any) -> None:
         """Take what torch's allocator remembers: lines and categories of the peak, and the curve as a file."""
-        histories = shardkit_tensors.histories(torch)
-        self.has_whole_history = all(map(shardkit_tensors.is_whole, histories.values()))
-        histories = {device: events for device, events in histories.items() if shardkit_tensors.is_whole(events)}
+        histories = shardkit_history.histories(torch)
+        self.has_whole_history = all(map(shardkit_history.is_whole, histories.values()))
+        histories = {device: events for device, events in histories.items() if shardkit_history.is_whole(events)}
         self.lines = {
-            device: shardkit_tensors.by_line(shardkit_tensors.at_peak(events)) for device, events in histories.items()
+            device: shardkit_history.by_line(shardkit_history.at_peak(events)) for device, events in histories.items()
         }
         if not histories:
             return
         if not self.holders.holdings:
             self.holders.note()
         device = max(histories, key=lambda device: len(histories[device]))
-        history = shardkit_categories.History(histories[device], self.moments, self.holders.holdings)
+        history = shardkit_history.History(histories[device], self.moments, self.holders.holdings)
         trace = {"rank": self.rank, "device": f"cuda:{device}", **history.trace()}
         self.peak, self.phases = trace["peak"]["categories"], history.steps()
         ends = [int(1e6 * sample["time"]) for sample in self.over_time]
-        self.growth = shardkit_growth.growth(histories[device], ends, self.devices[device]["allocated"])
+        self.growth = shardkit_history.growth(histories[device], ends, self.devices[device]["allocated"])
         os.makedirs(os.path.join(self.folder, "trace"), exist_ok=True)
         with open(os.path.join(self.folder, "trace", f"rank{self.rank}.json"), "w") as file:
             json.dump(trace, file)
@@ -273,7 +277,7 @@ class Recording:
         if hook is not None:
             hook.remove()
         self._watch_safetensors()
-        shardkit_sharding.look_once()
+        look_once()
         self.holders.see_module(module)
         if torch.is_grad_enabled():
             self._trained.update(module.modules())
@@ -329,7 +333,7 @@ class Recording:
         else:
             if self.steps < self.max_steps or self._awaits_optimizer():
                 return
-            if self.steps < shardkit_growth.STEPS and shardkit_growth.is_likely(self.over_time):
+            if self.steps < shardkit_history.STEPS and shardkit_history.is_likely(self.over_time):
                 return
         self.finish("steps")
         while True:
@@ -343,22 +347,31 @@ class Recording:
         )
 
 
-class _Backward:
-    """The time of a backward. Reentrant checkpointing nests them."""
+def look_once() -> None:
+    """Let DTensor look once, not for each tensor of a list, whether an operator's tensors are sharded in strides.
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    torch 2.13 asks that of the whole list for each of its members. In the first update of a model of 8 billion
+    parameters it is half of what working out the optimizer's shardings costs, and it grows with the square of the
+    number of tensors.
+    """
+    propagation: Any = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    strided = getattr(propagation, "_StridedShard", None)
+    propagate = getattr(propagation, "_propagate_use_strided_shard_flag", None)
+    if strided is None or propagate is None or hasattr(propagate, "__wrapped__"):
+        return
+    last: tuple[Any, bool] = (None, False)
 
-    def __enter__(self) -> None:
-        if not self._recording._backward_depth:
-            self._recording.enter(BACKWARD)
-        self._recording._backward_depth += 1
+    @functools.wraps(propagate)
+    def propagate_if_strided(op_strategy: Any, op_schema: Any) -> None:
+        nonlocal last
+        schema, has_strides = last  # of any thread: read and written at once
+        if schema is not op_schema:
+            has_strides = any(isinstance(shard, strided) for spec in op_schema.args_spec for shard in spec.placements)
+            last = (op_schema, has_strides)
+        if has_strides:
+            propagate(op_strategy, op_schema)
 
-    def __exit__(self, *_: object) -> None:
-        self._recording._backward_depth -= 1
-        if not self._recording._backward_depth:
-            self._recording.enter(UPDATE)
-            self._recording._await_module()
+    propagation._propagate_use_strided_shard_flag = propagate_if_strided
 
 
 def _await_watchdog() -> None:
@@ -419,7 +432,7 @@ def _held_by(optimizer: Any) -> dict[str, int]:
 def _n_bytes(tensors: list[Any]) -> int:
     sizes = {}
     for tensor in tensors:
-        for part in shardkit_held.parts(tensor):
+        for part in shardkit_state.parts(tensor):
             if part.is_cuda:
                 sizes[part.data_ptr()] = int(part.nbytes)
     return sum(sizes.values())
@@ -466,13 +479,9 @@ def attach() -> None:
         RECORDING.assumed.attach(str(emucuda.LIBRARIES / "libemucuda_no_compute.so"))
         if live := os.environ.get("SHARDKIT_REHEARSAL_LIVE"):
             import shardkit_pretended  # type: ignore[import-not-found]
-            import shardkit_stores  # type: ignore[import-not-found]
-            import shardkit_symmetric  # type: ignore[import-not-found]
 
             shardkit_pretended.attach([int(rank) for rank in live.split(",")])
             RECORDING.with_messages = shardkit_pretended.Team.with_messages
-            shardkit_stores.attach([int(rank) for rank in live.split(",")])
-            shardkit_symmetric.attach()
         _record_exceptions()
         atexit.register(lambda: RECORDING.finish("exit") if RECORDING is not None else None)
 

@@ -29,6 +29,6 @@ if __name__ == "sitecustomize":
 
             shardkit_rehearsal.begin()
         elif os.environ.get("SHARDKIT_COMPUTED"):
-            import shardkit_computed  # type: ignore[import-not-found]
+            import emucuda  # type: ignore[import-not-found]
 
-            shardkit_computed.begin()
+            emucuda.preload()

@@ -45,6 +45,10 @@ def attach() -> None:
     """Replace torch's kernels; an entry point of `torch.backends`, called when torch has been imported."""
     if enabled():
         ctypes.CDLL(str(LIBRARIES / ("libemucuda_operators.so" if computing() else "libemucuda_no_compute.so")))
+    if folder := os.environ.get("SHARDKIT_COMPUTED"):  # each process that initialises CUDA makes a file there
+        import torch
+
+        torch.cuda._lazy_call(lambda: Path(folder, str(os.getpid())).touch())  # type: ignore[no-untyped-call]
 
 
 def _runtime() -> ctypes.CDLL:
