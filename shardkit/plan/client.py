@@ -36,7 +36,7 @@ class Planner:
         self.target = target
         self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock, self._stopped = threading.Lock(), False
+        self._lock, self.is_stopped = threading.Lock(), False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the planner
         self._ask: IO[str] | None = None
         self._hear: IO[str] | None = None
@@ -93,11 +93,7 @@ class Planner:
         """The worker's answer to a config; an error there is raised here."""
         if self._process is None:
             self._start()
-        request = {
-            "config": config.model_dump(mode="json"),
-            "how": dict(how),
-            "look": look or "",
-        }
+        request = {"config": config.model_dump(mode="json"), "how": dict(how), "look": look or ""}
         answer = self._talk(json.dumps(request))
         if "error" in answer:
             name, cause, fix = answer["error"]
@@ -118,15 +114,10 @@ class Planner:
         finally:
             timer.cancel()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stopped
-
     def stop(self) -> None:
         """Kill the process for good, from another thread: a `predict` in progress raises a ShardkitError."""
         with self._lock:
-            self._stopped = True
+            self.is_stopped = True
             if self._process is not None:
                 self._process.kill()
             if self._last_rank_planner is not None:
@@ -137,7 +128,7 @@ class Planner:
             if self._last_rank_planner is None:
                 target = replace(self.target, rank=self.target.world_size - 1)
                 self._last_rank_planner = Planner(target, self._niceness)
-                self._last_rank_planner._stopped = self._stopped
+                self._last_rank_planner.is_stopped = self.is_stopped
             return self._last_rank_planner
 
     def _start(self) -> None:
@@ -165,7 +156,7 @@ class Planner:
             )
             if self._niceness:
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
-            if self._stopped:
+            if self.is_stopped:
                 self._process.kill()
         os.close(ask_read)
         os.close(hear_write)
@@ -180,10 +171,8 @@ class Planner:
             self._ask.flush()
         except BrokenPipeError:
             pass  # it is dead: the read below says so
-        answer = self._hear.readline()
-        if answer:
-            reply: dict[str, Any] = json.loads(answer)
-            return reply
+        if answer := self._hear.readline():
+            return json.loads(answer)  # type: ignore[no-any-return]
         code = self._process.wait() if self._process else 0
         if may_die and code != -signal.SIGKILL:  # the fake device never causes a SIGKILL
             return {}

@@ -10,7 +10,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..files import cache_dir, locked, read_objects, write_whole
-from ..hardware import calibration
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
@@ -25,11 +24,6 @@ _BESIDE = {"run", "logging", "checkpoint", "profile"}
 
 def path() -> Path:
     return cache_dir() / "past.jsonl"
-
-
-def this_cpu() -> str:
-    """The device name of CPU runs on this machine; GPU runs use the card's name."""
-    return calibration.cpu_name()
 
 
 def digest(config: RunConfig) -> str:
@@ -48,13 +42,11 @@ def note(entry: Mapping[str, Any]) -> None:
 
 def runs(device: str) -> list[dict[str, Any]]:
     """The runs on a device, oldest first; lines that are not records of this schema are skipped."""
-    return [entry for entry in read_objects(path()) if _is_run(entry) and entry["device"] == device]
-
-
-def _is_run(entry: Mapping[str, Any]) -> bool:
-    if entry.get("schema") != SCHEMA or not isinstance(entry.get("world_size"), int):
-        return False
-    return "device" in entry and all(isinstance(entry.get(key), dict) for key in ("measured", "predicted"))
+    return [
+        entry for entry in read_objects(path())
+        if entry.get("schema") == SCHEMA and isinstance(entry.get("world_size"), int) and entry.get("device") == device
+        and all(isinstance(entry.get(key), dict) for key in ("measured", "predicted"))
+    ]  # fmt: skip
 
 
 def outside(device: str, world_size: int) -> tuple[int, int] | None:

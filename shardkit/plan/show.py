@@ -22,15 +22,19 @@ def show(title: str, estimate: MemoryEstimate, target: Target, not_planned: Sequ
     layers = " and ".join(map(str, estimate.extrapolated_from))
     traced = f", from traces with {layers} layers" if layers else ""
     of_rank = f"figures are of rank {estimate.rank}, which takes the most{traced}"
+    phases = [
+        (name, gib(phase.allocated), gib(phase.reserved), gib(phase.host)) for name, phase in estimate.phases.items()
+    ]
+    categories = [(name, gib(bytes_.device), gib(bytes_.host)) for name, bytes_ in estimate.categories.items()]
     lines = [
         f"{title} on {hardware}" + (f", {gib(target.device_memory)} each" if target.device_memory else ""),
         f"{estimate.n_params / 1e6:,.1f} M parameters; {of_rank}",
         "",
         *_peak(estimate, not_planned),
         "",
-        *_phases(estimate),
+        *columns([("phase", "allocated", "reserved", "host"), *phases]),
         "",
-        *_categories(estimate),
+        *columns([("at the peak", "device", "host"), *categories]),
     ]
     lines += [f"note: {note}" for note in (*estimate.notes, *other_cards(target))]
     experience = history.agreement(target.gpu.device_name if target.gpu else calibration.cpu_name())
@@ -51,10 +55,8 @@ def first_look(estimate: MemoryEstimate, not_planned: Sequence[str] = ()) -> str
     limit = f" of {gib(estimate.device_memory)}" if estimate.device_memory else ""
     verdict = f": {estimate.verdict}" if estimate.verdict and not not_planned else ""
     layers = " and ".join(map(str, estimate.extrapolated_from))
-    return (
-        f"first look, from traces with {layers} layers: about {gib(estimate.needed)}{limit}{verdict}; "
-        "the trace of all layers follows"
-    )
+    needed = f"about {gib(estimate.needed)}{limit}{verdict}"
+    return f"first look, from traces with {layers} layers: {needed}; the trace of all layers follows"
 
 
 def _peak(estimate: MemoryEstimate, not_planned: Sequence[str]) -> Iterable[str]:
@@ -80,20 +82,6 @@ def _peak(estimate: MemoryEstimate, not_planned: Sequence[str]) -> Iterable[str]
         limits.append(f"{gib(estimate.host_peak)} of {gib(estimate.host_memory)} on the host")
     label, verdict = ("without", f"them: {estimate.verdict}") if not_planned else ("verdict", estimate.verdict)
     yield f"{label:<9}  {verdict}: {' and '.join(limits)} (± {100 * estimate.uncertainty:.0f} %)"
-
-
-def _phases(estimate: MemoryEstimate) -> Iterable[str]:
-    rows = [("phase", "allocated", "reserved", "host")]
-    for name, phase in estimate.phases.items():
-        rows.append((name, gib(phase.allocated), gib(phase.reserved), gib(phase.host)))
-    return columns(rows)
-
-
-def _categories(estimate: MemoryEstimate) -> Iterable[str]:
-    rows = [("at the peak", "device", "host")]
-    for name, category in estimate.categories.items():
-        rows.append((name, gib(category.device), gib(category.host)))
-    return columns(rows)
 
 
 def show_changes(changes: Changes) -> str:
@@ -133,8 +121,6 @@ def misfit(estimate: MemoryEstimate) -> str:
     if estimate.device_memory is not None and estimate.needed > estimate.device_memory:
         moment = peak.phase + (f", {peak.module}" if peak.module else "")
         whose = "for the tensors of each rank" if estimate.device == "cpu" else "on each GPU"
-        return (
-            f"the job needs {gib(estimate.needed)} {whose} of {gib(estimate.device_memory)} ({estimate.device}); "
-            f"the peak is in {moment}"
-        )
+        limit = f"{gib(estimate.device_memory)} ({estimate.device})"
+        return f"the job needs {gib(estimate.needed)} {whose} of {limit}; the peak is in {moment}"
     return f"each rank needs {gib(estimate.host_peak)} of host memory, and has {gib(estimate.host_memory or 0)}"

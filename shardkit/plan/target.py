@@ -58,10 +58,9 @@ def choose_target(
         if number < 1:
             raise ConfigError(f"{name} {number} is not a number of GPUs", "ask for 1 or more")
     if gpus > gpus_per_node and gpus % gpus_per_node:
-        raise ConfigError(
-            f"--gpus {gpus} is not a whole number of machines with --gpus-per-node {gpus_per_node}",
-            f"ask for {gpus // gpus_per_node * gpus_per_node} or {-(-gpus // gpus_per_node) * gpus_per_node} GPUs",
-        )
+        fewer = gpus // gpus_per_node * gpus_per_node
+        cause = f"--gpus {gpus} is not a whole number of machines with --gpus-per-node {gpus_per_node}"
+        raise ConfigError(cause, f"ask for {fewer} or {fewer + gpus_per_node} GPUs")
     per_node = min(gpus, gpus_per_node)
     on_host = None if host_memory is None else parse_bytes(host_memory, "--host-memory") // per_node
     cap = None if memory_cap is None else parse_bytes(memory_cap, "--memory-cap")
@@ -73,10 +72,8 @@ def choose_target(
         card = GPUS[DEFAULT] if cap is None else _card(None, cap)
     elif cap is not None:
         card = replace(card, memory=cap)
-    card_with_overheads = card and known_here(card, gpus)
-    return Target(
-        gpus, card_with_overheads, per_node, expandable=expandable, host_memory=on_host, card_is_assumed=gpu is None
-    )
+    card = card and known_here(card, gpus)
+    return Target(gpus, card, per_node, expandable=expandable, host_memory=on_host, card_is_assumed=gpu is None)
 
 
 def known_here(gpu: Gpu, world_size: int) -> Gpu:
@@ -116,11 +113,9 @@ def target_here(config: RunConfig, ranks: int, gpu: str | None, memory_cap: str 
         names = model_names()
         card_here = next((gpu_entry.name for gpu_entry in GPUS.values() if gpu_entry.device_name in names), None)
         if gpu is None and card_here is None and memory_cap is None:
-            raise ConfigError(
-                f"this machine's card ({names[0] if names else 'whose name the driver does not say'}) is not one that "
-                "planning knows",
-                "pass the most similar card as --gpu, or the memory to use as --memory-cap",
-            )
+            name = names[0] if names else "whose name the driver does not say"
+            fix = "pass the most similar card as --gpu, or the memory to use as --memory-cap"
+            raise ConfigError(f"this machine's card ({name}) is not one that planning knows", fix)
         return choose_target(config, ranks, ranks, gpu or card_here, memory_cap=memory_cap)
     cap = None if memory_cap is None else parse_bytes(memory_cap, "--memory-cap")
     return Target(ranks, None, ranks, cap=cap)

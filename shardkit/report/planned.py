@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from ..errors import ShardkitError, gib
+from ..hardware import calibration
 from ..memory.rows import KINDS, RankRow, phase_name, pressure
 from ..plan import history
 from .figures import COLOURS, bar
@@ -192,7 +193,7 @@ def entry(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
         "time": round(time.time()),
         "config": plan.get("config"),
         "settings": {name: run.setting(name) for name in _SETTINGS},
-        "device": row.identity.device if on_gpu else history.this_cpu(),
+        "device": row.identity.device if on_gpu else calibration.cpu_name(),
         "world_size": len(run.last_rows),
         "versions": {"torch": packages.get("torch"), "shardkit": packages.get("shardkit"),
                      "deepspeed": packages.get("deepspeed"), "cuda": run.environment.get("cuda")},

@@ -28,9 +28,7 @@ class Full(Exception):
     """A segment does not fit below the limit, even without the cached ones."""
 
 
-class _Block:
-    """A piece of a segment."""
-
+class _Block:  # a piece of a segment
     __slots__ = ("address", "after", "arena", "before", "free", "mapped", "segment", "size")
 
     def __init__(self, address: int, size: int, arena: _Arena, segment: int) -> None:
@@ -65,11 +63,8 @@ class _Arena:
         return self.free.pop(index)[2] if index < len(self.free) else None
 
     def _room(self, index: int) -> float:
-        block = self.free[index][2]
-        if block is self.tail:
-            return math.inf
-        after = block.after
-        return block.size + (0 if after is None or after.mapped else after.size)
+        block, after = self.free[index][2], self.free[index][2].after
+        return math.inf if block is self.tail else block.size + (0 if after is None or after.mapped else after.size)
 
 
 def _run(gap: _Block, size: int) -> list[_Block]:
@@ -88,8 +83,7 @@ def _run(gap: _Block, size: int) -> list[_Block]:
 def _growing(arena: _Arena, size: int) -> list[_Block]:
     """The free and unmapped blocks that grow to `size`: from the first gap with room on, or the last block."""
     for gap in arena.gaps:
-        run = _run(gap, size)
-        if run:
+        if run := _run(gap, size):
             return run
     tail = arena.tail
     return [tail] if tail is not None and tail.free else []
@@ -150,10 +144,8 @@ class CachingAllocator:
         arena.add(block)
 
     def _new_segment(self, arena: _Arena, size: int) -> _Block:
-        if arena.small:
-            segment_size = _SMALL_SEGMENT
-        else:
-            segment_size = _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _LARGE_ROUND) * _LARGE_ROUND
+        large = _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _LARGE_ROUND) * _LARGE_ROUND
+        segment_size = _SMALL_SEGMENT if arena.small else large
         if self.reserved + segment_size > self._limit:
             self.release()
             if self.reserved + segment_size > self._limit:
@@ -353,11 +345,8 @@ def required(log: EventLog, device: str, expandable: bool, on_a_large_card: Repl
 
 def whole_pages(arenas: dict[Arena, int]) -> int:
     """Bytes that expandable segments of these sizes take from the GPU, in whole pages."""
-    total = 0
-    for (_, small), n_bytes in arenas.items():
-        page = _SMALL_SEGMENT if small else _MEDIUM_SEGMENT
-        total += -(-n_bytes // page) * page
-    return total
+    pages = {True: _SMALL_SEGMENT, False: _MEDIUM_SEGMENT}
+    return sum(-(-n_bytes // pages[small]) * pages[small] for (_, small), n_bytes in arenas.items())
 
 
 @dataclass(frozen=True)
@@ -402,8 +391,7 @@ def _served(requests: Sequence[_Request], allocator: CachingAllocator) -> Iterat
     for request in requests:
         for _ in range(request.releases):
             allocator.release()
-        block = blocks.pop(request.storage, None)
-        if block is not None:
+        if (block := blocks.pop(request.storage, None)) is not None:
             allocator.free(block)
         if request.n_bytes > 0:
             stream = streams.setdefault(request.stream, len(streams))

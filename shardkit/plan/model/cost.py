@@ -6,7 +6,7 @@ import math
 import os
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ...hardware import calibration
@@ -78,9 +78,9 @@ def _typical(target: Target) -> Speeds:
     gpu = target.gpu
     if gpu is None:
         flops = _CPU_CORE_FLOPS * max(1, (os.cpu_count() or 1) // target.ranks_per_node)
-        by_type = {"fp32": flops, "tf32": flops, "bf16": flops, "fp16": flops, "fp8": flops}
         return Speeds(
-            matmul=by_type, memory=5e9, special=5e9 * _CPU_SPECIAL, attention=_CPU_ATTENTION, host=5e9, copies=5e9,
+            matmul=dict.fromkeys(("fp32", "tf32", "bf16", "fp16", "fp8"), flops),
+            memory=5e9, special=5e9 * _CPU_SPECIAL, attention=_CPU_ATTENTION, host=5e9, copies=5e9,
             link=1e9, network=1e9, operator=5e-6, collective=2e-4, hop=1e-5, overlap=False, new_pages=_NEW_PAGES,
             late=_LATE,
         )  # fmt: skip
@@ -89,18 +89,11 @@ def _typical(target: Target) -> Speeds:
     flops_by_type = {mode: _OF_PEAK_FLOPS * (peak or slowest) for mode, peak in peaks.items()}
     return Speeds(
         matmul={**flops_by_type, "fp8": flops_by_type["bf16"] * (2 if gpu.capability >= (8, 9) else 1)},
-        memory=_OF_BANDWIDTH * gpu.hbm_gb_s * 1e9,
-        special=_OF_BANDWIDTH * gpu.hbm_gb_s * 1e9,
-        attention=1.0,
-        host=min(100e9, _HOST_BYTES_PER_S / target.ranks_per_node),
-        copies=_OF_BANDWIDTH * gpu.pcie_gb_s * 1e9,
-        link=_OF_BANDWIDTH * gpu.link_gb_s * 1e9,
-        network=_OF_BANDWIDTH * gpu.network_gb_s * 1e9,
-        operator=1e-5,
-        collective=2e-5,
-        hop=1e-6,
-        overlap=True,
-    )
+        memory=_OF_BANDWIDTH * gpu.hbm_gb_s * 1e9, special=_OF_BANDWIDTH * gpu.hbm_gb_s * 1e9, attention=1.0,
+        host=min(100e9, _HOST_BYTES_PER_S / target.ranks_per_node), copies=_OF_BANDWIDTH * gpu.pcie_gb_s * 1e9,
+        link=_OF_BANDWIDTH * gpu.link_gb_s * 1e9, network=_OF_BANDWIDTH * gpu.network_gb_s * 1e9,
+        operator=1e-5, collective=2e-5, hop=1e-6, overlap=True,
+    )  # fmt: skip
 
 
 def _measured(typical: Speeds, constants: Mapping[str, Any], target: Target) -> Speeds:
@@ -152,8 +145,7 @@ class Segment:
 
     def along(self, deeper: Segment, at: float) -> Segment:
         """The segment on the line through this one (at 0) and another (at 1)."""
-        names = [field.name for field in fields(self) if field.name != "phase"]
-        shallower = {name: getattr(self, name) for name in names}
+        shallower = {name: seconds for name, seconds in vars(self).items() if name != "phase"}
         return Segment(self.phase, **{k: max(0.0, v + (getattr(deeper, k) - v) * at) for k, v in shallower.items()})
 
 
@@ -221,12 +213,7 @@ def repeated(segments: Sequence[Segment], micro_batches: int) -> list[Segment]:
     traced = sum(segment.phase == "forward" for segment in segments)
     if traced >= micro_batches:
         return list(segments)
-    middle = _micro_batch(segments, traced - 2)
-    at = next(index for index, segment in enumerate(segments) if segment is middle[-1]) + 1
-    return [*segments[:at], *(replace(s) for s in middle * (micro_batches - traced)), *segments[at:]]
-
-
-def _micro_batch(segments: Sequence[Segment], index: int) -> list[Segment]:
-    """Forward and backward of one micro-batch."""
     starts = [at for at, segment in enumerate(segments) if segment.phase == "forward"]
-    return list(segments[starts[index] : starts[index + 1]])
+    middle = segments[starts[traced - 2] : starts[traced - 1]]  # forward and backward of one micro-batch
+    at = next(index for index, segment in enumerate(segments) if segment is middle[-1]) + 1
+    return [*segments[:at], *(replace(s) for s in [*middle] * (micro_batches - traced)), *segments[at:]]

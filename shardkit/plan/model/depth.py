@@ -46,7 +46,8 @@ def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
     spans_layers = config.parallel.sharding.stage > 0 and not rough
     if config.task.factory is not None or spans_layers:
         return None
-    model = _built_in(config) if config.task.name == "causal_lm" else _transformers(config)
+    built_in = config.model.n_layers, lambda layers: _with_model(config, n_layers=layers)
+    model = built_in if config.task.name == "causal_lm" else _transformers(config)
     if model is None or model[0] < (DEEP_ROUGHLY if rough else DEEP):
         return None
     layers, at = model
@@ -59,10 +60,8 @@ def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
 
 def is_slow(config: RunConfig) -> bool:
     """Whether the whole model is traced and so deep that a rough trace takes a fraction of the time."""
-    if find_depth(config) is not None:
-        return False
     rough = find_depth(config, rough=True)
-    return rough is not None and rough.layers >= MUCH_DEEPER
+    return find_depth(config) is None and rough is not None and rough.layers >= MUCH_DEEPER
 
 
 def has_first_look(config: RunConfig) -> bool:
@@ -75,10 +74,6 @@ def has_first_look(config: RunConfig) -> bool:
 
 def _with_model(config: RunConfig, **changes: object) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update=changes)})
-
-
-def _built_in(config: RunConfig) -> tuple[int, Callable[[int], RunConfig]]:
-    return config.model.n_layers, lambda layers: _with_model(config, n_layers=layers)
 
 
 def _transformers(config: RunConfig) -> tuple[int, Callable[[int], RunConfig]] | None:
@@ -127,11 +122,8 @@ def extended(depth: Depth, shallower: Edges, deeper: Edges) -> dict[Edge, Peak]:
     peaks: dict[Edge, Peak] = {}
     for edge in shallower.keys() & deeper.keys():
         shallower_peak, deeper_peak = shallower[edge], deeper[edge]
-        categories: dict[Category, int] = {}
-        for category in CATEGORIES:
-            n_bytes = line(depth, (shallower_peak.categories.get(category, 0), deeper_peak.categories.get(category, 0)))
-            if n_bytes > 0:
-                categories[category] = n_bytes
+        ends = {c: (shallower_peak.categories.get(c, 0), deeper_peak.categories.get(c, 0)) for c in CATEGORIES}
+        categories: dict[Category, int] = {c: n for c, pair in ends.items() if (n := line(depth, pair)) > 0}
         n_bytes = line(depth, (shallower_peak.n_bytes, deeper_peak.n_bytes))
         module = re.sub(r"(?<![^.])-(\d+)", lambda match: str(depth.layers - int(match[1])), edge[1])
         peaks[edge] = replace(deeper_peak, n_bytes=n_bytes, module=module, categories=categories)

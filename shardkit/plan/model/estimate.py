@@ -95,26 +95,24 @@ class MemoryEstimate:
     @property
     def verdict(self) -> Verdict | None:
         """Whether it fits; "tight" = not if the estimate is too low; `None` without a limit."""
-        verdicts = [
-            _verdict(need, limit, self.uncertainty)
-            for need, limit in (
-                (self.peak.required + self.overhead, self.device_memory),
-                (self.host_peak, self.host_memory),
-            )
-            if limit is not None
-        ]
-        if not verdicts:
-            return None
-        order: list[Verdict] = ["fits", "tight", "does not fit"]
-        return max(verdicts, key=order.index)
+        limits = self._needs_and_limits
+        if any(need > limit for need, limit in limits):
+            return "does not fit"
+        if any(need * (1 + self.uncertainty) > limit for need, limit in limits):
+            return "tight"
+        return "fits" if limits else None
 
     @property
     def is_clear(self) -> bool:
         """Whether an estimate from a few layers, off by `ROUGHLY` at most, tells the verdict of an exact one."""
-        pairs = [(self.needed, self.device_memory), (self.host_peak, self.host_memory)]
-        limits = [(need, limit) for need, limit in pairs if limit is not None]
+        limits = self._needs_and_limits
         fits = all(need * (1 + ROUGHLY + self.uncertainty) <= limit for need, limit in limits)
         return bool(limits) and (fits or any(need * (1 - ROUGHLY) > limit for need, limit in limits))
+
+    @property
+    def _needs_and_limits(self) -> list[tuple[int, int]]:
+        pairs = [(self.needed, self.device_memory), (self.host_peak, self.host_memory)]
+        return [(need, limit) for need, limit in pairs if limit is not None]
 
     @property
     def needed(self) -> int:
@@ -143,9 +141,3 @@ class MemoryEstimate:
     def from_json(cls, obj: Mapping[str, Any]) -> MemoryEstimate:
         """Inverse of `to_json`."""
         return TypeAdapter(cls).validate_python(obj)
-
-
-def _verdict(need: int, limit: int, uncertainty: float) -> Verdict:
-    if need > limit:
-        return "does not fit"
-    return "tight" if need * (1 + uncertainty) > limit else "fits"

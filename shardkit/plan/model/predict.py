@@ -59,10 +59,9 @@ def prepare(target: Target, fakes: str = "cuda") -> Method:
     # Threads of autograd would drop the last references to our modes, at worst after the interpreter ended (an abort).
     torch.autograd.set_multithreading_enabled(False)
     call_directly(Fakes, TensorTracker)
-    gpu = target.gpu
-    if gpu is None or fakes == "cpu":
+    if target.gpu is None or fakes == "cpu":
         return "cpu"
-    shim.install(gpu, target.ranks_per_node)
+    shim.install(target.gpu, target.ranks_per_node)
     return "cuda"
 
 
@@ -79,12 +78,8 @@ def predict(
 ) -> MemoryEstimate:
     """Predict one rank's memory for a config."""
     kind = "cpu" if target.gpu is None else "cuda"
-    capability.check(
-        config,
-        device=kind,
-        world_size=target.world_size,
-        local_world_size=min(target.ranks_per_node, target.world_size),
-    )
+    local_size = min(target.ranks_per_node, target.world_size)
+    capability.check(config, device=kind, world_size=target.world_size, local_world_size=local_size)
     if config.precision.mode == "fp8" and target.gpu is not None and target.gpu.capability < (8, 9):
         reason = capability.CAPABILITIES["fp8"].on_cpu
         raise ConfigError(f"precision.mode=fp8 on {target.gpu.name}: {reason}", "use a newer card")
@@ -160,12 +155,9 @@ def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
 
 def _traceable(config: RunConfig, micro_batches: int, evaluates: bool) -> tuple[RunConfig, tuple[str, ...]]:
     """The config without settings that fake tensors do not support, and a note for each on how it changes the plan."""
-    changes: dict[str, Any] = {}
     notes = []
-    few: dict[str, Any] = {"grad_accum_steps": micro_batches, "global_batch_size": None}
-    if not evaluates:
-        few["eval_samples"] = 0
-    changes["train"] = config.train.model_copy(update=few)
+    few = {"grad_accum_steps": micro_batches, "global_batch_size": None, **({} if evaluates else {"eval_samples": 0})}
+    changes: dict[str, Any] = {"train": config.train.model_copy(update=few)}
     if config.compile.enabled:
         changes["compile"] = config.compile.model_copy(update={"enabled": False})
         notes.append("compile is planned as eager: fused kernels keep less")
@@ -228,11 +220,9 @@ def _traced(config: RunConfig, scenario: Scenario, ends: tuple[int, int] | None 
     else:
         # Small pages, because pages of 20 MiB would hide the bytes that a layer adds.
         smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
+        n_required = required(log, str(device), target.expandable, on_a_large_card=real)
         memory = replace(
-            smooth,
-            allocated=real.allocated,
-            allocated_by_phase=real.allocated_by_phase,
-            required=required(log, str(device), target.expandable, on_a_large_card=real),
+            smooth, allocated=real.allocated, allocated_by_phase=real.allocated_by_phase, required=n_required
         )
     figures: dict[str, Any] = {**vars(memory), **counts}
     return _Trace(**figures, device=on_device, host=on_host, segments=segments, targets=targets)
@@ -308,13 +298,9 @@ def _follow(
 
 
 def _estimate(
-    trace: _Trace,
-    target: Target,
-    method: Method,
-    extrapolated_from: tuple[int, ...],
-    notes: tuple[str, ...],
+    trace: _Trace, target: Target, method: Method, extrapolated_from: tuple[int, ...], notes: tuple[str, ...],
     time: TimeEstimate | None,
-) -> MemoryEstimate:
+) -> MemoryEstimate:  # fmt: skip
     peak = max(trace.device.values(), key=lambda peak: peak.n_bytes)
     host = max(trace.host.values(), key=lambda peak: peak.n_bytes, default=None)
     phases: dict[PlannedPhase, PhaseEstimate] = {}
@@ -329,6 +315,8 @@ def _estimate(
     host_categories = host.categories if host else {}
     on_device = {**peak.categories, "unattributed": peak.categories.get("unattributed", 0) + beyond}
     gpu = target.gpu
+    # The relative error of plans, from comparisons with real runs. Overheads that were not measured here add to it.
+    exact = 0.03 if gpu is None or gpu.overhead_from != TYPICAL else 0.05
     if gpu is not None and method == "cpu":
         notes += ("traced as CPU tensors: the fake CUDA device does not work with this build of torch",)
     if trace.n_recurrent:
@@ -352,17 +340,10 @@ def _estimate(
         },
         overhead=_overhead(target),
         overhead_from="" if gpu is None else gpu.overhead_from,
-        uncertainty=_RECURRENT if trace.n_recurrent else _uncertainty(target, method),
+        uncertainty=_RECURRENT if trace.n_recurrent else 0.15 if gpu is not None and method == "cpu" else exact,
         extrapolated_from=extrapolated_from,
         notes=notes,
         time=time,
         n_packable=trace.n_packable,
         n_packable_experts=trace.n_packable_experts,
     )  # fmt: skip
-
-
-def _uncertainty(target: Target, method: Method) -> float:
-    """Relative error of plans, from comparisons with real runs. Overheads that were not measured here add to it."""
-    if target.gpu is not None and method == "cpu":
-        return 0.15
-    return 0.03 if target.gpu is None or target.gpu.overhead_from != TYPICAL else 0.05

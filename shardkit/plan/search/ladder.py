@@ -10,7 +10,6 @@ from pathlib import Path
 from ...config.schema import RunConfig
 from ...errors import ConfigError, ShardkitError, gib
 from ..client import Planner
-from ..model.estimate import MemoryEstimate
 from ..target import Target
 from .trial import Trial, writing
 
@@ -100,15 +99,17 @@ def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None)
     reference: tuple[float, ...] = ()
     with Planner(target) as planner:
         for position, (rung, overrides) in enumerate(stacked):
-            estimate, refused = _predicted(planner, load, overrides)
+            estimate, refused = None, ""
+            try:
+                estimate = planner.predict(load(overrides))
+            except ShardkitError as error:
+                refused = error.cause
             trial = None if try_it is None else try_it(overrides, position)
             is_same = None
             if trial is not None and trial.losses:
                 reference = reference or trial.losses
                 pairs = zip(trial.losses, reference, strict=True)
-                is_same = all(
-                    abs(loss - reference_loss) <= _SAME_LOSS * abs(reference_loss) for loss, reference_loss in pairs
-                )
+                is_same = all(abs(loss - expected) <= _SAME_LOSS * abs(expected) for loss, expected in pairs)
             yield Step(
                 rung, overrides, estimate.needed if estimate else None, estimate.verdict if estimate else None,
                 refused, trial, is_same,
@@ -130,13 +131,6 @@ def _stacked(rungs: Sequence[Rung], load: Load) -> Iterator[tuple[Rung, tuple[st
         except ConfigError as error:
             raise ConfigError(f"rung {rung.name!r}: {error.cause}", error.fix) from error
         yield rung, overrides
-
-
-def _predicted(planner: Planner, load: Load, overrides: Sequence[str]) -> tuple[MemoryEstimate | None, str]:
-    try:
-        return planner.predict(load(overrides)), ""
-    except ShardkitError as error:
-        return None, error.cause
 
 
 HEAD = ("rung", "predicted", "measured", "reserved", "tokens/s", "loss", "")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -116,40 +117,27 @@ def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | Non
     if limit is None:
         raise ConfigError("there is no limit to find the largest size for", "pass --gpu, --gpu-memory or --memory-cap")
     with Planner(target) as planner:
-        needs = _Needs(planner, load)
+
+        @cache
+        def estimate(size: Size) -> MemoryEstimate:
+            return planner.predict(load(size.settings))
 
         def fits(index: int) -> bool:
-            return needs.estimate(sizes[index]).verdict != "does not fit"
+            return estimate(sizes[index]).verdict != "does not fit"
 
         if not fits(0):
-            raise DoesNotFit(
-                f"not even {' '.join(sizes[0].settings)} fits: {misfit(needs.estimate(sizes[0]))}",
-                "use a larger card, or a setting that needs less memory",
-            )
+            cause = f"not even {' '.join(sizes[0].settings)} fits: {misfit(estimate(sizes[0]))}"
+            raise DoesNotFit(cause, "use a larger card, or a setting that needs less memory")
         low = _bisected(fits, len(sizes), sizes)
         # A deep model may not fit although a larger, shallower one does.
         while beyond := [i for i in range(low + 1, min(low + 1 + look_ahead, len(sizes) - 1)) if fits(i)]:
             low = beyond[-1]
-        limited_by: Literal["device", "host"] = "host" if needs.of(sizes[low + 1]) <= limit else "device"
-        boundary = Boundary(sizes[low], sizes[low + 1], needs.of(sizes[low]), limited_by)
-        return boundary if try_it is None else _confirmed(boundary, low, sizes, needs, try_it)
-
-
-class _Needs:
-    """Estimates of sizes, each planned once."""
-
-    def __init__(self, planner: Planner, load: Load) -> None:
-        self._planner, self._load = planner, load
-        self._estimates: dict[Size, MemoryEstimate] = {}
-
-    def estimate(self, size: Size) -> MemoryEstimate:
-        if size not in self._estimates:
-            self._estimates[size] = self._planner.predict(self._load(size.settings))
-        return self._estimates[size]
-
-    def of(self, size: Size) -> int:
-        """Bytes that the size needs on the device."""
-        return self.estimate(size).needed
+        limited_by: Literal["device", "host"] = "host" if estimate(sizes[low + 1]).needed <= limit else "device"
+        boundary = Boundary(sizes[low], sizes[low + 1], estimate(sizes[low]).needed, limited_by)
+        if try_it is None:
+            return boundary
+        low, attempts = _confirmed(low, sizes, try_it)
+        return Boundary(sizes[low], sizes[low + 1], estimate(sizes[low]).needed, limited_by, attempts)
 
 
 def _bisected(fits: Callable[[int], bool], count: int, sizes: Sequence[Size]) -> int:
@@ -163,24 +151,20 @@ def _bisected(fits: Callable[[int], bool], count: int, sizes: Sequence[Size]) ->
         raise ConfigError(f"even {' '.join(sizes[-1].settings)} fits", "the search ends at this size")
     while high - low > 1:
         middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-def _confirmed(boundary: Boundary, index: int, sizes: Sequence[Size], needs: _Needs, try_it: Try) -> Boundary:
-    """Step from the predicted boundary until one size works and the next does not."""
+def _confirmed(index: int, sizes: Sequence[Size], try_it: Try) -> tuple[int, int]:
+    """Step from the predicted boundary until one size works and the next does not: (its index, number of runs)."""
     trials: dict[int, Trial] = {}
 
     def works(at: int) -> bool:
         if at not in trials:
             trials[at] = trial = try_it(sizes[at].settings, len(trials))
             if trial.outcome == "failed":
-                raise ShardkitError(
-                    f"{' '.join(sizes[at].settings)} failed: {trial.message}", "look at its run directory"
-                )
+                cause = f"{' '.join(sizes[at].settings)} failed: {trial.message}"
+                raise ShardkitError(cause, "look at its run directory")
         return trials[at].outcome == "ok"
 
     while not works(index):
@@ -191,6 +175,4 @@ def _confirmed(boundary: Boundary, index: int, sizes: Sequence[Size], needs: _Ne
         index += 1
         if index + 2 == len(sizes):
             raise ConfigError(f"even {' '.join(sizes[-1].settings)} works", "the search ends at this size")
-    return replace(
-        boundary, largest=sizes[index], next_up=sizes[index + 1], predicted=needs.of(sizes[index]), attempts=len(trials)
-    )
+    return index, len(trials)

@@ -34,8 +34,7 @@ _FOR_ROUGH = 0.6
 """Share of the budget for rough traces; the rest is for exact traces of the best."""
 
 
-class _OutOfTime(Exception):
-    """The search has used up its budget."""
+class _OutOfTime(Exception): ...
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,8 @@ class Search:
         self._every = every = combinations(self._load(()), self._target, self._fixed_keys)
         if not every:
             names = ", ".join(sorted(self._fixed_keys))
-            raise ConfigError(
-                f"no combination for world size {self._target.world_size} has all of {names}",
-                "leave keys of parallel out of the command line, or plan without --auto",
-            )
+            cause = f"no combination for world size {self._target.world_size} has all of {names}"
+            raise ConfigError(cause, "leave keys of parallel out of the command line, or plan without --auto")
         self._begun, stopped = time.monotonic(), ""
         try:
             self._look_roughly(every)
@@ -175,9 +172,7 @@ class Search:
         one_each = one_of_each_engine(all_combinations, self._load(()))
         for group in (one_each, [combination for combination in all_combinations if combination not in one_each]):
             self._trace_roughly(group, self._sizes[-1], until)
-            misfits = [
-                combination for combination in group if combination in self._largest and combination in self._left_out
-            ]
+            misfits = [c for c in group if c in self._largest and c in self._left_out]
             self._trace_roughly(misfits, self._sizes[0], until)
 
     def _trace_roughly(self, todo: Collection[Combination], size: int, until: float | None = None) -> None:
@@ -234,11 +229,7 @@ class Search:
                     del settings[key]
                 seen += 1
                 self._tell(f"traced {seen} exactly, at least {len(hopes) - len(todo)} to go")
-            misfits = [
-                combination
-                for combination, size in todo
-                if (combination, size) not in settings or settings[combination, size].filled > 1
-            ]
+            misfits = [key[0] for key in todo if key not in settings or settings[key].filled > 1]
             self._trace_roughly(self._at_one_end.intersection(misfits), self._sizes[0])
 
     def _tell(self, progress: str) -> None:
@@ -309,12 +300,12 @@ class Search:
             settings = self._settings(smallest.combination, size)
             up = (size - smallest.micro_batch) / (largest.micro_batch - smallest.micro_batch)
             in_time = (1 / size - 1 / smallest.micro_batch) / (1 / largest.micro_batch - 1 / smallest.micro_batch)
-            waits = {
-                name: max(0.0, _line(smallest.waits[name], largest.waits[name], in_time)) for name in smallest.waits
-            }
-            needed = _needed_between(smallest.estimate, largest.estimate, up)
-            on_host = _line(smallest.estimate.host_peak, largest.estimate.host_peak, up)
-            filled = self._filled(largest.estimate, needed, on_host)
+            waits = {name: max(0.0, _line(at, largest.waits[name], in_time)) for name, at in smallest.waits.items()}
+            low, high = smallest.estimate, largest.estimate
+            phases = low.phases.keys() & high.phases.keys()  # a rough one has no evaluation
+            needed = _line(low.needed - low.peak.allocated, high.needed - high.peak.allocated, up)
+            needed += max(_line(low.phases[name].allocated, high.phases[name].allocated, up) for name in phases)
+            filled = self._filled(high, needed, _line(low.host_peak, high.host_peak, up))
             yield Setting(smallest.combination, size, settings, round(needed), filled, waits)
 
     def _sorted_out(self, stopped: str) -> SearchResult:
@@ -329,17 +320,13 @@ class Search:
         if not fitting:
             least = misfits[0]
             if stopped:
-                raise ConfigError(
-                    f"the search was {stopped}: of {len(best)} combinations none seems to fit, {len(self._left_out)} "
-                    "were not planned",
-                    _LONGER,
-                )
-            raise DoesNotFit(
-                f"no setting fits: the least, {least.combination.engine} with activation.policy="
-                f"{least.combination.policy} and micro_batch_size={least.micro_batch}, needs {gib(least.needed)} of "
-                f"{gib(self._target.device_memory or 0)}",
-                "use more GPUs or larger ones, a smaller model, shorter samples, or fix fewer settings",
-            )
+                counts = f"of {len(best)} combinations none seems to fit, {len(self._left_out)} were not planned"
+                raise ConfigError(f"the search was {stopped}: {counts}", _LONGER)
+            policy = f"activation.policy={least.combination.policy}"
+            setting = f"{least.combination.engine} with {policy} and micro_batch_size={least.micro_batch}"
+            needs = f"{setting}, needs {gib(least.needed)} of {gib(self._target.device_memory or 0)}"
+            fix = "use more GPUs or larger ones, a smaller model, shorter samples, or fix fewer settings"
+            raise DoesNotFit(f"no setting fits: the least, {needs}", fix)
         sizes = tuple(s for (combination, _), s in settings.items() if combination == fitting[0].combination)
         return SearchResult(
             tuple(fitting), tuple(misfits), self._refused, sizes, self.samples, stopped,
@@ -359,22 +346,13 @@ def best_of_each(settings: Iterable[Setting]) -> list[Setting]:
     """Each combination at its fastest micro-batch that fits, or else at the one that needs least memory."""
     best: dict[Combination, Setting] = {}
     for setting in settings:
-        best_so_far = best.get(setting.combination)
-        if best_so_far is None or _rank(setting) > _rank(best_so_far):
+        if _rank(setting) > _rank(best.setdefault(setting.combination, setting)):
             best[setting.combination] = setting
     return list(best.values())
 
 
 def _rank(setting: Setting) -> tuple[bool, float]:
     return setting.filled <= 1, setting.tokens_per_s if setting.filled <= 1 else -setting.filled
-
-
-def _needed_between(smallest: MemoryEstimate, largest: MemoryEstimate, position: float) -> float:
-    beyond = _line(smallest.needed - smallest.peak.allocated, largest.needed - largest.peak.allocated, position)
-    phases = smallest.phases.keys() & largest.phases.keys()  # a rough one has no evaluation
-    return beyond + max(
-        _line(smallest.phases[name].allocated, largest.phases[name].allocated, position) for name in phases
-    )
 
 
 def _line(start: float, end: float, position: float) -> float:

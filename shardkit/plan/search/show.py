@@ -33,6 +33,15 @@ def show_found(title: str, result: SearchResult, target: Target) -> str:
     hardware = f"{target.world_size} × {said_of(target.gpu) if target.gpu else 'cpu'}"
     measured = best.estimate is not None and best.estimate.time is not None and best.estimate.time.measured
     tried = len(result.fitting) + len(result.misfits)
+    shares = [
+        f"{name} {seconds * best.tokens_per_s:.0%}"
+        for name, seconds in sorted(best.waits.items(), key=lambda item: -item[1])
+        if seconds > 0
+    ]
+    host_note = []
+    if target.host_memory is None and best.estimate is not None and "on the CPU" in best.combination.engine:
+        needed = gib(best.estimate.host_peak)
+        host_note = [f"host       {needed} per rank; pass --host-memory to check that a machine has it"]
     lines = [
         f"{title} on {hardware}, {gib(target.device_memory or 0)} each; {result.samples} samples per rank and step",
         f"{tried} combinations traced, {len(result.fitting)} fit, {len(result.refused)} cannot be planned",
@@ -45,8 +54,8 @@ def show_found(title: str, result: SearchResult, target: Target) -> str:
         f"speed      {best.tokens_per_s:,.0f} tokens/s predicted, from "
         + ("speeds measured here" if measured else "typical speeds (shardkit doctor --calibrate measures them)"),
         f"           the order of settings was tested, on CPUs; on GPUs tokens/s were {SPEED_ERROR} off",
-        f"waits for  {', '.join(_shares(best))}",
-        *_host_note(best, target),
+        f"waits for  {', '.join(shares)}",
+        *host_note,
         "",
         "memory against speed (nothing else is both smaller and faster):",
         *columns([FRONT_HEAD, *front_rows(result)], flush_left=(0, 1, 2)),
@@ -84,17 +93,6 @@ def not_tried(left_out: Sequence[Combination], traced: Sequence[Setting]) -> Ite
         yield f"not tried: {'; '.join(with_it)} with checkpointing {names_of_rest}"
 
 
-def _shares(setting: Setting) -> list[str]:
-    parts = sorted(setting.waits.items(), key=lambda item: -item[1])
-    return [f"{name} {seconds * setting.tokens_per_s:.0%}" for name, seconds in parts if seconds > 0]
-
-
-def _host_note(best: Setting, target: Target) -> list[str]:
-    if target.host_memory is not None or best.estimate is None or "on the CPU" not in best.combination.engine:
-        return []
-    return [f"host       {gib(best.estimate.host_peak)} per rank; pass --host-memory to check that a machine has it"]
-
-
 def front_rows(result: SearchResult) -> list[tuple[str, ...]]:
     """The front, fastest first, under `FRONT_HEAD`."""
     return [
@@ -121,7 +119,8 @@ def reasons(result: SearchResult) -> Iterator[str]:
             if value(setting) != value(best):
                 alternatives.setdefault(value(setting), setting)
         for name, setting in alternatives.items():
-            yield f"{label}{name}: {_instead(setting, best, result.samples)}"
+            end = ", at the least" if setting.filled > 1 else f" (at best: {named(setting, result.samples)})"
+            yield f"{label}{name}: {_compared(setting, best)}{end}"
     larger = next((s for s in result.sizes if s.micro_batch > best.micro_batch), None)
     smaller = next((s for s in reversed(result.sizes) if s.micro_batch < best.micro_batch), None)
     for neighbour in (larger, smaller):
@@ -130,13 +129,6 @@ def reasons(result: SearchResult) -> Iterator[str]:
     if result.refused:
         reason = next(iter(result.refused.values()))
         yield f"{len(result.refused)} combinations cannot be planned, such as: {reason}"
-
-
-def _instead(alternative: Setting, best: Setting, samples: int) -> str:
-    compared = _compared(alternative, best)
-    if alternative.filled > 1:
-        return f"{compared}, at the least"
-    return f"{compared} (at best: {named(alternative, samples)})"
 
 
 def _compared(alternative: Setting, best: Setting) -> str:

@@ -34,10 +34,8 @@ def writing(folder: Path) -> Iterator[None]:
             file.write(b"?")
         yield
     except OSError as error:
-        raise ConfigError(
-            f"--out {folder} cannot be written: {error.strerror or error}",
-            "pass a directory you can write, with room in it",
-        ) from error
+        cause = f"--out {folder} cannot be written: {error.strerror or error}"
+        raise ConfigError(cause, "pass a directory you can write, with room in it") from error
     finally:
         if is_new:
             with suppress(OSError):  # it has results, or could not be made
@@ -80,9 +78,14 @@ def trial_settings(
     overrides: Sequence[str], folder: Path, steps: int, cap: str | None, traced: bool = True
 ) -> list[str]:
     """Overrides of a short run that leaves its memory behind, and no checkpoint."""
+    defaults = RunConfig()
+    # A run without evaluation refuses settings of it that it would ignore.
+    keys = ("eval_every", "sample_prompts", "sample_tokens", "sample_temperature")
+    without_evaluation = [f"train.{key}={json.dumps(getattr(defaults.train, key))}" for key in keys]
+    without_evaluation += [f"data.val_fraction={json.dumps(defaults.data.val_fraction)}", "data.val_path=null"]
     return [
         *overrides, f"run.dir={folder}", "run.overwrite=true", "run.resume=false", f"train.max_steps={steps}",
-        "train.epochs=null", "train.eval_samples=0", *_without_evaluation(),
+        "train.epochs=null", "train.eval_samples=0", *without_evaluation,
         "checkpoint.at_end=false", "checkpoint.every_steps=null", "logging.tensorboard=false",
         "memory.interval=1", "memory.plan=false",
         f"memory.trace_step={TRACED if traced else 'null'}",
@@ -90,21 +93,12 @@ def trial_settings(
     ]  # fmt: skip
 
 
-def _without_evaluation() -> Iterator[str]:
-    """Overrides that reset the keys of evaluation: a run without it refuses settings that it would ignore."""
-    defaults = RunConfig()
-    for name in ("eval_every", "sample_prompts", "sample_tokens", "sample_temperature"):
-        yield f"train.{name}={json.dumps(getattr(defaults.train, name))}"
-    yield f"data.val_fraction={json.dumps(defaults.data.val_fraction)}"
-    yield "data.val_path=null"
-
-
 def read_trial(folder: Path, exit_code: int, output: str = "") -> Trial:
     """Read the result of a run that `run_trial` started, from its run directory."""
     if exit_code:
-        if list((folder / "oom").glob("rank*.json")):
-            return Trial("out of memory", message=_last_line(output))
-        return Trial("failed", message=_last_line(output))
+        errors = [line for line in output.splitlines() if line.startswith("error: ")]
+        message = errors[0] if errors else (output.strip().splitlines() or ["it said nothing"])[-1]
+        return Trial("out of memory" if [*(folder / "oom").glob("rank*.json")] else "failed", message=message)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     speeds = [record["tokens_per_s"] for record in metrics if record["step"] > TRACED]
     rows = [row for _, gathered in read_jsonl(folder / "memory.jsonl") for row in gathered]
@@ -118,9 +112,3 @@ def read_trial(folder: Path, exit_code: int, output: str = "") -> Trial:
         tokens_per_s=median(speeds) if speeds else None,
         losses=tuple(record["loss"] for record in metrics),
     )
-
-
-def _last_line(output: str) -> str:
-    errors = [line for line in output.splitlines() if line.startswith("error: ")]
-    lines = errors or output.strip().splitlines() or ["it said nothing"]
-    return lines[0] if errors else lines[-1]
