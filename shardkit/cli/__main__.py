@@ -69,10 +69,8 @@ def _refuse_empty_words(words: Sequence[str]) -> None:
     """Refuse an empty word before `--`: as a path it would mean the current directory."""
     words = words[: words.index("--")] if "--" in words else words
     if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in words):
-        raise ShardkitError(
-            f"{shlex.join(['shardkit', *words])}: an empty value names nothing",
-            "give it a value, or remove it; a variable of the shell that is not set leaves an empty one",
-        )
+        fix = "give it a value, or remove it; a variable of the shell that is not set leaves an empty one"
+        raise ShardkitError(f"{shlex.join(['shardkit', *words])}: an empty value names nothing", fix)
 
 
 def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
@@ -218,17 +216,15 @@ def copy_templates(directory: Path, force: bool = False) -> list[Path]:
     present = [path for path in targets if path.exists()]
     if present and not force:
         further = f" and {len(present) - 1} more" if len(present) > 1 else ""
-        raise ShardkitError(
-            f"{present[0]}{further} would be overwritten", "pass another directory, or --force to overwrite"
-        )
+        cause = f"{present[0]}{further} would be overwritten"
+        raise ShardkitError(cause, "pass another directory, or --force to overwrite")
     try:
         for path, source in targets.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(source.read_bytes())
     except OSError as error:
-        raise ShardkitError(
-            f"cannot write {error.filename}: {error.strerror}", "pass a directory you can write"
-        ) from error
+        cause = f"cannot write {error.filename}: {error.strerror}"
+        raise ShardkitError(cause, "pass a directory you can write") from error
     return list(targets)
 
 

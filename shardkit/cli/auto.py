@@ -51,20 +51,13 @@ def to_json(search_result: SearchResult, verified: Sequence[Verified] = ()) -> d
         "refused": [{"settings": list(combination.settings), "reason": reason} for combination, reason in refused],
         "stopped": search_result.stopped,
         "left_out": len(search_result.left_out),
-        "not_tried": [
-            {**_combination_as_json(combination), "settings": list(combination.settings)}
-            for combination in search_result.left_out
-        ],
+        "not_tried": [{**_combination_as_json(c), "settings": list(c.settings)} for c in search_result.left_out],
         "verified": [
-            {
-                **_setting_as_json(run.setting),
-                "outcome": run.trial.outcome,
-                "peak": run.trial.peak,
-                "measured": run.trial.tokens_per_s,
-            }
+            {**_setting_as_json(run.setting), "outcome": run.trial.outcome, "peak": run.trial.peak,
+             "measured": run.trial.tokens_per_s}
             for run in verified
         ],
-    }
+    }  # fmt: skip
 
 
 def _combination_as_json(combination: Combination) -> dict[str, Any]:
@@ -86,18 +79,17 @@ def plan_automatically(
 
     The search does not change keys that the job overrides.
     """
+    from ..report.plot import save_front
+
     most, folder = options.verify, options.out
     n_gpus = visible_gpus()
     if most and target.gpu is not None and n_gpus < target.world_size:
-        raise ConfigError(
-            f"--verify {most} trains on {target.world_size} GPUs, this machine has {n_gpus}",
-            "leave --verify out here and pass it on a machine that has them",
-        )
+        cause = f"--verify {most} trains on {target.world_size} GPUs, this machine has {n_gpus}"
+        raise ConfigError(cause, "leave --verify out here and pass it on a machine that has them")
     with writing(folder):  # the search takes minutes: check first that its result can be written
         pass
-    budget = options.budget
-    with Search(job.config, target, job.fixed_keys, options.margin, ProgressLine(), budget) as search:
-        say(f"searching for at most {budget:g} s (--budget): each setting is traced, and the first takes the longest")
+    with Search(job.config, target, job.fixed_keys, options.margin, ProgressLine(), options.budget) as search:
+        say(f"searching for at most {options.budget:g} s (--budget): each setting is traced, the first takes longest")
         search_result = search.run()
     interrupted = search_result.stopped == INTERRUPTED
     verified = []
@@ -110,7 +102,10 @@ def plan_automatically(
     with writing(folder):
         (folder / "auto.json").write_text(json.dumps(to_json(search_result, verified), indent=1) + "\n")
         (folder / "config.yaml").write_text(job.load(chosen.settings).render())
-    _save_plot(search_result, folder)
+    try:
+        save_front(search_result, folder)
+    except ConfigError as error:
+        print(f"note: no plot: {error.cause}; {error.fix}", file=sys.stderr)
     if as_json:
         print(json.dumps(to_json(search_result, verified), indent=1))
     else:
@@ -120,12 +115,3 @@ def plan_automatically(
         print(f"\nwritten: {folder / 'config.yaml'}: {named(chosen, search_result.samples)}")
     if interrupted:
         raise SystemExit(130)
-
-
-def _save_plot(search_result: SearchResult, folder: Path) -> None:
-    from ..report.plot import save_front
-
-    try:
-        save_front(search_result, folder)
-    except ConfigError as error:
-        print(f"note: no plot: {error.cause}; {error.fix}", file=sys.stderr)

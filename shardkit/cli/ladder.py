@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,6 @@ from .program import Overrides, Words
 
 if TYPE_CHECKING:
     from ..plan.search.ladder import Step
-    from ..plan.search.max_model import Boundary
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
 Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job, one rank each.")]
@@ -41,6 +39,7 @@ def ladder(
     """
     from ..plan.search import ladder as ladders
     from ..plan.target import target_here
+    from ..report.plot import save_ladder
 
     job = ConfigJob(config, tuple(overrides or ()))
     rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus, job.config())
@@ -51,16 +50,9 @@ def ladder(
         _refuse_gpu_memory(gpu_memory)
         target = target_here(lowest, gpus, gpu, memory_cap)
         try_it = job.tried(gpus, out, steps, memory_cap)
-    _print_and_save(ladders.climb(job.config, rungs, target, try_it), target.device_memory, out)
-
-
-def _print_and_save(steps: Iterator[Step], limit: int | None, out: Path) -> None:
-    """Print the steps of a ladder as they are done, then write the table and the plot."""
-    from ..plan.search import ladder as ladders
-    from ..report.plot import save_ladder
-
+    limit = target.device_memory
     done_steps: list[Step] = []
-    for step in steps:
+    for step in ladders.climb(job.config, rungs, target, try_it):  # each rung is shown as soon as it is done
         done_steps.append(step)
         rows = ladders.table([step]).splitlines()
         typer.echo("\n".join(rows[-1:] if len(done_steps) > 1 else rows))
@@ -73,10 +65,8 @@ def _print_and_save(steps: Iterator[Step], limit: int | None, out: Path) -> None
 
 def _refuse_gpu_memory(gpu_memory: str | None) -> None:
     if gpu_memory is not None:
-        raise ConfigError(
-            f"--gpu-memory {gpu_memory}: real runs have the memory of this machine's cards",
-            "pass --memory-cap for a smaller one, or predict only",
-        )
+        cause = f"--gpu-memory {gpu_memory}: real runs have the memory of this machine's cards"
+        raise ConfigError(cause, "pass --memory-cap for a smaller one, or predict only")
 
 
 def max_model(
@@ -102,10 +92,8 @@ def max_model(
     job = ConfigJob(config, tuple(overrides or ()))
     start = job.config()
     if find == "model" and (start.task.factory is not None or start.task.name != "causal_lm"):
-        raise ConfigError(
-            "--find model varies the reference transformer's layers and width, but the task has another model",
-            "pass --find batch, or use task.name=causal_lm",
-        )
+        cause = "--find model varies the reference transformer's layers and width, but the task has another model"
+        raise ConfigError(cause, "pass --find batch, or use task.name=causal_lm")
     try_it = None
     if confirm:
         _refuse_gpu_memory(gpu_memory)
@@ -119,13 +107,9 @@ def max_model(
         limit = (target.device_memory or 0) * gpus + (1 << 40)
         sizes = model_sizes(start.model, limit / 2, 16 if start.precision.mode == "fp8" else 1)
     answer = largest(job.config, sizes, target, try_it, look_ahead=6 if find == "model" else 0)
-    _print_largest(answer, "samples" if find == "batch" else "parameters", target.device_memory or 0, confirm)
-
-
-def _print_largest(answer: Boundary, unit: str, limit: int, is_confirmed: bool) -> None:
-    size, next_size = answer.largest, answer.next_up
+    size, next_size, unit = answer.largest, answer.next_up, "samples" if find == "batch" else "parameters"
     typer.echo(f"largest   {size.amount:,} {unit}: {' '.join(size.settings)}")
     short = "; the next one is short of host memory" if answer.limited_by == "host" else ""
-    typer.echo(f"needs     {gib(answer.predicted)} of {gib(limit)} (predicted){short}")
-    how = f"confirmed by {answer.attempts} real runs: the next size ran out of memory" if is_confirmed else "predicted"
+    typer.echo(f"needs     {gib(answer.predicted)} of {gib(target.device_memory or 0)} (predicted){short}")
+    how = f"confirmed by {answer.attempts} real runs: the next size ran out of memory" if confirm else "predicted"
     typer.echo(f"next      {next_size.amount:,} {unit} ({next_size.amount / size.amount - 1:+.1%}): {how}")

@@ -148,7 +148,7 @@ def plan(
         words = [
             *([] if config is None else [config]),
             *(overrides or []),
-        ]  # of --from a b=c, typer takes b=c for CONFIG
+        ]  # typer takes b=c of --from a b=c for CONFIG
         raise typer.Exit(_plan_files([*files, *(word for word in words if "=" not in word)],
                                      [word for word in words if "=" in word], model, cards, json_output))  # fmt: skip
     if model is not None:

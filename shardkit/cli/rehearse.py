@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..config.schema import RunConfig
     from ..hardware.cards import Gpu
     from ..launch.spec import JobSpec
-    from ..plan.target import Target
 
 
 @dataclass(frozen=True)
@@ -153,11 +152,8 @@ def rehearse(
 
 def _refuse_with_compute(options: RehearsalOptions) -> None:
     """Refuse options of a rehearsal that computes nothing."""
-    events = {"--until": options.until, "--expect": options.expect, "--assume": options.assume or None}
-    set_options = {"--ranks": options.ranks, "--live": options.live, **events}
-    names = [name for name, setting in set_options.items() if setting is not None]
-    if options.steps != RehearsalOptions.steps:
-        names.append("--steps")
+    names = [f"--{key}" for key in ("ranks", "live", "until", "expect", "assume") if getattr(options, key)]
+    names += ["--steps"] if options.steps != RehearsalOptions.steps else []
     if names:
         cause = f"{' and '.join(names)}: with --compute every rank runs, to the program's end, and memory is not judged"
         raise LaunchError(cause, "leave out --compute, or the other options")
@@ -216,7 +212,9 @@ def card_here(config: RunConfig, spec: JobSpec, options: RehearseHere) -> Gpu:
         cause = f"--rehearse knows no card {names[0]}" if names else "the driver does not name this machine's card"
         raise ConfigError(cause, "pass --gpu with the most similar card, or --gpu-memory SIZE")
     n_ranks = spec.nproc_per_node * spec.nodes[0]
-    return _emulated(choose_target(config, n_ranks, spec.nproc_per_node, name, options.gpu_memory))
+    card = choose_target(config, n_ranks, spec.nproc_per_node, name, options.gpu_memory).gpu
+    assert card is not None, "no card although one was named"
+    return card
 
 
 def card_of_cluster(spec: JobSpec, gpu: str | None, gpu_memory: str | None) -> Gpu:
@@ -229,12 +227,9 @@ def card_of_cluster(spec: JobSpec, gpu: str | None, gpu_memory: str | None) -> G
     if gpu is None and gpu_memory is None:
         raise LaunchError("--rehearse needs to know the cluster's cards", "add --gpu NAME or --gpu-memory SIZE")
     n_ranks = spec.nproc_per_node * spec.nodes[0]
-    return _emulated(choose_target(RunConfig(), n_ranks, spec.nproc_per_node, gpu, gpu_memory))
-
-
-def _emulated(target: Target) -> Gpu:
-    assert target.gpu is not None, "no card although one was named"
-    return target.gpu
+    card = choose_target(RunConfig(), n_ranks, spec.nproc_per_node, gpu, gpu_memory).gpu
+    assert card is not None, "no card although one was named"
+    return card
 
 
 def rehearse_first(program: Program, spec: JobSpec, card: Gpu, index: str | None = None) -> None:

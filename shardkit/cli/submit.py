@@ -75,20 +75,15 @@ class ClusterOptions:
             if not option.startswith("-"):
                 raise LaunchError(f"--sbatch {option!r} is not an option", f"write it as --sbatch=--{option}")
             if self.gpus_per_node and re.match(r"--gpus|-G", option):  # Slurm may give a node another number of them
-                raise LaunchError(
-                    f"--sbatch={option} contradicts --gpus-per-node {self.gpus_per_node}",
-                    "pass --gpus-per-node alone: ranks share a node's GPUs, one each",
-                )
+                cause = f"--sbatch={option} contradicts --gpus-per-node {self.gpus_per_node}"
+                raise LaunchError(cause, "pass --gpus-per-node alone: ranks share a node's GPUs, one each")
         if self.style not in ("torchrun", "srun"):
             raise LaunchError(f"--style {self.style!r} is not a way to start ranks", "pass torchrun or srun")
         if self.time is not None and self.time.startswith("-"):
-            raise LaunchError(
-                f"--time {self.time!r} is negative", "pass minutes, H:MM:SS, or DAYS-HOURS; 0 = unlimited"
-            )
+            fix = "pass minutes, H:MM:SS, or DAYS-HOURS; 0 = unlimited"
+            raise LaunchError(f"--time {self.time!r} is negative", fix)
         if self.signal_s is not None and self.signal_s < 1:
-            raise LaunchError(
-                f"--signal-s {self.signal_s} is not a number of seconds before the limit", "pass 1 or more"
-            )
+            raise LaunchError(f"--signal-s {self.signal_s} is not a number of seconds", "pass 1 or more")
 
     def slurm_options(self) -> SlurmOptions:
         """The options of the job's batch script."""
@@ -223,8 +218,8 @@ def plan_first(
             best = next((change.settings for change in changes if change.estimate.verdict != "does not fit"), None)
             fix = f"{best}, or submit it anyway with --force" if best else "use more or larger GPUs, or pass --force"
             raise ConfigError(misfit(estimate), fix)
-    limit = estimate.device_memory or 0
-    typer.echo(f"planned: {gib(estimate.needed)} of {gib(limit)} on each GPU: {estimate.verdict}", err=err)
+    limit = gib(estimate.device_memory or 0)
+    typer.echo(f"planned: {gib(estimate.needed)} of {limit} on each GPU: {estimate.verdict}", err=err)
     return estimate, config
 
 
@@ -247,7 +242,8 @@ def _print_manifest(program: Program, spec: JobSpec, name: str | None, grace_s: 
     """Print a job's manifest, with the config or the run directory as it is named in the pods."""
     from ..launch.kubernetes import render_job_set
 
-    spec = replace(spec, name=name or _dns_name(spec.name))
+    dns_name = re.sub(r"[^a-z0-9-]+", "-", spec.name.lower()).strip("-")[:40].rstrip("-")
+    spec = replace(spec, name=name or dns_name)
     if program.script is None:
         spec = replace(spec, config=program.config, overrides=program.overrides, grace_s=grace_s)
     else:
@@ -271,8 +267,7 @@ def _queue(program: Program, job: Submission, array: str | None, plan: tuple[Mem
     typer.echo(f"submitted job {job_id}\n  output:   {output}\n  snapshot: {folder}")
     followed = shlex.join(outputs if len(outputs) < 4 else outputs[:1])
     typer.echo(f"  state:    squeue --jobs {job_id}\n  follow:   tail -F {followed}\n  end it:   scancel {job_id}")
-    reason = held_back(job_id)
-    if reason:
+    if reason := held_back(job_id):
         typer.echo(f"warning: Slurm holds it back: {reason}", err=True)
 
 
@@ -284,10 +279,5 @@ def _quantity(size: str | None) -> str | None:
     if match is None:
         raise LaunchError(f"--mem {size!r} is not a size", "write a whole number and a unit: 64G, 64GiB, 64GB")
     number, unit, form = match.groups()
-    if form == "B":  # decimal, as in a plan
-        return f"{number}{'k' if unit == 'K' else unit}"
-    return f"{number}{unit or 'M'}i"
-
-
-def _dns_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:40].rstrip("-")
+    # "64GB" is decimal, as in a plan.
+    return f"{number}{'k' if unit == 'K' else unit}" if form == "B" else f"{number}{unit or 'M'}i"

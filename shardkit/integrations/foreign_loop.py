@@ -22,7 +22,7 @@ from ..strategies.zero import state as zero_state
 _WRAPPERS = ("accelerate.", "lightning.", "pytorch_lightning.")
 _OPTIMIZER = torch.optim.Optimizer
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_NAMES = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "sgd": "sgd"}
+_ADAMS = ("adamw", "adam", "fusedadam", "deepspeedcpuadam")
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,9 @@ class ForeignLoop:
             raise ConfigError("watch() got no optimizer: its step ends a training step", "pass it after the model")
         for optimizer in self.optimizers:
             if not callable(getattr(optimizer, "step", None)):
-                raise ConfigError(
-                    f"watch() got a {type(optimizer).__name__} where an optimizer belongs",
-                    "pass the model, then its optimizer or a list of them",
-                )
-        self._zero = next(
-            (optimizer for optimizer in self.optimizers if _is_of(optimizer, "deepspeed.runtime.zero")), None
-        )
+                cause = f"watch() got a {type(optimizer).__name__} where an optimizer belongs"
+                raise ConfigError(cause, "pass the model, then its optimizer or a list of them")
+        self._zero = next((tool for tool in self.optimizers if _is_of(tool, "deepspeed.runtime.zero")), None)
         self.device = _device(model)
         self.micro_batch: int | None = None
         self.seq_len: int | None = None
@@ -88,13 +84,8 @@ class ForeignLoop:
         if self._zero is not None:
             yield from zero_state.state_of(self._zero, self.model)
             return
-        torch_optimizers = (
-            optimizer if isinstance(optimizer, _OPTIMIZER) else getattr(optimizer, "optimizer", None)
-            for optimizer in self.optimizers
-        )
-        yield from module_state(
-            self.model, *(optimizer for optimizer in torch_optimizers if isinstance(optimizer, _OPTIMIZER))
-        )
+        inner = (tool if isinstance(tool, _OPTIMIZER) else getattr(tool, "optimizer", None) for tool in self.optimizers)
+        yield from module_state(self.model, *(optimizer for optimizer in inner if isinstance(optimizer, _OPTIMIZER)))
 
     def shards(self) -> Iterator[StateTensor | Shard]:
         """Every local tensor of the state, with its name."""
@@ -177,13 +168,9 @@ class ForeignLoop:
 
 def _unknown(optimizer: Any) -> dict[str, Any]:
     """Neutral values for settings that a foreign loop does not expose, so that no advice is based on them."""
-    name = _NAMES.get(type(optimizer).__name__.lower())
-    plain = {"optim.name": "sgd", "optim.momentum": 0.0}
-    return {
-        "checkpoint.async_save": False,
-        "data.workers": 0,
-        **({"optim.name": "adamw"} if name == "adamw" else plain),
-    }
+    is_adamw = type(optimizer).__name__.lower() in _ADAMS
+    chosen = {"optim.name": "adamw"} if is_adamw else {"optim.name": "sgd", "optim.momentum": 0.0}
+    return {"checkpoint.async_save": False, "data.workers": 0, **chosen}
 
 
 def _is_of(instance: Any, module: str) -> bool:

@@ -43,21 +43,15 @@ class ShardkitCallback(WatchesTrainer, TrainerCallback):  # type: ignore[misc]
         """Begin; collective. A second beginning means that the Trainer swallowed an out-of-memory error."""
         again = self.watching is not None
         if again:
-            say(
-                "shardkit: the Trainer ran out of memory and begins again with per_device_train_batch_size="
-                f"{state.train_batch_size}; the records begin again too"
-            )
+            size = f"per_device_train_batch_size={state.train_batch_size}"
+            say(f"shardkit: the Trainer ran out of memory and begins again with {size}; the records begin again too")
             self.end_watching(failed=True)
         model = kwargs["model"]
         half = "bf16" if args.bf16 else "fp16" if args.fp16 else None
         settings = self.watch_settings(
-            args.output_dir,
-            half,
-            resume=self.resumes or again,
-            done=state.global_step,
-            bars=bool(args.disable_tqdm),
+            args.output_dir, half, resume=self.resumes or again, done=state.global_step, bars=bool(args.disable_tqdm),
             total=state.max_steps,
-        )
+        )  # fmt: skip
         self.watching = Watching(model, [kwargs["optimizer"]], settings)
         self.watching.open()
 

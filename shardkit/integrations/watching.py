@@ -182,9 +182,8 @@ class Watching:
             self._cap = self._inside.enter_context(memory_cap(config.config.memory.cap_bytes, device))
             if self._cap is not None:
                 self._cap.see([tensor for _, tensor in self._loop.state_tensors()])
-            self.ledger = MemoryLedger(
-                device, ranks.group, ranks.rank, ranks.size, ranks.local_rank, interval=settings.every
-            )
+            world = ranks.group, ranks.rank, ranks.size, ranks.local_rank
+            self.ledger = MemoryLedger(device, *world, interval=settings.every)
             shortage.observe(device)
             self.ledger.risk.on_risk = lambda row: self._post_mortem(planned=False).at_risk(row)
             if ranks.is_main:
@@ -198,18 +197,11 @@ class Watching:
                     self._inside.callback(shown.close)
                 self._inside.callback(self._records.close)
             self._watch = LoopHooks(
-                self.ledger,
-                self._loop.model,
-                self._loop.optimizers,
-                source=self._loop,
-                listener=self,
+                self.ledger, self._loop.model, self._loop.optimizers, source=self._loop, listener=self,
                 steps_before=steps_before,
-            )
+            )  # fmt: skip
             self._inside.callback(self._watch.unhook)
-            if settings.is_marked:
-                self._watch.begin()
-            else:
-                self._watch.hook()
+            (self._watch.begin if settings.is_marked else self._watch.hook)()
         except BaseException:
             self._inside.close()
             raise
@@ -288,14 +280,9 @@ class Watching:
 
     def _config(self, more: Mapping[str, Any] | None = None) -> ObservedConfig:
         settings = self._settings
-        overrides = {
-            "run.dir": str(settings.run_dir),
-            "run.resume": "auto" if settings.resume else False,
-            **settings.tool_settings,
-        }
-        if settings.cap is not None:
-            overrides["memory.cap"] = settings.cap
-        return self._loop.config({**overrides, **(more or {})})
+        overrides = {"run.dir": str(settings.run_dir), "run.resume": "auto" if settings.resume else False}
+        cap = {} if settings.cap is None else {"memory.cap": settings.cap}
+        return self._loop.config({**overrides, **settings.tool_settings, **cap, **(more or {})})
 
     def _describe(self) -> None:
         """Write the observed config to `config.yaml`; a failure is printed and does not end the loop."""
@@ -374,9 +361,8 @@ class WatchesTrainer:
 
 def missing(library: str, error: ImportError) -> ConfigError:
     """The error of an integration whose library does not import."""
-    return ConfigError(
-        f"shardkit.integrations.{library} needs {library}, which does not import: {error}", f"pip install {library}"
-    )
+    cause = f"shardkit.integrations.{library} needs {library}, which does not import: {error}"
+    return ConfigError(cause, f"pip install {library}")
 
 
 def say(text: str) -> None:
@@ -395,11 +381,9 @@ class LoopRanks:
             self.rank, self.size = env.rank, env.world_size
             self.local_rank, self.local_size = env.local_rank, env.local_world_size
         elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            raise ConfigError(
-                f"watch() was called in one of WORLD_SIZE={os.environ['WORLD_SIZE']} ranks, before they had a process "
-                "group",
-                "call it after torch.distributed.init_process_group, deepspeed.initialize or Accelerator()",
-            )
+            cause = f"watch() was called in one of WORLD_SIZE={os.environ['WORLD_SIZE']} ranks without a process group"
+            fix = "call it after torch.distributed.init_process_group, deepspeed.initialize or Accelerator()"
+            raise ConfigError(cause, fix)
 
     @property
     def is_main(self) -> bool:

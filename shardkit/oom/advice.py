@@ -51,12 +51,8 @@ def candidates(
     changes: list[Change] = list(_for_host(config, device)) if short_of == "host" else []
     if short_of == "device" or device == "cpu":
         accum = resolve_batch(config, world_size)
-        for part in parts:
-            changes += (
-                _for_activations(config, accum, planned)
-                if part == "activations"
-                else _for_state(config, accum, packable)
-            )
+        kinds = {"activations": _for_activations(config, accum, planned), "state": _for_state(config, accum, packable)}
+        changes += [change for part in parts for change in kinds[part]]
     if device == "cpu":  # device and host are one memory there: moving state between them frees nothing
         changes = [change for change in changes if "cpu" not in change[0].values()]
     return [
@@ -129,10 +125,7 @@ def _allowed(config: RunConfig, settings: Mapping[str, Any], world: int, local_w
     changed = config.model_dump()
     for key, value in settings.items():
         section, name, *inner = key.split(".")
-        if not inner:
-            changed[section][name] = value
-        else:
-            changed[section][name] = {**(changed[section][name] or {}), inner[0]: value}
+        changed[section][name] = {**(changed[section][name] or {}), inner[0]: value} if inner else value
     try:
         new = RunConfig.model_validate(changed)
         capability.check(new, device=device, world_size=world, local_world_size=local_world)

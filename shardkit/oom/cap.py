@@ -75,10 +75,8 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
             f"CPU out of memory. Tried to allocate {gib(request)} ({op}). memory.cap={gib(self.limit)}, of which "
             f"{gib(before)} is allocated."
         )
-        free = max(0, self.limit - before)
-        error.shortage = Shortage(  # type: ignore[attr-defined]
-            "cap", request, self.limit, free, allocated=before, reserved=before, op=op
-        )
+        shortage = Shortage("cap", request, self.limit, max(0, self.limit - before), before, before, op)
+        error.shortage = shortage  # type: ignore[attr-defined]
         return error
 
     def _note(self, out: Any, func: Any) -> None:
@@ -92,13 +90,8 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
                     continue
                 noted = self._made.get(id(storage))
                 if noted is None or noted[0]() is None:
-                    made = Made(
-                        storage.nbytes(),
-                        storage.data_ptr(),
-                        tuple(local.shape),
-                        str(local.dtype),
-                        f"{func} at {source_line}",
-                    )
+                    shape, dtype = tuple(local.shape), str(local.dtype)
+                    made = Made(storage.nbytes(), storage.data_ptr(), shape, dtype, f"{func} at {source_line}")
                     self._made[id(storage)] = (weakref.ref(storage), made)
         if len(self._made) > _PRUNE:
             self._made = {key: item for key, item in self._made.items() if item[0]() is not None}
@@ -123,9 +116,7 @@ def memory_cap(limit: int | None, device: torch.device) -> Iterator[MemoryCap | 
     else:
         total = torch.cuda.get_device_properties(device).total_memory
         if limit > total:
-            raise ConfigError(
-                f"memory.cap={gib(limit)}, but the GPU has {gib(total)}", "lower memory.cap, or remove it"
-            )
+            raise ConfigError(f"memory.cap={gib(limit)}, but the GPU has {gib(total)}", "lower memory.cap")
         torch.cuda.set_per_process_memory_fraction(limit / total, device)
         try:
             yield None

@@ -54,9 +54,13 @@ def biggest(
 ) -> list[Live]:
     """The `count` largest live storages on a device."""
     storages: dict[int, Live] = {}
-    for tensor in _tensors():
+    # By type: `isinstance` would call proxies, which may do anything.
+    for tensor in (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)):
         for local in _plain(tensor, device):
-            _add(storages, local)
+            storage = local.untyped_storage()
+            live = storages.setdefault(storage.data_ptr(), Live(storage.nbytes()))
+            if live.shape is None or local.numel() > torch.Size(live.shape).numel():
+                live.shape, live.dtype = tuple(local.shape), str(local.dtype)
     for note in made:
         live = storages.setdefault(note.address, Live(note.n_bytes, note.shape, note.dtype))
         live.made = note.by
@@ -85,21 +89,11 @@ def snapshot_blocks(snapshot: Mapping[str, Any] | None, index: int | None) -> di
             continue
         for block in segment["blocks"]:
             if block["state"].startswith("active"):
-                blocks[block["address"]] = (block["size"], _frame(block.get("frames") or ()))
+                frames = [frame for frame in block.get("frames") or () if frame["filename"].endswith(".py")]
+                users = (frame for frame in frames if "/torch/" not in frame["filename"])
+                line = next((f"{frame['filename']}:{frame['line']} in {frame['name']}" for frame in users), None)
+                blocks[block["address"]] = (block["size"], line)
     return blocks
-
-
-def _frame(frames: Iterable[Mapping[str, Any]]) -> str | None:
-    lines = [frame for frame in frames if frame["filename"].endswith(".py")]
-    user_frame = next((frame for frame in lines if "/torch/" not in frame["filename"]), None)
-    return None if user_frame is None else f"{user_frame['filename']}:{user_frame['line']} in {user_frame['name']}"
-
-
-def _tensors() -> Iterator[torch.Tensor]:
-    """Every tensor that Python knows, found by its type: `isinstance` would call proxies, which may do anything."""
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
-            yield thing
 
 
 def _plain(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
@@ -112,11 +106,3 @@ def _plain(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]
             storage = local.untyped_storage()
             if storage.device.type != "meta" and storage.nbytes():
                 yield local
-
-
-def _add(storages: dict[int, Live], local: torch.Tensor) -> None:
-    storage = local.untyped_storage()
-    live = storages.setdefault(storage.data_ptr(), Live(storage.nbytes()))
-    shown = 0 if live.shape is None else torch.Size(live.shape).numel()
-    if live.shape is None or local.numel() > shown:
-        live.shape, live.dtype = tuple(local.shape), str(local.dtype)

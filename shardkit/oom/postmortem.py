@@ -39,6 +39,7 @@ TENSORS = 20
 _FRAGMENTED = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _LOG = logging.getLogger(__name__)
 _DOING = {"init": "while loading the task", "wrap": "while wrapping the model", "save": "while saving step {step}"}
+_FIGURES = ("limit", "free", "allocated", "reserved", "fragmentation", "missing", "exact")
 _T = TypeVar("_T")
 
 
@@ -150,28 +151,13 @@ class PostMortem:
     def _head(self, shortage: Shortage, row: RankRow) -> dict[str, Any]:
         identity = row.identity
         return {
-            "schema": SCHEMA,
-            "kind": shortage.kind,
-            "time": time.time(),
-            "rank": identity.rank,
-            "host": identity.host,
-            "local_rank": identity.local_rank,
-            "device": identity.device,
-            "world_size": self._ledger.world_size,
-            "step": self._ledger.step,
-            "request": shortage.request,
-            "op": shortage.op,
-            "memory": {
-                "limit": shortage.limit,
-                "free": shortage.free,
-                "allocated": shortage.allocated,
-                "reserved": shortage.reserved,
-                "fragmentation": shortage.fragmentation,
-                "missing": shortage.missing,
-                "exact": shortage.exact,
-            },
+            "schema": SCHEMA, "kind": shortage.kind, "time": time.time(),
+            "rank": identity.rank, "host": identity.host, "local_rank": identity.local_rank, "device": identity.device,
+            "world_size": self._ledger.world_size, "step": self._ledger.step,
+            "request": shortage.request, "op": shortage.op,
+            "memory": {key: getattr(shortage, key) for key in _FIGURES},
             "row": row.to_json(),
-        }
+        }  # fmt: skip
 
     def _row(self) -> RankRow:
         """The ledger's row with the current state."""
@@ -238,8 +224,7 @@ class PostMortem:
         if shortage.snapshot is None:
             return None
         path = self.path.with_name(f"{self.path.stem}_snapshot.pickle")
-        problem = _replace(path, pickle.dumps(shortage.snapshot))
-        if problem:
+        if problem := _replace(path, pickle.dumps(shortage.snapshot)):
             self._gaps.append(f"snapshot: {problem}")
         return None if problem else path.name
 

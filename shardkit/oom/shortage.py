@@ -128,20 +128,15 @@ def of(error: BaseException) -> Shortage | None:
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _OTHER_WORDS.search(text)):
         seen = _Observer.latest()
-        if seen is None and text.startswith(_BARE) and _device_has_room():
-            return Shortage("host")
+        if seen is None and text.startswith(_BARE) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            free, total = torch.cuda.mem_get_info()
+            if free >= _ROOM * total:
+                return Shortage("host")
         return seen or parse(text)
     match = _CPU_ALLOCATOR.search(text) if isinstance(error, RuntimeError) else None
     if match is not None:
         return Shortage("host", request=int(match[1]))
     return Shortage("host") if isinstance(error, MemoryError) else None
-
-
-def _device_has_room() -> bool:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
-    free, total = torch.cuda.mem_get_info()
-    return free >= _ROOM * total
 
 
 def parse(message: str) -> Shortage:
@@ -187,15 +182,9 @@ class _Observer:
         """Called by the allocator with the request, and the device's total and free bytes."""
         try:
             stats = torch.cuda.memory_stats_as_nested_dict(device)
-            shortage = Shortage(
-                "device",
-                request=request,
-                limit=limit,
-                free=free,
-                allocated=stats["allocated_bytes"]["all"]["current"],
-                reserved=stats["reserved_bytes"]["all"]["current"],
-                snapshot=allocator_snapshot(device),
-            )
+            allocated, reserved = (stats[f"{kind}_bytes"]["all"]["current"] for kind in ("allocated", "reserved"))
+            snapshot = allocator_snapshot(device)
+            shortage = Shortage("device", request, limit, free, allocated, reserved, snapshot=snapshot)
             cls._latest = (time.monotonic(), shortage)
         except Exception:  # an exception from here would replace the error itself
             _LOG.exception("cannot look at the GPU's memory")
