@@ -24,7 +24,7 @@ PACKED = [
 LIBRARIES = [
     "setup.cfg", "shardkit/config/libraries.py", "shardkit/parallel/compat.py", "shardkit/parallel/compat_fsdp.py",
     "shardkit/memory/tracing/compat.py", "shardkit/strategies/zero", "tests/environments.py",
-    "shardkit/foreign/accelerate_files.py", *NAMES, *ACCELERATE,
+    "shardkit/foreign/translate.py", *NAMES, *ACCELERATE,
 ]  # fmt: skip
 """What names other libraries' private parts, or says which versions are supported."""
 # The fake CUDA device on a wheel for CUDA, without a GPU; `method` says that it was not given up for CPU fakes.

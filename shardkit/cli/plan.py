@@ -145,10 +145,7 @@ def plan(
         if search.auto:
             fix = "put the settings that plan --from prints into a config, and search from that"
             raise ConfigError("--auto searches from a config, and --from names other tools' files", fix)
-        words = [
-            *([] if config is None else [config]),
-            *(overrides or []),
-        ]  # typer takes b=c of --from a b=c for CONFIG
+        words = [*([] if config is None else [config]), *(overrides or [])]  # of --from a b=c, CONFIG is b=c to typer
         raise typer.Exit(_plan_files([*files, *(word for word in words if "=" not in word)],
                                      [word for word in words if "=" in word], model, cards, json_output))  # fmt: skip
     if model is not None:

@@ -12,9 +12,7 @@ import pytest
 from shardkit.config.libraries import installed
 from shardkit.errors import ConfigError
 from shardkit.foreign import translate
-from shardkit.foreign.accelerate_files import accelerate_release
-from shardkit.foreign.tables import find
-from shardkit.foreign.translate import read_job
+from shardkit.foreign.translate import accelerate_release, find, read_job
 
 from .samples import FSDP2, fates, write
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.config.libraries import TESTED, installed
-from shardkit.foreign.tables import DEEPSPEED, DEEPSPEED_DEFAULTS, find
+from shardkit.foreign.translate import DEEPSPEED, DEEPSPEED_DEFAULTS, find
 
 pytestmark = pytest.mark.skipif(
     installed("deepspeed") != TESTED["deepspeed"][1], reason=f"needs DeepSpeed {TESTED['deepspeed'][1]}"

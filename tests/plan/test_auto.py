@@ -82,7 +82,7 @@ class TestAxes:
         assert micro_batches(load(), target(), {"train.micro_batch_size"}) == (8, [4])
         assert micro_batches(load(), target(), {"train.grad_accum_steps"}) == (8, [4])
         uneven = load(["train.global_batch_size=49", "train.grad_accum_steps=null", "train.micro_batch_size=7"])
-        with pytest.raises(ConfigError, match="not a whole number of samples for each of 8 ranks"):
+        with pytest.raises(ConfigError, match=r"train\.global_batch_size"):
             micro_batches(uneven, target(), ())
 
 
