@@ -105,10 +105,7 @@ def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
 
 
 def _of_value(error: Any) -> str:
-    """The cause of an option whose value is no number, or out of range; empty for any other error.
-
-    Typer's versions say it in click's words or in pydantic's.
-    """
+    """The cause of a value that is no number or out of range, in click's or pydantic's words; else empty."""
     words, parameter = getattr(error, "message", None) or "", getattr(error, "param", None)
     if parameter is None or not re.search(r"valid (integer|float|number)|(greater|less) than|in the range", words):
         return ""

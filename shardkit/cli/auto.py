@@ -27,10 +27,7 @@ VERIFY_STEPS = 6
 
 
 def verify(settings: Sequence[Setting], try_it: Try, logs: Path) -> list[Verified]:
-    """Run settings for a few steps each; returns the fastest first, failed ones last.
-
-    `logs`: the folder of the runs, for the error.
-    """
+    """Run settings for a few steps each; returns the fastest first, failed ones last."""
     runs = [Verified(setting, try_it(setting.settings, number)) for number, setting in enumerate(settings)]
     runs.sort(key=lambda run: -(run.trial.tokens_per_s or 0.0))
     if runs[0].trial.outcome != "ok":
@@ -75,10 +72,7 @@ def _setting_as_json(setting: Setting) -> dict[str, Any]:
 def plan_automatically(
     job: ConfigJob, target: Target, options: SearchOptions, memory_cap: str | None, as_json: bool
 ) -> None:
-    """Search, run the best settings if asked, print the result, write the chosen config.
-
-    The search does not change keys that the job overrides.
-    """
+    """Search, run the best settings if asked, print the result, write the chosen config."""
     from ..report.plot import save_front
 
     most, folder = options.verify, options.out

@@ -214,10 +214,7 @@ def _note_refused_start(run: RunSection) -> None:
 def _plan_files(
     files: Sequence[str], settings: Sequence[str], model: str | None, cards: CardOptions, json_output: bool
 ) -> int:
-    """Plan the job of Accelerate's and DeepSpeed's files, and print what each key became; the exit code.
-
-    `settings`: `section.key=value` that no file has.
-    """
+    """Plan the job of Accelerate's and DeepSpeed's files, and print what each key became; the exit code."""
     from ..foreign.translate import read_job
     from ..plan.client import Planner
     from ..plan.show import show

@@ -68,10 +68,7 @@ def index_of_script(words: Sequence[str]) -> int | None:
 
 
 def missing_dashes(ctx: Any, index: int) -> tuple[str, str]:
-    """Cause and fix for a script without `--` before it; the command's options behind the script stay the command's.
-
-    `index`: the script's index among the words of the command line.
-    """
+    """Cause and fix for a script without `--` before it, at `index`; options of the command behind it stay its own."""
     words = ctx.meta[OPTION_WORDS]
     options, arguments = _split_options(ctx.command, words[index + 1 :])
     corrected = ["shardkit", ctx.info_name, *words[:index], *options, "--", words[index], *arguments]

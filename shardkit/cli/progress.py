@@ -18,10 +18,7 @@ def say(line: str) -> None:
 
 
 class Waiting:
-    """Says what a command waits for: after 2 s, then every 15 s. Quick commands say nothing. A context manager.
-
-    `doing`: the work, such as "tracing one step of every layer". `say`: prints a line.
-    """
+    """A context manager that says what a command waits for: after 2 s, then every 15 s."""
 
     def __init__(self, doing: str, say: Callable[[str], None] = say) -> None:
         self._doing, self._say = doing, say

@@ -193,10 +193,7 @@ def submit(
 def plan_first(
     program: Program, spec: JobSpec, options: PlanOptions, mem: str | None, err: bool
 ) -> tuple[MemoryEstimate, RunConfig] | None:
-    """Plan a config's job if an option names its cards, and show the verdict; None where there is no plan.
-
-    `mem`: host memory per node, as Slurm writes it. `err`: whether the verdict goes to stderr.
-    """
+    """Plan a config's job if an option names its cards, and show the verdict; None where there is no plan."""
     if not (options.gpu or options.gpu_memory) or options.force or program.script is not None:
         return None
     from ..plan.advise import changes_that_fit

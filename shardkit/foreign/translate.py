@@ -34,12 +34,10 @@ STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 PASSED = "parallel.ds_config."
 
 
-class NoCounterpart(Exception):
-    """A value that changes memory and that shardkit cannot train, and therefore not plan."""
+class NoCounterpart(Exception): ...  # a value that changes memory and that shardkit cannot train, so not plan
 
 
-class WrongValue(Exception):
-    """A value that the tool itself refuses."""
+class WrongValue(Exception): ...  # a value that the tool itself refuses
 
 
 def truth(value: Any) -> bool:  # files hold `true`, `"true"`, `"yes"` and `1` for the same
@@ -190,10 +188,6 @@ def _classes(value: Any) -> Settings:
     return {"activation.block_classes": [name.strip() for name in names if name.strip()]}
 
 
-def _path(value: Any) -> Settings:
-    return {} if value == "none" else {"parallel.nvme_path": value}
-
-
 _ACCELERATES_OTHERS = """
     compute_environment debug enable_cpu_affinity main_training_function machine_rank gpu_ids main_process_ip
     main_process_port rdzv_backend same_network downcast_bf16 tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm
@@ -230,16 +224,17 @@ ACCELERATE: dict[str, Convert | None] = {
     "deepspeed_config.gradient_accumulation_steps": _to("train.grad_accum_steps", whole),
     "deepspeed_config.offload_optimizer_device": _to("parallel.offload_optimizer"),
     "deepspeed_config.offload_param_device": _to("parallel.offload_param"),
-    "deepspeed_config.offload_optimizer_nvme_path": lambda value: (
-        {} if value == "none" else {"parallel.nvme_path": value}
+    **dict.fromkeys(
+        ("deepspeed_config.offload_optimizer_nvme_path", "deepspeed_config.offload_param_nvme_path"),
+        lambda value: {} if value == "none" else {"parallel.nvme_path": value},
     ),
-    "deepspeed_config.offload_param_nvme_path": lambda value: {} if value == "none" else {"parallel.nvme_path": value},
     "dynamo_config.dynamo_backend": lambda value: {"compile.enabled": str(value).lower() not in ("no", "false")},
     "dynamo_config.dynamo_mode": _to("compile.mode"),
     **dict.fromkeys(_ACCELERATES_OTHERS.split()),
 }
 KEYS = {"Accelerate": ACCELERATE, "DeepSpeed": DEEPSPEED}
 
+# Keys are known by name in any section, because releases move them from one section to another.
 _IN = r"(?:^|.*\.)(?:parallelism_config_)?"
 _UNPLANNED = (
     (rf"{_IN}(?:tp_size|autotp_size|tensor_parallel(?:_size)?)", "tensor parallelism divides weights and activations"),
@@ -257,20 +252,10 @@ _UNPLANNED = (
 
 
 def unplanned_effect(key: str, value: Any) -> str:
-    """What a key changes in memory that no plan has; empty if it is off, a size of 1, or has no such effect.
-
-    The keys are known by name in any section, because releases move keys from one section to another.
-    """
+    """What a key changes in memory that no plan has; empty if it is off, a size of 1, or has no such effect."""
     is_size = key.endswith(("_size", "tensor_parallel"))
-    if (is_size and value in (1, -1, "1", "-1")) or str(value).lower() in (
-        "",
-        "none",
-        "null",
-        "no",
-        "false",
-        "0",
-        "[]",
-    ):
+    is_off = str(value).lower() in ("", "none", "null", "no", "false", "0", "[]")
+    if is_off or (is_size and value in (1, -1, "1", "-1")):
         return ""
     return next((effect for pattern, effect in _UNPLANNED if re.fullmatch(pattern, key)), "")
 
@@ -284,8 +269,7 @@ def find(tool: str, key: str) -> tuple[bool, Convert | None]:
 
 
 class Release(NamedTuple):
-    """The installed release of Accelerate: keys at the top of its file, and keys of the sections with their defaults
-    (the options of `accelerate launch`)."""
+    """The installed Accelerate: keys at the top of its file, options of `accelerate launch` (its sections' keys)."""
 
     version: str
     names: frozenset[str]
@@ -310,10 +294,7 @@ def accelerate_release() -> Release:
 
 
 def read_content(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """A file's content as Accelerate's class holds it, with keys of earlier releases under their names of today.
-
-    Keys that the class does not have stay, to be named as unknown.
-    """
+    """A file's content as Accelerate's class holds it, with keys of earlier releases under their names of today."""
     from accelerate.commands.config.config_args import ClusterConfig
 
     release = accelerate_release()
@@ -326,6 +307,7 @@ def read_content(content: dict[str, Any], name: str) -> dict[str, Any]:
     if config.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise ConfigError(f"{name} is a job of Amazon SageMaker", "name one whose compute_environment is LOCAL_MACHINE")
     has_old_keys = not content.keys() <= converted.keys()
+    # Keys that the class does not have stay, to be named as unknown.
     keys = [key for key in converted if key in content or (has_old_keys and converted[key])]
     return {key: config.get(key, converted[key]) for key in keys}
 
@@ -391,16 +373,15 @@ class ForeignJob:
         open_points = [ConfigError(cause, fix) for cause, fix, setting in self.problems if setting not in keys]
         if open_points:
             raise combined(open_points)
-        settings = dict(self.settings)
-        if ("run.device", "cpu") in pairs and settings.get("optim.implementation") == "foreach":
-            settings["optim.implementation"] = "for_loop"  # torch's own choice there
         tree: dict[str, Any] = {}
-        for dotted, value in settings.items():
+        for dotted, value in self.settings.items():
             *sections, key = dotted.split(".")
             inner = tree
             for section in sections:
                 inner = inner.setdefault(section, {})
             inner[key] = value
+        if ("run.device", "cpu") in pairs and self.settings.get("optim.implementation") == "foreach":
+            tree["optim"]["implementation"] = "for_loop"  # torch's own choice there
         layers = Layers()
         layers.add_file(self.name, Document(tree))
         layers.add_override("train.eval_samples", 0, raw=False)  # shardkit's evaluation is no part of Accelerate's loop
@@ -509,13 +490,11 @@ def _read_model(path: str | Path | None) -> dict[str, Any]:
 
 
 def _flat(tool: str, tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Dotted keys of a file as the tables spell them, without None.
-
-    Accelerate's sections also take keys without their prefix, and DeepSpeed keys of stage 3 without `stage3_`.
-    """
+    """Dotted keys of a file as the tables spell them, without None."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{section}{name}"
+        # Accelerate's sections also take keys without their prefix, and DeepSpeed keys of stage 3 without `stage3_`.
         if section in ("fsdp_config.", "dynamo_config.", "fp8_config.") and not name.startswith(section[:-7]):
             key = f"{section}{section[:-7]}{name}"
         if tool == "DeepSpeed" and key not in DEEPSPEED and f"{section}stage3_{name}" in DEEPSPEED:

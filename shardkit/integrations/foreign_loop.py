@@ -48,12 +48,7 @@ class ObservedConfig(LoadedConfig):
 
 
 class ForeignLoop:
-    """Another tool's model and optimizers, seen through the tool's wrappers.
-
-    `model`: the module that the loop calls. `optimizers`: torch's own, or DeepSpeed's; each has the `step` that updates
-    the model. `device`: where the model trains. `micro_batch`, `seq_len`: sizes of the last forward's batch; `None` if
-    its inputs do not tell. `accum`: number of forward passes in the last complete step.
-    """
+    """Another tool's model and optimizers, seen through the tool's wrappers."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], rank: int, world_size: int) -> None:
         self.model, self._rank, self._world_size = model, rank, world_size

@@ -69,12 +69,7 @@ class Subject(Protocol):
 
 
 class PostMortem:
-    """Records why one rank lacks memory, with advice.
-
-    `packable`: the shares of the model's values that `model.quantize` would pack: in linear layers, in experts.
-    `planned`: plans changes, where the run's model can be planned. Planning takes seconds, so the file is written
-    before, too.
-    """
+    """Records why one rank lacks memory, with advice."""
 
     def __init__(
         self,
@@ -98,10 +93,7 @@ class PostMortem:
         return Path(self._config.run.dir) / FOLDER / f"rank{self._ledger.rank}.json"
 
     def explain(self, error: BaseException) -> OutOfMemoryError | None:
-        """Write the post-mortem of an exception and return the error to raise instead; `None` for other errors.
-
-        The file names the facts that could not be found; no problem here hides the error itself.
-        """
+        """Write the post-mortem of an exception and return the error to raise instead; `None` for other errors."""
         observed = shortages.of(error)
         if observed is None:
             return None

@@ -14,10 +14,7 @@ from .target import Target
 
 
 def show(title: str, estimate: MemoryEstimate, target: Target, not_planned: Sequence[str] = ()) -> str:
-    """The memory of one rank: its peak, its phases and its categories.
-
-    `not_planned`: lines about settings that the estimate lacks; they take the verdict's place.
-    """
+    """The memory of one rank: its peak, phases and categories; lines of `not_planned` take the verdict's place."""
     hardware = f"{target.world_size} × {said_of(target.gpu) if target.gpu else estimate.device}"
     layers = " and ".join(map(str, estimate.extrapolated_from))
     traced = f", from traces with {layers} layers" if layers else ""

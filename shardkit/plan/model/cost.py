@@ -174,11 +174,7 @@ class TimeEstimate:
 def step_time(
     segments: Sequence[Segment], micro_batches: int, targets: float, overlap: bool, measured: bool
 ) -> TimeEstimate:
-    """The time of a step of `micro_batches`, some of which were traced.
-
-    `targets`: units that the loss counts in a step, over all ranks. `overlap`: see `waits`. `measured`: whether the
-    segments' speeds were measured.
-    """
+    """The time of a step of `micro_batches`, some of which were traced; `overlap`: see `waits`."""
     parts: dict[str, float] = {}
     flops = 0.0
     for segment in repeated(segments, micro_batches):

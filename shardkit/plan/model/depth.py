@@ -65,10 +65,7 @@ def is_slow(config: RunConfig) -> bool:
 
 
 def has_first_look(config: RunConfig) -> bool:
-    """Whether a rough trace takes a fraction of the time of an exact one, and is as good as one of a deep model.
-
-    It is not under ZeRO, whose buckets span layers.
-    """
+    """Whether a rough trace is much faster than an exact one and as good: not under ZeRO, whose buckets span layers."""
     return config.parallel.sharding.stage == 0 and is_slow(config)
 
 

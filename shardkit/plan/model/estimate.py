@@ -126,11 +126,7 @@ class MemoryEstimate:
         return {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
 
     def save(self, run_dir: Path, config: RunConfig, other_ranks: Sequence[MemoryEstimate] = ()) -> None:
-        """Write `plan.json`, which the report shows beside the measured memory.
-
-        `config`: the planned config; a run with another config ignores the plan. `other_ranks`: estimates of ranks
-        whose shards differ.
-        """
+        """Write `plan.json` for the report; a run of another config ignores it. `other_ranks` have other shards."""
         obj = {
             "schema": SCHEMA, "verdict": self.verdict, "uncertainty": self.uncertainty, "config": digest(config),
             "device_memory": self.device_memory, "ranks": [asdict(estimate) for estimate in (self, *other_ranks)],

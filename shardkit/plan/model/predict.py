@@ -47,10 +47,7 @@ slow, only the first and the last, which leave out a loss: 512 bytes. Times are 
 
 
 def prepare(target: Target, fakes: str = "cuda") -> Method:
-    """Prepare this process to trace for the target; call it once, before anything else.
-
-    `fakes`: "cpu" traces without the fake CUDA device.
-    """
+    """Prepare this process to trace, once, before anything else; `fakes`: "cpu" does without the fake CUDA device."""
     for feature in (TRACKER, PLANS):
         feature.require()
     os.environ["DS_ACCELERATOR"] = fakes = "cpu" if target.gpu is None else fakes
@@ -196,10 +193,7 @@ class Scenario:
 
 
 def _traced(config: RunConfig, scenario: Scenario, ends: tuple[int, int] | None = None) -> _Trace:
-    """Trace a config and reduce the log to figures.
-
-    `ends`: for a shallow stand-in of a deep model: (its own layers, layers to tell apart at each end).
-    """
+    """Trace a config into figures; `ends` of a shallow stand-in: (its own layers, layers to tell apart at each end)."""
     target, device = scenario.target, scenario.device
     on_gpu = target.gpu is not None
     # In segments of fixed size, blocks move until the third step; every later step is like the third.
@@ -237,10 +231,7 @@ def _overhead(target: Target) -> int:
 def trace(
     config: RunConfig, scenario: Scenario, steps: int = 2
 ) -> tuple[EventLog, dict[str, int], list[Segment], float]:
-    """Wrap the model and run some steps and an evaluation on fake tensors.
-
-    Returns every allocation; the counts of `count_model`; the last step's work; targets of a micro-batch.
-    """
+    """Run steps and an evaluation: (all allocations, `count_model`, the last step's work, targets of a micro-batch)."""
     gc.collect()
     gc.freeze()  # later collections, some of them DeepSpeed's, then scan this trace's objects only
     target = scenario.target

@@ -45,10 +45,7 @@ _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::inde
 
 
 class WorkCounter:
-    """Adds up the segments of a traced step; each step replaces the previous one.
-
-    `log`: says which phase is running. `speeds`: the speeds of the hardware that the step would run on.
-    """
+    """Adds up the segments of a traced step, on hardware of some speeds; each step replaces the previous one."""
 
     def __init__(
         self, config: RunConfig, log: EventLog, speeds: Speeds, device: torch.device, ranks_per_node: int

@@ -26,10 +26,7 @@ class Combination:
 
 
 def combinations(config: RunConfig, target: Target, fixed_keys: Collection[str]) -> list[Combination]:
-    """All combinations to compare; settings given on the command line stay fixed.
-
-    `fixed_keys`: dotted keys that must not change.
-    """
+    """All combinations to compare; settings of `fixed_keys` (dotted, given on the command line) stay as they are."""
     allowed = []
     own_policy, mode = config.activation.policy, config.precision.mode
     policies: tuple[str, ...] = POLICIES if own_policy in POLICIES else (own_policy, *POLICIES)

@@ -44,11 +44,7 @@ class Step:
 
 
 def default_rungs(world_size: int, config: RunConfig | None = None) -> list[Rung]:
-    """The classic experiment: plain fp32, then one technique after another on top.
-
-    `config`: its settings of these techniques are reset to the defaults; chunked cross-entropy is left out if its task
-    has no vocabulary.
-    """
+    """The classic experiment: plain fp32 without `config`'s own techniques, then one technique after another on top."""
     plain = "single" if world_size == 1 else "ddp"
     base = [f"parallel.strategy={plain}", "precision.mode=fp32", "activation.policy=none"]
     chunks = []
@@ -90,11 +86,7 @@ def parse_rung(text: str) -> Rung:
 
 
 def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None) -> Iterator[Step]:
-    """Predict, and try, each rung on top of those below it.
-
-    A rung that cannot be planned is tried anyway: it may still train. `try_it`: runs a rung, given its overrides and
-    its position; `None` only predicts.
-    """
+    """Predict, and try, each rung on top of those below it; one that cannot be planned is tried: it may still train."""
     stacked = list(_stacked(rungs, load))
     reference: tuple[float, ...] = ()
     with Planner(target) as planner:
@@ -161,10 +153,7 @@ def table(steps: Sequence[Step]) -> str:
 
 
 def save(steps: Sequence[Step], folder: Path, limit: int | None) -> Path:
-    """Write `ladder.json` and `ladder.md`; returns the path of the latter.
-
-    `limit`: bytes that a rank may use; `None` = no limit was given.
-    """
+    """Write `ladder.json` and `ladder.md` with `limit`, the bytes of a rank, if any; returns the path of the latter."""
     contents = {"schema": 1, "device_memory": limit, "rungs": [asdict(step) for step in steps]}
     path = folder / "ladder.md"
     with writing(folder):

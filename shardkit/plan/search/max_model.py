@@ -97,10 +97,7 @@ def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[in
 
 
 def batch_sizes(accumulated: int | None = None) -> list[Size]:
-    """Every micro-batch size up to 65536.
-
-    `accumulated`: a fixed number of micro-batches per step; it replaces a global batch that only some sizes divide.
-    """
+    """Every micro-batch size up to 65536; a fixed `accumulated` replaces a global batch that only some divide."""
     step = () if accumulated is None else (f"train.grad_accum_steps={accumulated}", "train.global_batch_size=null")
     return [Size((f"train.micro_batch_size={n}", *step), n) for n in range(1, _LARGEST_BATCH + 1)]
 

@@ -90,11 +90,7 @@ def pareto(settings: Sequence[Setting]) -> Iterator[Setting]:
 
 
 class Search:
-    """Compares combinations on one target; a context manager that ends its planning processes on exit.
-
-    `fixed_keys`: dotted keys that must not change. `report`: called after every trace with the progress, the expected
-    time and the best setting so far.
-    """
+    """Compares combinations on one target; a context manager that ends its planning processes on exit."""
 
     def __init__(
         self,
@@ -163,12 +159,10 @@ class Search:
         return self._sorted_out(stopped)
 
     def _look_roughly(self, all_combinations: Sequence[Combination]) -> None:
-        """Trace combinations at their largest micro-batch, then the misfits at their smallest, while time allows.
-
-        One combination of each engine comes first: a search that is cut short has compared the engines.
-        """
+        """Trace combinations at their largest micro-batch, then the misfits at their smallest, while time allows."""
         until = None if self._budget is None else self._begun + _FOR_ROUGH * self._budget
         self._left_out = set(all_combinations)
+        # They come first: a search that is cut short has compared the engines.
         one_each = one_of_each_engine(all_combinations, self._load(()))
         for group in (one_each, [combination for combination in all_combinations if combination not in one_each]):
             self._trace_roughly(group, self._sizes[-1], until)
@@ -244,10 +238,7 @@ class Search:
     def _traced(
         self, todo: Sequence[tuple[Combination, int]], rough: bool = False, until: float | None = None
     ) -> Iterator[tuple[tuple[Combination, int], Setting | str]]:
-        """Predict in the planning processes, in order: for each pair a setting, or the reason why it cannot be planned.
-
-        `until`: pairs whose prediction has not begun at this time are left out.
-        """
+        """For each pair, in order, a setting or why it has no plan; pairs that begin after `until` are left out."""
         end = None if self._budget is None else self._begun + self._budget
         with ThreadPoolExecutor(self._workers) as pool:
             answers = [pool.submit(self._predict, combination, size, rough) for combination, size in todo]
@@ -291,10 +282,7 @@ class Search:
         return max(need / (limit * usable) for need, limit in limits if limit is not None)
 
     def _between(self, smallest: Setting, largest: Setting) -> Iterator[Setting]:
-        """Interpolate to every micro-batch size: the phases' peaks linearly, time linearly in 1 / micro-batch.
-
-        A phase's peak is the largest of several lines, therefore linear interpolation is never too low.
-        """
+        """Interpolate to every micro-batch size: the phases' peaks linearly, time linearly in 1 / micro-batch."""
         assert smallest.estimate is not None and largest.estimate is not None
         for size in self._sizes:
             settings = self._settings(smallest.combination, size)
@@ -303,6 +291,7 @@ class Search:
             waits = {name: max(0.0, _line(at, largest.waits[name], in_time)) for name, at in smallest.waits.items()}
             low, high = smallest.estimate, largest.estimate
             phases = low.phases.keys() & high.phases.keys()  # a rough one has no evaluation
+            # A phase's peak is the largest of several lines, therefore linear interpolation is never too low.
             needed = _line(low.needed - low.peak.allocated, high.needed - high.peak.allocated, up)
             needed += max(_line(low.phases[name].allocated, high.phases[name].allocated, up) for name in phases)
             filled = self._filled(high, needed, _line(low.host_peak, high.host_peak, up))

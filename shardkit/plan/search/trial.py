@@ -23,10 +23,7 @@ TRACED = 2  # step 1 creates the optimizer's state; step 2 is like all later ste
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Create the folder for results and check that it is writable, before a long command and while it runs.
-
-    A command without results leaves no folder behind.
-    """
+    """Create a folder for results before a long command, and see that it is writable; it goes if nothing is written."""
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,11 +55,7 @@ class Trial:
 def run_trial(
     config: str | None, overrides: Sequence[str], ranks: int, folder: Path, steps: int = 4, cap: str | None = None
 ) -> Trial:
-    """Train for `steps` steps; an out-of-memory error is a result.
-
-    `config`: a YAML file; `None` = defaults. `folder`: the run directory; its contents are replaced. `cap`: imitate a
-    smaller card (`memory.cap`).
-    """
+    """Train for `steps` steps in `folder`, whose contents are replaced; an out-of-memory error is a result."""
     settings = trial_settings(overrides, folder, steps, cap)
     if ranks == 1:
         command = [*module_command("shardkit.train"), *(["--config", config] if config else []), *settings]

@@ -145,20 +145,13 @@ def fused_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, 
 
 
 def call_directly(*modes: type[DispatchMode]) -> None:
-    """Remove the wrapper that keeps `torch.compile` out of dispatch modes, which costs more than the modes themselves.
-
-    Nothing is compiled in a planning process.
-    """
+    """Remove the wrapper that keeps `torch.compile`, unused here, out of modes: it costs more than the modes."""
     for mode in modes:
         mode.__torch_dispatch__ = inspect.unwrap(mode.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) -> None:
-    """Make torch believe in a GPU that answers as `cuda` says; call it once per process.
-
-    `cuda`: functions and classes that replace those of `torch.cuda`. `attention`: replaces
-    `scaled_dot_product_attention`.
-    """
+    """Make torch believe in a GPU with these members of `torch.cuda` and this attention; call it once per process."""
     FAKE_CUDA.require()
     _install_guard()
     if _init_context.exists():
@@ -184,8 +177,7 @@ def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) ->
 def _install_guard() -> None:
     has_its_own = _ensure_guard.exists()
     if not (has_its_own and torch.backends.cuda.is_built()):  # type: ignore[no-untyped-call]
-        # PyTorch replaces a guard that counts no devices with its own fake one: register such a guard. If PyTorch has
-        # no fake guard, ours stays.
+        # PyTorch replaces a guard that counts no devices with its own fake one. If it has none, ours stays.
         register: Any = _register_guard.find()
         register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p], None
         answer = _function_for_no_devices() if has_its_own else _function_for_one_device()
@@ -251,22 +243,19 @@ def register_cuda_kernels() -> None:
     operators, which keeps more for backward. The kernels are never called: fake tensors come first.
     """
     library = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
+
+    def never_called(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a real tensor was on the fake device")
+
     for name in ("silu_backward", "mish_backward", "_fused_rms_norm"):
         operator = getattr(torch.ops.aten, name, None)
         if operator is not None and not operator.default.has_kernel_for_dispatch_key(_key.find().CUDA):
-            library.impl(name, _never_called)  # type: ignore[no-untyped-call]
+            library.impl(name, never_called)  # type: ignore[no-untyped-call]
     _alive.append(library)
 
 
-def _never_called(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a real tensor was on the fake device")
-
-
 def register_batch_norm(shapes: Mapping[str, Callable[..., Any]]) -> None:
-    """Let fake tensors pass a synchronised batch norm, whose kernels torch 2.9 to 2.15 has for real GPUs only.
-
-    `shapes`: aten operator → function that makes results of the right shapes.
-    """
+    """Let fake tensors pass a synchronised batch norm, whose kernels torch 2.9 to 2.15 has for real GPUs only."""
     library = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
     for name, kernel in shapes.items():
         library.impl(name, kernel)  # type: ignore[no-untyped-call]
@@ -277,14 +266,12 @@ def register_batch_norm(shapes: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def register_collectives() -> None:
-    """Let fake tensors pass collectives if torch (2.9.0) has kernels for real ones only; call it once per process.
-
-    They use the CPU kernels, which call the process group; the fake group answers at once.
-    """
+    """Let fake tensors pass collectives if torch (2.9.0) has kernels for real ones only; call it once per process."""
     operators = [getattr(_c10d.find(), name).default for name in _COLLECTIVES]
     if operators[0].has_kernel_for_dispatch_key(_key.find().Meta):
         return
     library = torch.library.Library("c10d", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    # The CPU kernels call the process group; the fake group answers at once.
     on_cpus = _key_set.find()(_key.find().CPU)
     for operator in operators:
         kernel = partial(operator.redispatch, on_cpus)
@@ -302,13 +289,7 @@ def _gather_flat(gather: Callable[..., Any], output: torch.Tensor, shard: torch.
 def torch_on_fakes(
     apply: Callable[..., Any], split: type, move: Callable[..., None], step: Callable[..., Any]
 ) -> Iterator[None]:
-    """Replace the functions of torch that do not work on fake tensors.
-
-    `apply`: replaces `Module._apply`, which does not swap fake parameters that have other references. `split`: replaces
-    FSDP2's split of a parameter, which makes every rank's shard. `move`: replaces FSDP2's move to the device: setting
-    `data` does not change a fake tensor's device. `step`: replaces `GradScaler`'s step, which reads a count of
-    infinities.
-    """
+    """Replace the functions of torch that do not work on fake tensors; `fake_world` says why at each replacement."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(nn.Module, "_apply", apply))
         stack.enter_context(patch.object(GradScaler, "_maybe_opt_step", step))
@@ -332,10 +313,7 @@ _cpu_adams = [ZERO_PLANS.use(f"{module}.DeepSpeedCPUAdam") for module in ("deeps
 
 @contextmanager
 def deepspeed_alone(cpu_adam: type) -> Iterator[None]:
-    """Turn off DeepSpeed's comparisons between ranks and its overflow checks: there are no peers and no real gradients.
-
-    `cpu_adam`: replaces DeepSpeedCPUAdam, whose kernel reads real memory.
-    """
+    """Turn off DeepSpeed's comparisons of ranks and overflow checks: there are no peers and no real gradients."""
     ZERO_PLANS.require()
     with ExitStack() as stack:
         stack.enter_context(patch(_compares.path, lambda ints: None))

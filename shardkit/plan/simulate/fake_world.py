@@ -31,10 +31,7 @@ from .fakes import Fakes
 def fake_world(
     device: torch.device, world_size: int, ranks_per_node: int, rank: int = 0, zero: bool = False
 ) -> Iterator[World]:
-    """Pretend that this process is one of `world_size` ranks. Every tensor that is made inside is fake.
-
-    `device`: the device on which the model would train. `zero`: also let DeepSpeed work without other ranks.
-    """
+    """Pretend to be one of `world_size` ranks, of DeepSpeed's too if `zero`; every tensor made inside is fake."""
     local = min(ranks_per_node, world_size)
     env = RankEnv(rank, world_size, rank % local, local, rank // local, -(-world_size // local), "group")
     # The group is never destroyed, because DeepSpeed keeps groups for as long as its process lives.
@@ -65,10 +62,7 @@ class _EqualRanks(World):
 
 
 def _apply_to_fakes(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-    """Replaces `Module._apply`, and changes parameters in place.
-
-    torch's own function swaps parameter objects, and refuses to swap a fake tensor that is referenced elsewhere.
-    """
+    """Replaces `Module._apply`, which swaps parameter objects, but not a fake one that is referenced elsewhere."""
     if any(isinstance(param, DTensor) for param in self.parameters()):  # FSDP2's shards need no replacement
         return own_apply(self, fn, recurse)  # type: ignore[no-any-return]
     for module in self.modules() if recurse else (self,):
@@ -118,8 +112,7 @@ class _CPUAdam(torch.optim.Optimizer):
                 if not state:
                     dtype = torch.float32 if self.fp32_optimizer_states else param.dtype
                     state["step"] = 1
-                    state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
-                    state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
+                    state |= {key: torch.zeros_like(param, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
                 fused_adamw(param, param.grad, state["exp_avg"], state["exp_avg_sq"])
 
 

@@ -128,11 +128,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return answer
 
     def _describe(self, args: Any, facts: list[Any], is_placed: bool) -> bool:
-        """Append to `facts` everything that an operator's results depend on.
-
-        `is_placed`: results also depend on where tensors lie in their storages. Returns False if the results depend
-        on more than shapes, dtypes and numbers.
-        """
+        """Append to `facts` what results depend on, with positions in storages if `is_placed`; False if on more."""
         for arg in args:
             kind = type(arg)
             if kind is FakeTensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -18,29 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...hardware.cards import Gpu
-from .compat import (
-    efficient_attention,
-    flash_attention,
-    install_fake_cuda,
-    register_batch_norm,
-    register_cuda_kernels,
-    softmax_of_rows,
-)
+from . import compat
 from .fakes import Fakes
 
 _current = 0
-_released: Callable[[], None] | None = None
+_released: Callable[[], None] = lambda: None  # noqa: E731 - replaced by `on_release`
 
 
-def on_release(callback: Callable[[], None] | None) -> None:
+def on_release(callback: Callable[[], None]) -> None:
     """Call `callback` whenever the program empties the allocator's cache. It replaces an earlier callback."""
     global _released
     _released = callback
-
-
-def _empty_cache() -> None:
-    if _released is not None:
-        _released()
 
 
 def current_stream() -> int:
@@ -49,13 +37,10 @@ def current_stream() -> int:
 
 
 def install(gpu: Gpu, n_devices: int = 8) -> None:
-    """Make `FakeTensorMode` work with device cuda in this process, until it ends.
-
-    `gpu`: the imitated card. `n_devices`: number of GPUs of the imitated machine.
-    """
-    install_fake_cuda(_cuda_api(gpu, n_devices), _attention)
-    register_cuda_kernels()
-    register_batch_norm(_BATCH_NORM)
+    """Make `FakeTensorMode` work with device cuda in this process, until it ends."""
+    compat.install_fake_cuda(_cuda_api(gpu, n_devices), _attention)
+    compat.register_cuda_kernels()
+    compat.register_batch_norm(_BATCH_NORM)
     _check()
 
 
@@ -113,11 +98,6 @@ def _on_stream(stream: FakeStream | None) -> Iterator[None]:
         _current = before
 
 
-@contextmanager
-def _on_device(device: Any) -> Iterator[None]:
-    yield
-
-
 def _cuda_api(gpu: Gpu, n_devices: int) -> dict[str, Any]:
     """Replacements for members of `torch.cuda` that describe or use a GPU."""
     default = FakeStream()
@@ -132,13 +112,13 @@ def _cuda_api(gpu: Gpu, n_devices: int) -> dict[str, Any]:
         "Event": FakeEvent,
         "stream": _on_stream,
         "StreamContext": _on_stream,
-        "device": _on_device,
+        "device": nullcontext,
         "current_stream": lambda *_: default,
         "default_stream": lambda *_: default,
         "current_device": lambda: 0,
         "set_device": lambda *_: None,
         "synchronize": lambda *_: None,
-        "empty_cache": _empty_cache,
+        "empty_cache": lambda: _released(),
         "device_count": lambda: n_devices,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -162,19 +142,10 @@ _real_attention = F.scaled_dot_product_attention
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Replaces `scaled_dot_product_attention`: calls the kernel that torch chooses on the planned GPU.
-
-    On fake tensors torch itself always chooses the unfused products.
-    """
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Replaces `scaled_dot_product_attention`, which never fuses on fakes, by the kernel chosen on the planned GPU."""
     if query.device.type != "cuda":
         return _real_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled("cuda"):
@@ -190,12 +161,12 @@ def _attention(
             if padding:
                 query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
             factor = scale or 1 / math.sqrt(width)
-            out, *_ = flash_attention(query, key, value, dropout_p, is_causal, False, scale=factor)
+            out, *_ = compat.flash_attention(query, key, value, dropout_p, is_causal, False, scale=factor)
             return out[..., :width] if padding else out  # type: ignore[no-any-return]
         if kernel == "efficient":
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             bias = None if attn_mask is None else _bias(attn_mask, query, key)
-            out, *_ = efficient_attention(query, key, value, bias, grad, dropout_p, is_causal, scale=scale)
+            out, *_ = compat.efficient_attention(query, key, value, bias, grad, dropout_p, is_causal, scale=scale)
             return out  # type: ignore[no-any-return]
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, shared)
 
@@ -224,10 +195,7 @@ def _plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float,
     causal: bool, scale: float | None, shared: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Unfused attention, operator by operator as torch runs it on CUDA, in fp32.
-
-    torch's own function adds the mask in place only to real tensors.
-    """
+    """Unfused attention, operator by operator as torch runs it on CUDA, in fp32."""
     dtype, factor = query.dtype, math.sqrt(abs(scale or 1 / math.sqrt(query.shape[-1])))
     if dtype in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()
@@ -241,8 +209,9 @@ def _plain_attention(
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     weights = query @ (key.transpose(-2, -1) * factor)
     if mask is not None:
+        # torch's own function adds the mask in place only to real tensors.
         weights.add_(mask)
-    weights = softmax_of_rows(weights, -1)
+    weights = compat.softmax_of_rows(weights, -1)
     if dropout:
         weights = F.dropout(weights, dropout)
     out, _ = (weights @ value).to(dtype), weights.to(dtype)  # torch returns both

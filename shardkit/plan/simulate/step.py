@@ -58,10 +58,7 @@ def take_evaluation(
     config: RunConfig, world: World, task: Task, batch: Batch, prompts: Prompts | None, strategy: Strategy,
     tracing: Tracing,
 ) -> None:  # fmt: skip
-    """Take a micro-batch of an evaluation, and a token of each sample, as a run does.
-
-    A run keeps no keys and values of earlier tokens: every token is a forward over prompt and answer, of one shape.
-    """
+    """Take a micro-batch of an evaluation, and a token of each sample, as a run does."""
     model, device = strategy.model, world.device
     model.eval()
     with torch.no_grad(), strategy.evaluating():
@@ -69,6 +66,7 @@ def take_evaluation(
             getattr(task, "plan_loss", task.loss)(model, to_device(batch, device))
         if prompts is not None:
             rows, width = prompts.batch(config.train, world.size)
+            # A run keeps no keys and values of earlier tokens: each is a forward over prompt and answer, of one shape.
             with tracing.phase("sample"):
                 tokens = torch.zeros(rows, width, dtype=torch.long)
                 last_positions = torch.zeros(rows, dtype=torch.long, device=device)
@@ -90,10 +88,7 @@ def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
 
 
 def sample_batch(task: Task, config: RunConfig, n_samples: int | None = None) -> Batch:
-    """A batch on the CPU: the task's `plan_batch`, or the first samples of its training data.
-
-    `n_samples`: default: `train.micro_batch_size`.
-    """
+    """A batch on the CPU: the task's `plan_batch`, or the first samples of its training data."""
     size = config.train.micro_batch_size if n_samples is None else n_samples
     make = getattr(task, "plan_batch", None)
     if make is not None:
@@ -101,15 +96,11 @@ def sample_batch(task: Task, config: RunConfig, n_samples: int | None = None) ->
     data = task.dataset("train")
     name = config.task.factory or config.task.name
     if data is not None and not hasattr(data, "__len__"):
-        raise ConfigError(
-            f"dataset('train') of task {name} is a {type(data).__name__} without len()",
-            "return one of map style, with len() and integer indices",
-        )
+        cause = f"dataset('train') of task {name} is a {type(data).__name__} without len()"
+        raise ConfigError(cause, "return one of map style, with len() and integer indices")
     if not data:
-        raise ConfigError(
-            f"task {name} has no training data to plan with",
-            "return samples from dataset('train'), or give the task plan_batch(n)",
-        )
+        fix = "return samples from dataset('train'), or give the task plan_batch(n)"
+        raise ConfigError(f"task {name} has no training data to plan with", fix)
     samples = [data[index % len(data)] for index in range(size)]
     return getattr(task, "collate", default_collate)(samples)
 

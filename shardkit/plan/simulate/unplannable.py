@@ -70,9 +70,8 @@ def refuse_value(frame: FrameType | None) -> None:
     while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or _is_torch(frame.f_code.co_filename)):
         frame = frame.f_back
     if frame is not None and _is_users(frame.f_code.co_filename):
-        raise ConfigError(
-            f"the model needs the value of a tensor{_line(frame.f_code.co_filename, frame.f_lineno)}", _FIX
-        )
+        at_line = _line(frame.f_code.co_filename, frame.f_lineno)
+        raise ConfigError(f"the model needs the value of a tensor{at_line}", _FIX)
 
 
 def of_deepspeed(frame: FrameType | None) -> bool:
