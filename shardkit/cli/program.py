@@ -76,7 +76,6 @@ def missing_dashes(ctx: Any, index: int) -> tuple[str, str]:
 
 
 def _split_options(command: Any, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The options that a command knows, with their values, and all other words."""
     is_flag = {name: getattr(param, "is_flag", False) for param in command.params for name in param.opts}
     options, script_words, remaining = list[str](), list[str](), iter(words)
     for word in remaining:
@@ -106,8 +105,6 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class Program:
-    """What the ranks of a job run."""
-
     config: str | None  # the YAML file, `-` for defaults; None for a script
     overrides: tuple[str, ...]  # `section.key=value` for the config
     script: Script | None = None  # the script; None for a config
@@ -128,7 +125,6 @@ class Program:
         return load(str(self.config), [*self.overrides_of_all_tasks, *changes])
 
     def launch_command(self) -> str:
-        """The command that runs this program on this machine."""
         if self.script is None:
             return shlex.join(["shardkit", "launch", str(self.config), *self.overrides_of_all_tasks])
         logs = [] if self.log_dir is None else ["--run-dir", self.log_dir]
@@ -136,7 +132,6 @@ class Program:
 
 
 def load(config: str, overrides: Sequence[str]) -> LoadedConfig:
-    """A YAML file, or the defaults for `-`, with overrides."""
     from ..config.load import load_config
 
     return load_config(None if config == "-" else config, list(overrides))
@@ -178,7 +173,6 @@ def read_program(
 
 
 def refuse_options(ctx: typer.Context, names: Sequence[str], reason: str, fix: str) -> None:
-    """Refuse options that the user set on the command line."""
     for name in names:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

@@ -13,7 +13,6 @@ FIRST_S, EVERY_S = 2.0, 15.0
 
 
 def say(line: str) -> None:
-    """Print a line on stderr at once."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RehearsedCards:
-    """The emulated cards."""
-
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")] = "h100"
     gpus: Annotated[
         Count, typer.Option(metavar="N", min=1, max=64, help="GPUs of a machine; 1, with --ranks up to 8.")
@@ -31,8 +29,6 @@ class RehearsedCards:
 
 @dataclass(frozen=True)
 class RehearsalOptions:
-    """Which ranks run, when the rehearsal ends, and what the program may touch."""
-
     ranks: Annotated[Count, typer.Option(metavar="N", min=1, help="Run a few of N ranks, and pretend the others.")] = (
         None
     )
@@ -59,8 +55,6 @@ class RehearsalOptions:
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """Whether kernels compute, and what then makes errors visible."""
-
     compute: Annotated[
         bool, typer.Option("--compute", help="Compute, on the CPU, and run to the end: for tests that need GPUs.")
     ] = False
@@ -151,7 +145,6 @@ def rehearse(
 
 
 def _refuse_with_compute(options: RehearsalOptions) -> None:
-    """Refuse options of a rehearsal that computes nothing."""
     names = [f"--{key}" for key in ("ranks", "live", "until", "expect", "assume") if getattr(options, key)]
     names += ["--steps"] if options.steps != RehearsalOptions.steps else []
     if names:
@@ -191,7 +184,6 @@ class RehearseHere:
     gpu_memory: Annotated[Text, typer.Option(metavar="80GB", help="Per card, if not the card's.")] = None
 
     def check(self, ctx: typer.Context) -> None:
-        """Refuse cards without a rehearsal."""
         if not self.rehearse:
             refuse_options(ctx, ("gpu", "gpu_memory"), "names the cards of --rehearse, which is missing", "add it")
 

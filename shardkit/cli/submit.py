@@ -28,8 +28,6 @@ _FOR_SLURM = (
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What a job asks its cluster for."""
-
     nodes: Annotated[int, typer.Option(metavar="N", help="Nodes.")] = 1
     gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs, and ranks, on each node; 0 = CPU.")] = 8
     ranks_per_node: Annotated[Count, typer.Option(metavar="N", help="Default: one per GPU.")] = None
@@ -63,7 +61,6 @@ class ClusterOptions:
     ] = None
 
     def check(self) -> None:
-        """Refuse values that no cluster accepts."""
         for option in ("gpus_per_node", "max_restarts", "max_requeues"):
             if (number := getattr(self, option)) < 0:
                 raise LaunchError(f"--{option.replace('_', '-')} {number} is negative", "pass 0 or more")
@@ -86,7 +83,6 @@ class ClusterOptions:
             raise LaunchError(f"--signal-s {self.signal_s} is not a number of seconds", "pass 1 or more")
 
     def slurm_options(self) -> SlurmOptions:
-        """The options of the job's batch script."""
         from ..launch.spec import SlurmOptions
 
         return SlurmOptions(
@@ -98,7 +94,6 @@ class ClusterOptions:
         )  # fmt: skip
 
     def pod_options(self, manifest: ManifestOptions) -> KubernetesOptions:
-        """The options of the job's pods."""
         from ..launch.slurm.preemption_warning import limit_s
         from ..launch.spec import KubernetesOptions
 
@@ -113,8 +108,6 @@ class ClusterOptions:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Whether the job is planned or rehearsed before it is queued, and for which cards."""
-
     gpu: Annotated[Text, typer.Option(metavar="NAME", help="Plan the job for the cluster's cards (h100, …).")] = None
     gpu_memory: Annotated[Text, typer.Option(metavar="80GB", help="Or for cards of this size.")] = None
     force: Annotated[bool, typer.Option("--force", help="Submit it even if it would not fit.")] = False
@@ -133,7 +126,6 @@ class ManifestOptions:
     ] = None
 
     def check(self) -> None:
-        """Refuse any other kind of cluster."""
         if self.to == "jobset":
             raise LaunchError("--to jobset is written --to kubernetes now", "pass --to kubernetes: it prints a JobSet")
         if self.to not in ("slurm", "kubernetes"):
@@ -249,7 +241,6 @@ def _print_manifest(program: Program, spec: JobSpec, name: str | None, grace_s: 
 
 
 def _queue(program: Program, job: Submission, array: str | None, plan: tuple[MemoryEstimate, RunConfig] | None) -> None:
-    """Hand a job to Slurm, keep its plan, and tell where its output is."""
     from ..launch.slurm.submit import array_indices, held_back
     from ..launch.slurm.submit import submit as hand_to_sbatch
 

@@ -326,8 +326,6 @@ _FSDP1_ONLY = ("sharding_strategy", "use_orig_params", "sync_module_states", "ba
 
 @dataclass(frozen=True)
 class FileKey:
-    """A key of a file, and what became of it."""
-
     file: str
     tool: str
     key: str
@@ -341,8 +339,6 @@ class FileKey:
 
 @dataclass(frozen=True)
 class ForeignJob:
-    """The job that the files describe, in keys here."""
-
     name: str
     file_keys: tuple[FileKey, ...]
     settings: Settings
@@ -400,7 +396,6 @@ class ForeignJob:
             yield f"the job may not fit: it needs up to {gib(needed + total)} of {gib(limit)}"
 
     def mapping(self) -> Iterator[str]:
-        """Line by line, what became of every key of the files."""
         for name in dict.fromkeys(entry.file for entry in self.file_keys):
             keys = [entry for entry in self.file_keys if entry.file == name]
             yield name if "default" in name else f"{name} ({keys[0].tool})"
@@ -504,8 +499,6 @@ def _flat(tool: str, tree: Mapping[str, Any], section: str = "") -> dict[str, An
 
 
 class _Translation:
-    """The steps of `read_job` after its files are read."""
-
     def __init__(
         self, files: Mapping[str, tuple[str, dict[str, Any]]], model: dict[str, Any], path: str | Path | None,
         gpus: int | None, command_line: Settings,
@@ -559,7 +552,6 @@ class _Translation:
         )  # fmt: skip
 
     def _read(self, tool: str, file: str, key: str, value: Any, fate: str = "mapped") -> FileKey:
-        """What becomes of one key."""
         is_known, convert = find(tool, key)
         is_installed = tool == "DeepSpeed" or accelerate_release().knows(key)
         settings: Settings = {}
@@ -667,7 +659,6 @@ class _Translation:
         self.added.append((setting, value, reason))
 
     def _engine_and_precision(self, gpus: int) -> bool:
-        """Settle engine and precision; whether a half-precision type is on."""
         settings, engine = self.settings, self.settings.pop("engine", None)
         if self.stage is not None:
             settings["parallel.strategy"] = STAGES[self.stage]

@@ -37,7 +37,6 @@ class ObservedConfig(LoadedConfig):
     """The config that a watched loop implies; its YAML lists only the settings that could be observed."""
 
     def render(self) -> str:
-        """The observed settings as YAML."""
         tree: dict[str, Any] = {}
         for key, source in self.sources.items():
             section, _, name = key.partition(".")
@@ -83,7 +82,6 @@ class ForeignLoop:
         yield from module_state(self.model, *(optimizer for optimizer in inner if isinstance(optimizer, _OPTIMIZER)))
 
     def shards(self) -> Iterator[StateTensor | Shard]:
-        """Every local tensor of the state, with its name."""
         named = {plain_name(name): param for name, param in self.model.named_parameters()}
         if self._zero is not None:
             of_stage = zero_state.zero3_shards if self.stage == 3 else zero_state.zero12_shards
@@ -97,7 +95,6 @@ class ForeignLoop:
                         yield from (StateTensor(f"optim.{name}.{key}", local) for local in local_tensors(value))
 
     def look(self, inputs: Sequence[Any]) -> None:
-        """Record the batch size, sequence length and autocast type of a forward that begins."""
         batch = next(_tensors(inputs), None)
         if batch is not None:
             self.micro_batch = batch.shape[0]

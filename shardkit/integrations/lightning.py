@@ -47,17 +47,14 @@ class ShardkitCallback(WatchesTrainer, Callback):  # type: ignore[misc]
         self.watching.open()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Forward begins."""
         if self.watching is not None:
             self.watching.marks.forward_begins(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Backward begins."""
         if self.watching is not None:
             self.watching.marks.backward_begins()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """The update begins."""
         if self.watching is not None:
             self.watching.marks.update_begins()
 
@@ -85,7 +82,6 @@ class ShardkitCallback(WatchesTrainer, Callback):  # type: ignore[misc]
         self.end_watching()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Explain the exception if memory ran out."""
         if self.watching is not None:
             self.watching.explain(exception)
         self.end_watching(failed=True)

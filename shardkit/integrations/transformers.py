@@ -56,7 +56,6 @@ class ShardkitCallback(WatchesTrainer, TrainerCallback):  # type: ignore[misc]
         self.watching.open()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add the Trainer's figures to the step's record."""
         if self.watching is not None:
             numbers = {key: value for key, value in (logs or {}).items() if isinstance(value, (int, float))}
             figures = {_NAMES.get(key, key): value for key, value in numbers.items() if not key.startswith(_AT_THE_END)}

@@ -95,8 +95,6 @@ def refuse_removed(arguments: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `watch` after the model and its optimizers."""
-
     run_dir: Path
     every: int = 10
     resume: bool = False
@@ -360,7 +358,6 @@ class WatchesTrainer:
 
 
 def missing(library: str, error: ImportError) -> ConfigError:
-    """The error of an integration whose library does not import."""
     cause = f"shardkit.integrations.{library} needs {library}, which does not import: {error}"
     return ConfigError(cause, f"pip install {library}")
 

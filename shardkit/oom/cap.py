@@ -24,8 +24,6 @@ _PRUNE = 4096
 
 @dataclass(frozen=True)
 class Made:
-    """The origin of a storage that is still alive."""
-
     n_bytes: int
     address: int
     shape: tuple[int, ...]

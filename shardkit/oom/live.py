@@ -15,8 +15,6 @@ from .cap import Made
 
 
 class NamedShard(Protocol):
-    """A shard of a strategy: its name and its local memory."""
-
     @property
     def name(self) -> str: ...
 
@@ -52,7 +50,6 @@ def biggest(
     # address → (bytes, where it was made) of the CUDA allocator's blocks in use, from `snapshot_blocks`
     blocks: Mapping[int, tuple[int, str | None]] | None = None,
 ) -> list[Live]:
-    """The `count` largest live storages on a device."""
     storages: dict[int, Live] = {}
     # By type: `isinstance` would call proxies, which may do anything.
     for tensor in (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)):

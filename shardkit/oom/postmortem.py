@@ -45,8 +45,6 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that lowers the memory in question."""
-
     change: str  # settings as on the command line, separated by spaces; or a variable of the environment
     saving_bytes: int | None  # bytes saved; None if the change was not planned
     cost: str  # its price, in time or otherwise
@@ -89,7 +87,6 @@ class PostMortem:
 
     @property
     def path(self) -> Path:
-        """This rank's file."""
         return Path(self._config.run.dir) / FOLDER / f"rank{self._ledger.rank}.json"
 
     def explain(self, error: BaseException) -> OutOfMemoryError | None:
@@ -152,7 +149,6 @@ class PostMortem:
         }  # fmt: skip
 
     def _row(self) -> RankRow:
-        """The ledger's row with the current state."""
         self._attempt("state", lambda: self._ledger.count_state(self._subject.state_tensors()), None)
         return self._ledger.row()
 
@@ -221,7 +217,6 @@ class PostMortem:
         return None if problem else path.name
 
     def _write(self, record: dict[str, Any]) -> str | None:
-        """Write the file; returns the problem, if there was one."""
         return _replace(self.path, json.dumps({**record, "gaps": self._gaps}, indent=1, default=str).encode() + b"\n")
 
 

@@ -33,8 +33,6 @@ class Change:
 
 
 class Changes(list[Change]):
-    """Planned changes."""
-
     left_out: Sequence[str] = ()  # settings that were not planned for lack of time
 
 
@@ -71,7 +69,6 @@ def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Plann
         return rough if job_roughly is None else corrected(rough, job_roughly, estimate)
 
     def savings(changes: Sequence[tuple[str, str]]) -> list[Change]:
-        """Those of the changes that save memory, the largest saving first."""
         found: list[Change] = []
         n_planned = 0
         for settings, cost in changes:
@@ -109,7 +106,6 @@ def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Plann
 
 
 def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """The config with more overrides."""
     layers = Layers()
     layers.add_file("the config", Document(config.model_dump(mode="json")))
     for setting in settings:

@@ -212,6 +212,5 @@ def _environment() -> dict[str, str]:
 
 
 def plan(config: RunConfig, target: Target, *, all_layers: bool = False) -> MemoryEstimate:
-    """Predict the memory of one rank; see `Planner`."""
     with Planner(target) as planner:
         return planner.predict(config, all_layers=all_layers)

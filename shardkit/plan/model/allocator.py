@@ -166,7 +166,6 @@ class CachingAllocator:
         return self._map(arena, run or [self._end(arena)], size)
 
     def _growth(self, arena: _Arena, run: list[_Block], size: int) -> int:
-        """Bytes of the pages that are mapped for `size` bytes."""
         return self._pages(arena, max(0, size - sum(block.size for block in run if block.mapped)))
 
     def _end(self, arena: _Arena) -> _Block:
@@ -351,8 +350,6 @@ def whole_pages(arenas: dict[Arena, int]) -> int:
 
 @dataclass(frozen=True)
 class _Request:
-    """A change of a storage's size."""
-
     storage: int
     n_bytes: int  # the new size; 0 if the storage was freed
     stream: int
@@ -361,7 +358,6 @@ class _Request:
 
 
 def _requests(log: EventLog, device: str) -> list[_Request]:
-    """Every change of a device's storages, in order."""
     requests: list[_Request] = []
     sizes: dict[int, int] = {}
     marks = iter([*log.marks[1:], (len(log.events), "", "")])

@@ -23,8 +23,6 @@ Edges = Mapping[Edge, Peak]
 
 @dataclass(frozen=True)
 class Depth:
-    """How to trace a model of `layers` equal layers at two smaller depths."""
-
     layers: int
     traced: tuple[int, int]  # the two depths
     at: Callable[[int], RunConfig]  # returns the config with another number of layers

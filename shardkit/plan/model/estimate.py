@@ -32,15 +32,11 @@ PlannedPhase = PhaseName | EvaluationPhase
 
 
 class DoesNotFit(ConfigError):
-    """None of the settings that were planned fits."""
-
     exit_code = 4
 
 
 @dataclass(frozen=True)
 class PhaseEstimate:
-    """Largest bytes while a phase runs."""
-
     allocated: int
     reserved: int
     host: int
@@ -48,8 +44,6 @@ class PhaseEstimate:
 
 @dataclass(frozen=True)
 class PeakEstimate:
-    """The size and the place of the peak on the device."""
-
     allocated: int  # bytes of the tensors' blocks, as the allocator counts them
     reserved: int  # bytes that the allocator takes from a GPU with room to spare
     required: int  # bytes that remain when the allocator releases its cache
@@ -67,8 +61,6 @@ class CategoryEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory that one rank will need."""
-
     device: str
     world_size: int
     rank: int  # the rank of these figures
@@ -135,5 +127,4 @@ class MemoryEstimate:
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> MemoryEstimate:
-        """Inverse of `to_json`."""
         return TypeAdapter(cls).validate_python(obj)

@@ -73,7 +73,6 @@ def predict(
     rough: bool = False,
     evaluates: bool = True,  # trace an evaluation too
 ) -> MemoryEstimate:
-    """Predict one rank's memory for a config."""
     kind = "cpu" if target.gpu is None else "cuda"
     local_size = min(target.ranks_per_node, target.world_size)
     capability.check(config, device=kind, world_size=target.world_size, local_world_size=local_size)
@@ -117,7 +116,6 @@ def ranks_alike(config: RunConfig, world_size: int, n_params: int) -> bool:
 
 
 def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
-    """Extrapolate the whole model from two traces."""
     device = extended(depth, shallower.device, deeper.device)
     arenas = {key: line(depth, (shallower.arenas.get(key, 0), size)) for key, size in deeper.arenas.items()}
     rounding = whole_pages(arenas) - sum(arenas.values())
@@ -185,8 +183,6 @@ class _Trace(Replay):
 
 @dataclass(frozen=True)
 class Scenario:
-    """The part of a prediction that does not depend on the config."""
-
     target: Target
     device: torch.device  # the device of the fake tensors
     speeds: Speeds | None = None  # the target hardware's speeds; without them a trace counts no work
@@ -261,8 +257,6 @@ def trace(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Batches on the CPU, with real or no values."""
-
     batch: Batch
     n_targets: float  # targets of `batch`, a micro-batch
     evaluated: Batch | None  # an evaluation's largest micro-batch; `None` without evaluations

@@ -58,7 +58,6 @@ class WorkCounter:
         self.segments: list[Segment] = []
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record an operator that ran, with the tensors that it really works on."""
         phase, operator = self._log.phase, _operator_of(func)
         if phase not in _PHASES or operator.is_view:
             return
@@ -125,8 +124,6 @@ class WorkCounter:
 
 
 class _Operator(NamedTuple):
-    """The facts about an operator that are known before it runs."""
-
     name: str
     is_view: bool
     is_collective: bool
@@ -155,7 +152,6 @@ def _operator_of(func: Any) -> _Operator:
 
 
 def _tensors(args: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results."""
     for arg in args.values() if isinstance(args, dict) else args:
         if isinstance(arg, torch.Tensor):
             yield arg
@@ -173,7 +169,6 @@ def _sum_bytes(*args: Any) -> int:
 
 
 def _traffic(operator: _Operator, args: Any, operands: list[torch.Tensor], results: list[torch.Tensor]) -> int:
-    """Bytes read and written, each argument and result once."""
     written = sum(map(_n_bytes, results))
     if operator.looks_up:
         return 2 * written

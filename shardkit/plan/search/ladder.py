@@ -77,7 +77,6 @@ def _without_techniques(config: RunConfig) -> Iterator[str]:
 
 
 def parse_rung(text: str) -> Rung:
-    """Parse `NAME: key=value key=value`."""
     name, sign, settings = text.partition(":")
     items = settings.split()
     if not sign or not name.strip() or not items or not all("=" in item for item in items):
@@ -109,7 +108,6 @@ def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None)
 
 
 def _stacked(rungs: Sequence[Rung], load: Load) -> Iterator[tuple[Rung, tuple[str, ...]]]:
-    """Each rung with the settings of all rungs up to it."""
     settings: dict[str, str] = {}
     names: set[str] = set()
     for rung in rungs:
@@ -146,7 +144,6 @@ def cells(step: Step) -> list[str]:
 
 
 def table(steps: Sequence[Step]) -> str:
-    """The ladder as a Markdown table."""
     rows: list[Sequence[str]] = [HEAD, ["---"] * len(HEAD), *map(cells, steps)]
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)

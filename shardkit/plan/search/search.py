@@ -58,8 +58,6 @@ class Setting:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search."""
-
     # the best micro-batch of every combination that fits, fastest first; the first and those on the `front` were traced
     # exactly, unless the search was `stopped`
     fitting: tuple[Setting, ...]
@@ -324,7 +322,6 @@ class Search:
 
 
 def named(setting: Setting, samples: int) -> str:
-    """A setting in one line."""
     combination = setting.combination
     passes = samples // setting.micro_batch
     batch = f"micro-batch {setting.micro_batch}" + (f" × {passes}" if passes > 1 else "")

@@ -67,7 +67,6 @@ def show_found(title: str, result: SearchResult, target: Target) -> str:
 
 
 def _stopped(result: SearchResult) -> list[str]:
-    """The uncertainty of a search that ended early."""
     if not result.stopped:
         return []
     lines = [f"{result.stopped}: {len(result.left_out)} combinations were not planned; this is the best of the others"]
@@ -147,14 +146,11 @@ def _compared(alternative: Setting, best: Setting) -> str:
 
 @dataclass(frozen=True)
 class Verified:
-    """A setting and the trial that ran it."""
-
     setting: Setting
     trial: Trial
 
 
 def show_verified(verified: Sequence[Verified], samples: int) -> str:
-    """A table of measured and predicted memory and speed."""
     rows: list[tuple[str, ...]] = [("measured", "needs", "predicted", "tokens/s", "predicted")]
     for pair in verified:
         trial, setting = pair.trial, pair.setting

@@ -41,8 +41,6 @@ def writing(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a short run."""
-
     outcome: Literal["ok", "out of memory", "failed"]
     # peak bytes of tensors on any rank: from the allocator on a GPU, from a traced step on the CPU
     peak: int | None = None

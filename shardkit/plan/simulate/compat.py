@@ -226,8 +226,6 @@ def _function_for_one_device() -> int:
 
 
 class _Changed:
-    """A Python module with some members replaced."""
-
     def __init__(self, module: Any, **members: Any) -> None:
         self.__dict__.update(members)
         self._module = module
