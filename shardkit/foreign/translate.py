@@ -330,9 +330,7 @@ class FileKey:
     tool: str
     key: str
     value: Any
-    # `mapped` or `default`; `absent` if it changes no memory; `ignored` by the tool; `unknown` to the tool; `unplanned`
-    # if it changes memory and no plan models it
-    fate: str
+    fate: str  # mapped, default; absent: no memory; ignored, unknown by the tool; unplanned: memory, no plan
     settings: Settings = field(default_factory=dict)
     note: str = ""  # the reason of a fate, or the source of a value that fills in `auto`
 
@@ -343,11 +341,8 @@ class ForeignJob:
     file_keys: tuple[FileKey, ...]
     settings: Settings
     added: tuple[tuple[str, Any, str], ...]  # settings without a key in any file, each with its reason
-    # memory of Accelerate's loop that a plan does not have: (text, bytes for each value of the model, bytes for each
-    # token of a micro-batch)
-    left_out: tuple[tuple[str, int, int], ...]
-    # reasons not to plan: (cause, fix, the key here that settles it on the command line)
-    problems: tuple[tuple[str, str, str], ...]
+    left_out: tuple[tuple[str, int, int], ...]  # memory beyond the plan: (text, bytes for each value, for each token)
+    problems: tuple[tuple[str, str, str], ...]  # (cause, fix, the key here that settles it)
     gpus: int
     gpus_per_node: int | None  # ranks on one machine; None if no file says it
 
@@ -422,12 +417,10 @@ def _text(value: Any) -> str:
 
 
 def read_job(
-    # the files, or their contents; a DeepSpeed file that Accelerate's names is read too
-    names: Sequence[str | Path | Mapping[str, Any]],
+    names: Sequence[str | Path | Mapping[str, Any]],  # files or their contents; one that another names is read too
     model: str | Path | None = None,  # a transformers `config.json`, or a folder that holds one
     gpus: int | None = None,  # ranks of the job; default: what the files say, else 1
-    # settings that the job will be loaded with; an `auto` that one of them sets counts as filled
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] = (),  # of `load` later; an `auto` that one of them sets counts as filled
 ) -> ForeignJob:
     """Read Accelerate's file, DeepSpeed's file, or both of one job."""
     files: dict[str, tuple[str, dict[str, Any]]] = {}

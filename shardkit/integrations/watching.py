@@ -102,8 +102,7 @@ class Settings:
     tensorboard: bool = True
     cap: str | None = None
     model_config: str | None = None
-    # shardkit settings that the tool states and that cannot be observed on the model
-    tool_settings: Mapping[str, Any] = field(default_factory=dict)
+    tool_settings: Mapping[str, Any] = field(default_factory=dict)  # what the tool states
     is_marked: bool = False  # whether the caller marks the phases, through `Watching.marks`; else hooks do
     bars: bool = True
     total: int | None = None

@@ -37,12 +37,9 @@ def candidates(
     device: str,  # "cpu" or "cuda"
     *,
     short_of: str = "device",  # "device" or "host"
-    # "activations", "state" or both: whose memory to lower, in the order in which the changes are listed
-    parts: Sequence[str] = ("activations", "state"),
-    # shares of the model's values in frozen linear layers and in frozen experts, as `model.quantize` would pack them
-    packable: tuple[float, float] = (0.0, 0.0),
-    # whether a plan of each change follows; else changes that help some models alone are left out
-    planned: bool = True,
+    parts: Sequence[str] = ("activations", "state"),  # whose memory to lower, first things first
+    packable: tuple[float, float] = (0.0, 0.0),  # shares of values that `model.quantize` packs: linear layers, experts
+    planned: bool = True,  # a plan of each change follows; else changes that help only some models are left out
 ) -> list[tuple[str, str]]:
     """Changes that may lower the memory in question, roughly the cheapest first: (settings, their cost).
 

@@ -27,13 +27,10 @@ class Live:
     """One storage that is alive."""
 
     n_bytes: int  # bytes of the whole storage, even if a tensor views only a part
-    # shape, dtype: of the largest tensor on it; `None` if only the allocator knows of it: most tensors that autograd
-    # keeps for backward belong to no Python object
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None  # of the largest tensor on it; `None` for most of what autograd keeps
     dtype: str | None = None
     category: StateKind | None = None  # of the ledger's kinds of state; `None` for activations and the rest
-    # `model.<fqn>`, `optim.<fqn>.<state>` or `buffer.<fqn>`, the first of those in a flat buffer
-    name: str | None = None
+    name: str | None = None  # `model.<fqn>`, `optim.<fqn>.<state>`, `buffer.<fqn>`: the first in a flat buffer
     made: str | None = None  # operator and line; known under a memory cap, or while the allocator keeps its history
 
     def to_json(self) -> dict[str, Any]:

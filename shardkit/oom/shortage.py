@@ -96,8 +96,8 @@ _CPU_ALLOCATOR = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+
 class Shortage:
     """A failed request and the memory around it at that moment, in bytes; `None` if not known."""
 
-    # whose memory: `device` (a GPU's), `cap` (`memory.cap` on the CPU), `host` (the operating system refused), `host-
-    # risk` (nothing failed yet, but the host's memory is almost used up)
+    # whose memory: `device` (a GPU's), `cap` (`memory.cap` on the CPU), `host` (the operating system refused),
+    # `host-risk` (nothing failed yet, but the host's memory is almost used up)
     kind: Literal["device", "cap", "host", "host-risk"]
     request: int | None = None  # the size of the request
     limit: int | None = None  # the total of the device, the cap or the host
@@ -105,8 +105,7 @@ class Shortage:
     allocated: int | None = None  # held by tensors; a phase's peak may have been higher
     reserved: int | None = None  # held by the caching allocator, `allocated` included
     op: str | None = None  # the operator that asked
-    # whether the figures are the allocator's own; else they come from an error message, with two decimals
-    exact: bool = True
+    exact: bool = True  # the allocator's own figures; else from an error message, with two decimals
     snapshot: Any = field(default=None, repr=False, compare=False)  # the CUDA allocator's segments, as torch gives them
 
     @property

@@ -44,13 +44,10 @@ def choose_target(
     config: RunConfig,
     gpus: int = 1,
     gpus_per_node: int = 8,
-    # a card of the table; default: the smallest with `gpu_memory` and flash attention, else h100; CPUs if
-    # run.device=cpu
-    gpu: str | None = None,
+    gpu: str | None = None,  # default: the smallest with `gpu_memory` and flash attention, else h100
     gpu_memory: str | None = None,  # memory of each card; overrides the table's
     host_memory: str | None = None,  # memory of each machine; on CPUs each rank's share is its cap
-    # limit of each rank, to make a card smaller or to limit tensors on CPUs; overrides the others
-    memory_cap: str | None = None,
+    memory_cap: str | None = None,  # limit of each rank; overrides the others
     expandable: bool = True,  # whether the allocator's segments can grow
 ) -> Target:
     """The target that the command's options describe."""

@@ -298,9 +298,7 @@ Arena = tuple[int, bool]
 class Replay:
     """Largest bytes of each kind, over the whole log and by phase."""
 
-    # allocated, allocated_by_phase: of whole blocks, as torch counts them: in segments of fixed size a block keeps up
-    # to 1 MiB that is too little to be split off
-    allocated: int
+    allocated: int  # of whole blocks: in fixed segments a block keeps up to 1 MiB that is not split off
     reserved: int
     required: int
     allocated_by_phase: dict[str, int]

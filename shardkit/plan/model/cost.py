@@ -33,8 +33,7 @@ class Speeds:
 
     matmul: Mapping[str, float]  # FLOP/s of large matrix products by type: fp32, tf32, bf16, fp16, fp8
     memory: float  # bytes/s that kernels read and write in the device's memory
-    # the same for kernels that compute exponentials and the like: as fast on a GPU, much slower on a CPU
-    special: float
+    special: float  # the same for exponentials and the like: as fast on a GPU, much slower on a CPU
     attention: float  # fused attention's share of the speed of matrix products
     host: float  # bytes/s that an optimizer step on the CPU reads and writes
     copies: float  # bytes/s between device and host, one direction
@@ -44,8 +43,7 @@ class Speeds:
     collective: float  # seconds that the smallest collective takes
     hop: float  # seconds that each further rank adds to a ring
     overlap: bool  # collectives and copies run beside kernels, and operators are issued ahead, as on a GPU
-    # bytes/s at which the system maps pages for new large tensors; a GPU's allocator reuses its memory
-    new_pages: float = math.inf
+    new_pages: float = math.inf  # bytes/s at which a CPU maps pages for new large tensors
     late: float = 0.0  # seconds that ranks wait for the slowest one at a collective, where nothing hides the wait
     # collective (all_reduce, all_gather, reduce_scatter) → [[bytes, bus bytes/s], …], where measured
     tables: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
@@ -159,9 +157,7 @@ class TimeEstimate:
     """Predicted time of one optimizer step of one rank."""
 
     seconds: float
-    # seconds that the step waits for each of compute, recompute, dispatch, links, copies and host; they add up to
-    # `seconds`. Work hidden behind longer work does not count.
-    parts: Mapping[str, float]
+    parts: Mapping[str, float]  # seconds waited for each part of the hardware; hidden work does not count
     flops: float  # FLOPs of one rank's step, recomputation included
     targets: float  # tokens (or other units that the loss counts) of the step, over all ranks
     measured: bool  # whether the hardware's speeds were measured on this machine

@@ -80,8 +80,7 @@ class MemoryEstimate:
     extrapolated_from: tuple[int, ...] = ()  # the depths traced instead of the whole model; empty = traced whole
     notes: tuple[str, ...] = field(default=())
     time: TimeEstimate | None = None  # the time of a step; `None` = not asked
-    # n_packable, n_packable_experts: values that `model.quantize` would pack in linear layers, and in experts
-    n_packable: int = 0
+    n_packable: int = 0  # values that `model.quantize` would pack in linear layers, and in experts
     n_packable_experts: int = 0
 
     @property

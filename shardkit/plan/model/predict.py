@@ -68,9 +68,7 @@ def predict(
     method: Method,  # the result of `prepare`, or "cpu" (less accurate) for a GPU job if the fake CUDA device fails
     all_layers: bool = False,  # trace every layer of a deep model
     timed: bool = False,  # also predict how long a step takes
-    # trace less: two micro-batches per step, and deep models at two depths, under ZeRO too, where this makes buckets
-    # inexact
-    rough: bool = False,
+    rough: bool = False,  # two micro-batches, deep models at two depths, under ZeRO too, whose buckets are then inexact
     evaluates: bool = True,  # trace an evaluation too
 ) -> MemoryEstimate:
     kind = "cpu" if target.gpu is None else "cuda"

@@ -40,8 +40,7 @@ class Boundary:
     largest: Size
     next_up: Size
     predicted: int  # bytes on the device for the largest size
-    # the memory that the next size lacks; the host counts only if the target limits it
-    limited_by: Literal["device", "host"] = "device"
+    limited_by: Literal["device", "host"] = "device"  # the memory that the next size lacks
     attempts: int = 0  # number of real runs
 
 

@@ -46,10 +46,8 @@ class Setting:
     settings: tuple[str, ...]  # overrides as on the command line
     needed: int  # bytes on the device
     filled: float  # share of the usable memory that it takes, on device or host, whichever is larger; up to 1 it fits
-    # seconds per token (of all ranks) that the step waits for each part of the hardware (see `TimeEstimate`)
-    waits: Mapping[str, float]
-    # the source of the figures; `None` if they are interpolated between two rough traces
-    estimate: MemoryEstimate | None = None
+    waits: Mapping[str, float]  # seconds per token of all ranks for each part of the hardware
+    estimate: MemoryEstimate | None = None  # `None` if interpolated between two rough traces
 
     @property
     def tokens_per_s(self) -> float:
@@ -95,12 +93,9 @@ class Search:
         load: Load,  # returns the config with more overrides
         target: Target,
         fixed_keys: Collection[str],
-        # share of the memory to leave free; `None` = the estimate's uncertainty, which makes the choice fit by its own
-        # verdict
-        margin: float | None,
+        margin: float | None,  # share of the memory to leave free; `None` = the estimate's uncertainty
         report: Callable[[str], None],
-        # seconds after which `run` returns the best so far; `None` = run until the best is certain
-        budget: float | None = None,
+        budget: float | None = None,  # seconds for `run`; `None` = until the best is certain
     ) -> None:
         if target.device_memory is None:
             raise ConfigError("there is no memory to fit into", "pass --gpu or --gpu-memory; for CPUs --memory-cap")

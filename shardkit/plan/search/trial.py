@@ -42,8 +42,7 @@ def writing(folder: Path) -> Iterator[None]:
 @dataclass(frozen=True)
 class Trial:
     outcome: Literal["ok", "out of memory", "failed"]
-    # peak bytes of tensors on any rank: from the allocator on a GPU, from a traced step on the CPU
-    peak: int | None = None
+    peak: int | None = None  # peak bytes of tensors on any rank: by the allocator on a GPU, by a trace on the CPU
     reserved: int | None = None  # peak bytes that the allocator reserved on any rank; `None` on the CPU
     tokens_per_s: float | None = None  # tokens/s of all ranks, the median over the steps after the traced one
     losses: tuple[float, ...] = ()  # the loss of every step

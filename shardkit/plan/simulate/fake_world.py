@@ -14,16 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ...launch.ranks.env import RankEnv
 from ...parallel.world import World
-from .compat import (
-    FakeStore,
-    FakeTensor,
-    deepspeed_alone,
-    fused_adamw,
-    own_apply,
-    register_collectives,
-    torch_on_fakes,
-    transformers_in_training,
-)
+from . import compat
 from .fakes import Fakes
 
 
@@ -36,18 +27,18 @@ def fake_world(
     env = RankEnv(rank, world_size, rank % local, local, rank // local, -(-world_size // local), "group")
     # The group is never destroyed, because DeepSpeed keeps groups for as long as its process lives.
     if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        dist.init_process_group("fake", store=compat.FakeStore(), rank=rank, world_size=world_size)
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise RuntimeError("a process can pretend to be one rank of one world only")
-    register_collectives()
+    compat.register_collectives()
     group = dist.group.WORLD
     assert group is not None
     with ExitStack() as stack:
         stack.enter_context(Fakes())
-        stack.enter_context(torch_on_fakes(_apply_to_fakes, _Chunks, _move_fakes, _step_all_the_same))
+        stack.enter_context(compat.torch_on_fakes(_apply_to_fakes, _Chunks, _move_fakes, _step_all_the_same))
         if zero:
-            stack.enter_context(deepspeed_alone(_CPUAdam))
-        stack.enter_context(transformers_in_training())
+            stack.enter_context(compat.deepspeed_alone(_CPUAdam))
+        stack.enter_context(compat.transformers_in_training())
         yield _EqualRanks(env, device, group, group)
 
 
@@ -64,7 +55,7 @@ class _EqualRanks(World):
 def _apply_to_fakes(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
     """Replaces `Module._apply`, which swaps parameter objects, but not a fake one that is referenced elsewhere."""
     if any(isinstance(param, DTensor) for param in self.parameters()):  # FSDP2's shards need no replacement
-        return own_apply(self, fn, recurse)  # type: ignore[no-any-return]
+        return compat.own_apply(self, fn, recurse)  # type: ignore[no-any-return]
     for module in self.modules() if recurse else (self,):
         for param in module.parameters(recurse=False):
             _set_data(param, fn(param))
@@ -86,7 +77,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if value is not tensor:
         with torch.no_grad():
             tensor.data = value.detach()
-        if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+        if isinstance(tensor, compat.FakeTensor) and isinstance(value, compat.FakeTensor):
             tensor.fake_device = value.fake_device
 
 
@@ -113,7 +104,7 @@ class _CPUAdam(torch.optim.Optimizer):
                     dtype = torch.float32 if self.fp32_optimizer_states else param.dtype
                     state["step"] = 1
                     state |= {key: torch.zeros_like(param, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
-                fused_adamw(param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+                compat.fused_adamw(param, param.grad, state["exp_avg"], state["exp_avg_sq"])
 
 
 class _Chunks:
