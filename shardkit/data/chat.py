@@ -45,7 +45,7 @@ _MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 """Members of a turn that say whether it is to be predicted."""
 _PART_MARKS = ("train_detail",)
 """Members that mark parts of a turn."""
-_TURN = {"role", "content", "from", "value", "tool_calls"}
+_TURN = {"role", "content", "tool_calls"}
 _ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "function_call": "assistant", "tool_call": "assistant", "function": "tool", "observation": "tool",
@@ -390,11 +390,17 @@ class RowReader:
                     ignoring([name]),
                 )
             marks = value if isinstance(value, list) and value else [value]
-            is_weight = name == "weight" and isinstance(value, (int, float))
-            if name in _MARKS and (is_weight or all(map(_is_mark, marks))):
+            is_weight = name == "weight" and isinstance(value, (int, float, str)) and value != ""
+            if name in _MARKS and (is_weight or all(_is_mark(mark, words=True) for mark in marks)):
                 raise RefusedRow(
                     f"column {name} marks which rows or turns count, and only marks on turns are obeyed",
                     f"write the mark into each turn, or train every row alike: data.ignore=[{name}]",
+                )
+            if name == "system_prompt" and value and kind == "messages":
+                raise RefusedRow(
+                    "column system_prompt holds a part of the prompt, which would be left out",
+                    f"'data.columns={{messages: {self.columns.names['messages']}, system: system_prompt}}' puts it in "
+                    "front; data.ignore=[system_prompt] trains without it",
                 )
             if name in _PARTS_OF_PROMPT and value not in ("", [], {}) and kind == "prompt":
                 names = self.columns.names
@@ -643,9 +649,14 @@ class RowReader:
                     f"message {number} has tool calls, which the chat template does not write",
                     "set data.chat_template to a file with a template that writes tool_calls",
                 )
+            if message.get("function_call") and not self._reads_name("function_call"):
+                raise RowError(
+                    f"message {number} has a function_call, which the chat template does not write",
+                    "write calls as tool_calls, or set data.chat_template to a file with a template that reads it",
+                )
             for member in message.keys() - _TURN:
                 if member not in _MARKS and not self._reads_name(member):
-                    self.members[member] = self.members.get(member, True) and _is_mark(message[member])
+                    self.members[member] = self.members.get(member, True) and _is_mark(message[member], words=True)
             messages.append(message)
         return messages
 

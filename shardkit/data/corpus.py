@@ -163,7 +163,9 @@ def open_corpus(data: DataConfig) -> Corpus:
 
 def _open_text(data: DataConfig) -> Corpus:
     files = find_text_files(data.path)
-    val_files = find_text_files(data.val_path) if data.val_path is not None else None
+    val_files = None
+    if data.val_path is not None:
+        val_files = find_text_files(data.val_path, "validation") or find_text_files(data.val_path)
     if val_files is None and data.path is not None and data.val_fraction:
         val_files = find_text_files(data.path, "validation") or None
 

@@ -364,7 +364,8 @@ class Json(RowFormat):
         for file in files:
             if json_layout(file) == "array":
                 rows = self.rows(Piece(file.path, self, 0, file.size, file.size), None)
-                names += dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row)
+                with reading(file.path):
+                    names += dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row)
             else:
                 with (
                     reading(file.path),
@@ -442,6 +443,9 @@ def _parse_line(line: bytes) -> Any:
     return parsed if isinstance(parsed, dict) else BadRow(f"not a JSON object but {type(parsed).__name__}")
 
 
+_COLUMNS_OF_ROWS = {"messages", "conversations", "prompt", "instruction", "text"}
+
+
 def _no_object(file: TextFile) -> DataError:
     """The error for a file without any JSON object; it says what is wrong with the first line."""
     with open(file.path, "rb") as stream:
@@ -474,9 +478,10 @@ def json_layout(file: TextFile) -> str:
                 "write an object a line: jq -c '.[]' FILE.json > FILE.jsonl",
             )
         if _is_json(file.path) and (single := _single_object(file)) is not None:
+            by_key = ".[]" if single and all(isinstance(value, dict) for value in single.values()) else "."
             raise DataError(
                 f"{file.path} is one JSON object, not an object on each line or an array of objects",
-                f"write an object a line: jq -c '{nested_rows(single) or '.'}' FILE.json > FILE.jsonl",
+                f"write an object a line: jq -c '{nested_rows(single) or by_key}' FILE.json > FILE.jsonl",
             )
     return "lines"
 
@@ -494,10 +499,17 @@ def _single_object(file: TextFile) -> dict[str, Any] | None:
     return parsed if isinstance(parsed, dict) else None
 
 
+def _is_metadata(file: TextFile) -> bool:
+    """Whether a `.json` file is one object over several lines that neither is a row nor holds rows."""
+    single = _single_object(file) if _is_json(file.path) else None
+    return single is not None and not nested_rows(single) and not single.keys() & _COLUMNS_OF_ROWS
+
+
 def nested_rows(row: dict[str, Any]) -> str:
     """The path of jq to the rows that a list within this object holds, such as `.rows[].row`; empty if none does."""
     for name, value in row.items():
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        is_list = isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
+        if is_list and not any({"role", "from"} & item.keys() for item in value):  # turns are no rows
             key = f".{name}" if re.fullmatch(r"[A-Za-z_]\w*", name) else f".[{json.dumps(name)}]"
             wrapped = all(isinstance(item.get("row"), dict) for item in value)
             return f"{key}[]" + (".row" if wrapped else "")
@@ -765,7 +777,8 @@ _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 """Files of JSON that describe a data set."""
 _CARDS = re.compile(
     r"(readme|licen[cs]e|notice|copying|changelog|citation|authors|contribut\w*|datasheet|requirements|makefile|"
-    r"dockerfile|version|sha\d+sums?|md5sums?)\b.*|[^.]+|.*\.(md|rst|cff|bib|ya?ml|toml|lock|sha\d+|md5|log)",
+    r"dockerfile|version|sha\d+sums?|md5sums?)\b.*|[^.]+|.*\.(md|rst|cff|bib|ya?ml|toml|lock|sha\d+|md5|log|"
+    r"svg|png|jpe?g|gif|webp|bmp|ico|pdf)",
     re.IGNORECASE,
 )
 _SCRIPTS = (".py", ".sh", ".ipynb")
@@ -851,7 +864,8 @@ def find(path: str) -> Found:
     [(name, records)] = of_format.items()
     row_format = next(row_format for row_format in FORMATS if row_format.name == name)
     if name == "jsonl" and len(records) > 1:  # metrics or settings in one object lie beside rows, too
-        single = [file for file in records if _is_json(file.path) and _single_object(file) is not None]
+        of_splits = {name for names in splits_by_name([file.name for file in records]).values() for name in names}
+        single = [file for file in records if file.name not in of_splits and _is_metadata(file)]
         if 0 < len(single) < len(records):
             records, others = [file for file in records if file not in single], [*others, *single]
     _refuse_text_beside(path, records, others)

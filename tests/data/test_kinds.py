@@ -196,6 +196,45 @@ def test_a_folder_of_two_minds_is_refused_with_its_files(names: list[str], cause
         assert len(everything(opened(tmp_path, folder / "*.jsonl"))) == 3
 
 
+def test_pictures_and_settings_beside_records_are_no_data_but_a_shard_is_a_shard(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "set", "a.json", "b.json")
+    (folder / "logo.svg").write_text("<svg/>\n")
+    (folder / "photo.png").write_bytes(b"\x89PNG")
+    (folder / "metrics.json").write_text('{\n "loss": 1.5\n}')
+    assert len(everything(opened(tmp_path, folder))) == 6
+    (folder / "b.json").write_text(json.dumps({"version": 1, "data": [{"messages": turns()}]}))
+    with pytest.raises(DataError, match=r"b.json"):
+        opened(tmp_path, folder)
+    (folder / "b.json").write_text(json.dumps({"messages": turns(), "id": 1}, indent=1))
+    with pytest.raises(DataError, match=r"b.json is one JSON object"):
+        opened(tmp_path, folder)
+    shards = hub(tmp_path / "shards", "data/train-00000-of-00002.json", "data/train-00001-of-00002.json")
+    (shards / "data/train-00000-of-00002.json").write_text('{\n "a": {}\n}')
+    with pytest.raises(DataError, match=r"train-00000-of-00002.json is one JSON object"):
+        opened(tmp_path, shards)
+
+
+def test_validation_data_in_a_folder_of_splits_are_its_validation_split(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "set", "train.jsonl", "validation.jsonl")
+    for path in (folder / "train.jsonl", folder):
+        data = opened(tmp_path, path, val_path=str(folder))
+        assert data.sources is not None and [len(data.documents(split)) for split in ("train", "val")] == [3, 3]
+        [row, *_] = [Documents(data.sources.val)[i]["tokens"].tolist() for i in range(3)]
+        assert "ask 2 " in load_tokenizer(tmp_path / "tok").decode(row)
+
+
+@pytest.mark.parametrize("content", ['[{"text": "a"}, {"te', '[{"text": "a"},]', '[{"text": "a"}]\n[{"text": "b"}]'])
+def test_a_damaged_array_of_json_is_refused_by_its_file(content: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(DataError, match=r"rows\.json is damaged or cut short"):
+        opened(tmp_path, tmp_path / "rows.json")
+
+
+def test_turns_in_a_column_of_another_name_are_no_rows_of_an_export(tmp_path: Path) -> None:
+    error = refusal(tmp_path, [{"conversation": turns()}])
+    assert "jq" not in error.fix and "data.columns={messages: NAME}" in error.fix
+
+
 def test_a_card_names_the_files_of_each_split(tmp_path: Path) -> None:
     folder = hub(tmp_path / "set", "one.jsonl", "two.jsonl", "train.jsonl")
     files = "\n".join(f"  - split: {split}\n    path: {path}" for split, path in (("train", "one*"), ("val", "two*")))
@@ -363,6 +402,12 @@ def test_a_late_mark_in_a_stream_is_refused(tmp_path: Path) -> None:
         data[150]
 
 
+@pytest.mark.parametrize("values", [("false", "true"), (None, False)])
+def test_a_member_of_words_or_with_nulls_may_be_a_mark_too(values: tuple[Any, Any], tmp_path: Path) -> None:
+    row = {"messages": turns({"learn": values[0]}, {"learn": values[1]})}
+    assert "data.ignore=[learn]" in refusal(tmp_path, [row]).fix
+
+
 def test_other_members_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     further = [{"id": 1, "time": "9:00"}, {"id": 2, "liked": False, "note": "x"}]
     text, _ = of_row(tmp_path, {"messages": turns(*further)}, ignore=["liked"])
@@ -437,6 +482,15 @@ def test_a_message_or_a_call_that_the_template_leaves_out_is_refused(tmp_path: P
     assert "tool calls, which the chat template does not write" in refusal(tmp_path, [{"messages": called}]).cause
 
 
+def test_a_call_of_the_older_kind_is_not_dropped(tmp_path: Path) -> None:
+    """OpenAI's `function_call`, beside an empty content."""
+    called = [turns()[0], {"role": "assistant", "content": "", "function_call": CALL}]
+    for template in (ANY_ROLE, TOOLING):
+        assert (
+            "rows.jsonl:1: message 2 has a function_call" in refusal(tmp_path, [{"messages": called}], template).cause
+        )
+
+
 # Columns.
 
 
@@ -492,6 +546,21 @@ def test_a_label_of_a_text_and_other_columns_are_ignored_by_name(
 def test_marks_of_whole_rows_are_refused(column: dict[str, Any], tmp_path: Path) -> None:
     error = refusal(tmp_path, [{"messages": turns(), **column}])
     assert f"data.ignore=[{next(iter(column))}]" in error.fix
+
+
+@pytest.mark.parametrize("column", ["weight,0", "weight,0.5", "train,false", "loss_mask,1"])
+def test_marks_of_rows_in_csv_are_refused_although_they_are_text(column: str, tmp_path: Path) -> None:
+    name, value = column.split(",")
+    (tmp_path / "rows.csv").write_text(f"prompt,completion,{name}\na,b,{value}\n")
+    with pytest.raises(DataError, match=f"rows.csv:1: column {name} marks"):
+        opened(tmp_path, tmp_path / "rows.csv")
+
+
+def test_a_system_prompt_beside_messages_is_refused_or_named(tmp_path: Path) -> None:
+    row = {"messages": turns(), "system_prompt": "be brief"}
+    assert "data.columns={messages: messages, system: system_prompt}" in refusal(tmp_path, [row]).fix
+    text, _ = of_row(tmp_path, row, columns={"messages": "messages", "system": "system_prompt"})
+    assert text.startswith("<|im_start|>system\nbe brief")
 
 
 def test_an_input_joins_its_prompt_or_is_refused(tmp_path: Path) -> None:
