@@ -217,7 +217,3 @@ def test_git_fetches_nothing_for_a_partial_clone(repository: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         git(repository, "diff", "HEAD")
     assert (repository.parent / "ran").exists(), "git itself would run the program"
-
-
-def test_git_outside_of_a_repository_is_none(tmp_path: Path) -> None:
-    assert read_git("status", "--porcelain", cwd=tmp_path) is None

@@ -166,20 +166,6 @@ def test_a_lock_excludes_others_until_its_holder_is_killed(tmp_path: Path) -> No
         assert file is not None
 
 
-def test_what_is_done_under_a_lock_is_done_by_one_at_a_time(tmp_path: Path) -> None:
-    path = tmp_path / "count"
-    path.write_text("0")
-    code = """
-for _ in range(25):
-    with locked(path.with_suffix(".lock")):
-        number = int(path.read_text())
-        time.sleep(0.002)
-        write_whole(path, str(number + 1))
-"""
-    assert ended(*(started(code, path) for _ in range(3))) == [0, 0, 0]
-    assert path.read_text() == "75"
-
-
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
