@@ -101,18 +101,6 @@ def test_a_run_ends_with_its_last_pass_or_at_its_limit(
     assert amounts.last_step(train_of(**keys), schedule(), step, position) == last
 
 
-def test_the_passes_are_named_and_many_of_them_doubted() -> None:
-    data = list(range(64))
-    assert amounts.describe_passes(data, schedule(), 21) == "a pass: 64 samples, 7 steps; 21 steps are 3 passes"
-    assert amounts.describe_passes(data, schedule(drop_last=True), 3).endswith("6 steps; 3 steps are 0.5 of a pass")
-    few = amounts.describe_passes(data, schedule(drop_last=True), 1)
-    assert few.endswith("6 steps; 1 step is 0.17 of a pass"), "less than a pass has two digits"
-    assert amounts.doubt(train_of(max_steps=140), schedule()) is None
-    warning = amounts.doubt(train_of(max_steps=147), schedule())
-    assert warning is not None and "takes each sample 21 times" in warning and "train.max_steps=21" in warning
-    assert amounts.doubt(train_of(epochs=30), schedule()) is None
-
-
 def test_epochs_end_a_run_and_more_of_them_continue_it(tmp_path: Path) -> None:
     args = [*settings(tmp_path / "run", train__micro_batch_size=16, train__epochs=1), "train.max_steps=50"]
     done = python_m("shardkit.train", *args, code=0)

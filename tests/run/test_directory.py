@@ -357,14 +357,6 @@ def test_a_start_that_failed_before_its_first_step_is_no_run(tmp_path: Path, pre
     prepared("run.overwrite=true")
 
 
-def test_weights_that_are_missing_once_do_not_block_the_directory(tmp_path: Path) -> None:
-    args = settings(tmp_path / "run", train__max_steps=1)
-    (tmp_path / "cut.safetensors").write_bytes(b"")
-    failed = python_m("shardkit.train", *args, f"model.init_from={tmp_path}/cut.safetensors")
-    assert failed.returncode == 2 and "building the model" in failed.stdout, failed.stderr
-    python_m("shardkit.train", *args, code=0)
-
-
 def test_a_run_that_is_not_there_is_not_continued_unless_a_job_may_start_it(
     tmp_path: Path, prepared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,17 +485,6 @@ def test_a_command_that_is_started_again_without_a_name_deletes_no_checkpoint(tm
     assert "resuming" not in another.stdout and sorted(losses(run_dir)) == [1, 2, 3, 4, 5]
     again = python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing")
     assert again.returncode == 0, "a finished run is overwritten as it was asked"
-
-
-def test_another_job_overwrites_what_the_first_one_wrote(tmp_path: Path) -> None:
-    args = [*settings(tmp_path / "run", train__max_steps=2, checkpoint__every_steps=1), "run.overwrite=true"]
-    for name, environ in (("a", {}), ("b", {}), ("Slurm", {"SLURM_JOB_ID": "7"})):
-        environ = environ or {"SHARDKIT_JOB_ID": name}
-        done = python_m("shardkit.train", *args, env=environ, code=0)
-        assert "resuming" not in done.stdout
-    interactive = python_m("shardkit.train", *args, env={"SLURM_JOB_ID": "7"})
-    assert interactive.returncode == 0, "a finished run; Slurm did not start this again"
-    assert "resuming" not in interactive.stdout
 
 
 def test_an_overwrite_never_deletes_its_own_jobs_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from shardkit.launch.ranks.env import RankEnv
 from shardkit.plan import history
 from shardkit.plan.client import Planner
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
-from shardkit.plan.target import Target
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
 from shardkit.run import planning
@@ -167,24 +166,6 @@ def test_a_plan_that_a_short_run_waits_for_in_vain_is_a_warning(
         plan.begin(job, tmp_path)
         plan.close(job.config, tmp_path)
     assert [record.message for record in caplog.records] == ["this run is not planned: not ready after 0.5 s"]
-
-
-def test_automatic_planning_keeps_out_of_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def planned(*overrides: str, device: str = "cpu") -> bool:
-        with planning.RunPlan() as plan:
-            plan.begin(a_job(tmp_path, (1,), *overrides, device=device), tmp_path)
-            return plan._thread is not None
-
-    monkeypatch.setattr(planning.RunPlan, "_plan", lambda self, *what: None)
-    monkeypatch.setattr(planning, "_target", lambda job: Target(1, None, 1))
-    assert not planned() and not planned("memory.plan=false", device="cuda")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert not planned(device="cuda"), "the only CPU is the rank's"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(planning, "_HOST_BYTES", 0)
-    assert planned(device="cuda")
-    monkeypatch.setattr(planning, "_HOST_BYTES", 2**62)
-    assert not planned(device="cuda"), "memory is short"
 
 
 def test_the_plan_of_another_config_is_not_this_runs(tmp_path: Path) -> None:

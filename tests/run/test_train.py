@@ -119,23 +119,6 @@ def user_error(done: subprocess.CompletedProcess[str], *said: str) -> None:
         assert words in done.stderr, done.stderr
 
 
-def test_a_directory_that_holds_a_run_is_kept(tmp_path: Path, text: Path) -> None:
-    (tmp_path / "run" / ".shardkit").mkdir(parents=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-    user_error(run(settings(tmp_path, text)), "already holds a run", "overwrite")
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
-
-
-def test_overwrite_deletes_the_old_run_only(tmp_path: Path, text: Path) -> None:
-    folder = tmp_path / "run"
-    (folder / ".shardkit").mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 99}\n')
-    (folder / "notes.txt").write_text("mine")
-    run(settings(tmp_path, text, run__overwrite="true", train__max_steps=1), code=0)
-    assert [s["step"] for s in lines(folder / "metrics.jsonl")] == [1]
-    assert (folder / "notes.txt").read_text() == "mine"
-
-
 def test_half_set_ranks_are_refused(tmp_path: Path, text: Path) -> None:
     user_error(run(settings(tmp_path, text), env={"RANK": "0"}), "RANK", "WORLD_SIZE")
 
@@ -165,24 +148,6 @@ def test_ranks_that_never_come_end_the_wait(tmp_path: Path, text: Path) -> None:
         held.bind(("127.0.0.1", 0))
         port = str(held.getsockname()[1])
         user_error(run(settings(tmp_path, text, run__init_timeout_s=2), env=rank_0_of_two(port)), "init_timeout_s")
-
-
-@pytest.mark.slow
-def test_zero_without_deepspeed_is_refused(tmp_path: Path, text: Path) -> None:
-    (tmp_path / "site").mkdir()
-    # The path finder says that deepspeed does not exist, as on a machine without it.
-    (tmp_path / "site" / "sitecustomize.py").write_text(
-        "from importlib.machinery import PathFinder\n"
-        "find = PathFinder.find_spec\n"
-        "def hide(name, path=None, target=None):\n"
-        "    return None if name.split('.')[0] == 'deepspeed' else find(name, path, target)\n"
-        "PathFinder.find_spec = hide\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "shardkit.train", *settings(tmp_path, text), "parallel.strategy=zero2"],
-        cwd=REPO, env=environment({"PYTHONPATH": str(tmp_path / "site")}), capture_output=True, text=True,
-    )  # fmt: skip
-    user_error(done, "deepspeed", "pip install")
 
 
 def test_a_loss_that_is_not_finite_names_step_and_rank(tmp_path: Path, text: Path) -> None:
