@@ -9,10 +9,7 @@ import torch
 
 from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError, DataError
-from shardkit.models.flops import transformer_flops_per_token
-from shardkit.tasks.base import Task
 from shardkit.tasks.causal_lm import CausalLM
-from shardkit.tasks.load import load_task
 
 
 def config(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
@@ -36,12 +33,6 @@ def built(task: CausalLM) -> torch.nn.Module:
 def batch(task: CausalLM, indices: list[int]) -> dict[str, torch.Tensor]:
     dataset = task.dataset("train")
     return torch.utils.data.default_collate([dataset[i] for i in indices])
-
-
-def test_is_the_default_task(tmp_path: Path) -> None:
-    task = load_task(config(tmp_path))
-    assert isinstance(task, CausalLM)
-    assert isinstance(task, Task)
 
 
 def test_training_on_it_beats_the_unigrams(tmp_path: Path) -> None:
@@ -69,17 +60,6 @@ def test_loss_is_a_sum_over_the_targets_that_n_targets_counts(tmp_path: Path) ->
     separate = task.loss(model, parts[0]) + task.loss(model, parts[1])
     torch.testing.assert_close(task.loss(model, both), separate)
     assert task.loss(model, both).item() / task.n_targets(both) == pytest.approx(np.log(256), rel=0.02)
-
-
-def test_building_the_model_needs_no_data(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = CausalLM(config(tmp_path, data={"path": "/nowhere"})).build_model()
-    assert isinstance(model.blocks[0], CausalLM.block_classes)
-
-
-def test_flops_are_the_formula(tmp_path: Path) -> None:
-    run = config(tmp_path)
-    assert CausalLM(run).flops_per_token() == transformer_flops_per_token(run.model, 32)
 
 
 def test_token_beyond_the_vocabulary_names_both_and_the_fix(tmp_path: Path) -> None:

@@ -54,37 +54,3 @@ def test_it_is_a_task_and_learns(example: Any) -> None:
     with torch.no_grad():
         validation = mean_loss(task, model, [task.collate(task.dataset("val"))])
     assert validation < losses[0] - 1.0
-
-
-def test_batches_are_ragged_and_padding_is_no_target(example: Any) -> None:
-    task, _ = example
-    short, long = task.collate(["if"]), task.collate(["if", "ConnectionRefusedError"])
-    assert task.n_targets(short) == 3
-    assert task.n_targets(long) == 3 + 23
-    model = task.build_model()
-    alone = task.loss(model, task.collate(["ConnectionRefusedError"]))
-    torch.testing.assert_close(task.loss(model, long), task.loss(model, short) + alone)
-
-
-def test_a_letter_is_predicted_from_those_before_it_only(example: Any) -> None:
-    task, _ = example
-    batch = task.collate(["if"])
-    assert batch["letters"].tolist() == [[0, ord("i"), ord("f")]]
-    assert batch["targets"].tolist() == [[ord("i"), ord("f"), 0]]
-    model = task.build_model()
-    changed = torch.tensor([[0, ord("i"), ord("n")]])
-    torch.testing.assert_close(model(batch["letters"])[:, :2], model(changed)[:, :2])
-
-
-def test_splits_do_not_meet(example: Any) -> None:
-    task, _ = example
-    train, val = set(task.dataset("train")), set(task.dataset("val"))
-    assert len(train) > 500
-    assert len(val) > 50
-    assert not train & val
-
-
-def test_blocks_are_what_block_classes_names(example: Any) -> None:
-    task, config = example
-    blocks = [m for m in task.build_model().modules() if isinstance(m, task.block_classes)]
-    assert len(blocks) == config.task.args["n_blocks"]

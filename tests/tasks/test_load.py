@@ -35,11 +35,14 @@ NUMBER = 3
 """
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty current directory, with modules and the search path as before afterwards."""
+    """A current directory with a module and a package, whose names are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    (tmp_path / "user_good.py").write_text(GOOD)
+    (tmp_path / "user_pkg").mkdir()
+    (tmp_path / "user_pkg" / "tasks.py").write_text(GOOD)
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
@@ -59,57 +62,33 @@ def refused(factory: str, **args: Any) -> ConfigError:
     return caught.value
 
 
-def test_loads_from_the_current_directory_with_args(here: Path) -> None:
-    (here / "user_good.py").write_text(GOOD)
+def test_loads_from_a_module_or_a_package_here_with_args() -> None:
     assert load("user_good:MyTask").width == 4
     assert load("user_good:MyTask", width=9).width == 9
-
-
-def test_loads_from_a_package(here: Path) -> None:
-    (here / "user_pkg").mkdir()
-    (here / "user_pkg" / "tasks.py").write_text(GOOD)
     assert load("user_pkg.tasks:MyTask", width=2).width == 2
 
 
-@pytest.mark.parametrize("module", ["user_absent", "user_pkg.absent", "user_good.absent"])
-def test_missing_module_is_named_with_where_to_put_it(here: Path, module: str) -> None:
-    (here / "user_pkg").mkdir()
-    (here / "user_good.py").write_text(GOOD)
-    error = refused(f"{module}:MyTask")
-    assert f"no module {module}" in error.cause
-    assert "PYTHONPATH" in error.fix
-    assert str(here) in error.fix
+@pytest.mark.parametrize(
+    ("factory", "args", "cause", "fix"),
+    [
+        ("user_good:MyTsk", {}, "has no MyTsk", "did you mean MyTask"),
+        ("user_good:Qqqqqq", {}, "has no Qqqqqq", "MyTask, NoLoss"),
+        ("user_good:NUMBER", {}, "cannot be called", ""),
+        ("user_good:NoLoss", {}, "without n_targets, loss", ""),
+        ("user_good:MyTask", {"widht": 3}, "widht", "(config, width=4)"),
+        ("user_good:MyTask", {"width": -1}, "user_good.py:7: ZeroDivisionError: width is negative", ""),
+        ("user_absent:MyTask", {}, "no module user_absent", "PYTHONPATH"),
+        ("user_pkg.absent:MyTask", {}, "no module user_pkg.absent", "PYTHONPATH"),
+        ("user_good.absent:MyTask", {}, "no module user_good.absent", "PYTHONPATH"),
+    ],
+)
+def test_what_is_no_task_is_named(factory: str, args: dict[str, Any], cause: str, fix: str, here: Path) -> None:
+    error = refused(factory, **args)
+    assert cause in error.cause and fix in error.fix
+    assert fix != "PYTHONPATH" or str(here) in error.fix
 
 
-def test_missing_class_names_similar_ones(here: Path) -> None:
-    (here / "user_good.py").write_text(GOOD)
-    error = refused("user_good:MyTsk")
-    assert "has no MyTsk" in error.cause
-    assert "did you mean MyTask" in error.fix
-    assert "MyTask, NoLoss" in refused("user_good:Qqqqqq").fix
-    assert "cannot be called" in refused("user_good:NUMBER").cause
-
-
-def test_missing_methods_are_named(here: Path) -> None:
-    (here / "user_good.py").write_text(GOOD)
-    assert "without n_targets, loss" in refused("user_good:NoLoss").cause
-
-
-def test_wrong_args_show_the_signature(here: Path) -> None:
-    (here / "user_good.py").write_text(GOOD)
-    error = refused("user_good:MyTask", widht=3)
-    assert "widht" in error.cause
-    assert "(config, width=4)" in error.fix
-
-
-def test_error_in_the_constructor_names_its_line(here: Path) -> None:
-    (here / "user_good.py").write_text(GOOD)
-    error = refused("user_good:MyTask", width=-1)
-    assert "user_good.py:7: ZeroDivisionError: width is negative" in error.cause
-
-
-def test_shardkit_errors_of_the_constructor_pass(here: Path) -> None:
-    (here / "user_good.py").write_text(GOOD)
+def test_shardkit_errors_of_the_constructor_pass() -> None:
     with pytest.raises(DataError, match="no width"):
         load("user_good:MyTask", width=0)
 
@@ -127,5 +106,4 @@ def test_shardkit_errors_of_the_constructor_pass(here: Path) -> None:
 def test_error_inside_the_module_names_its_line(here: Path, source: str, place: str) -> None:
     (here / "user_bad.py").write_text(source)
     error = refused("user_bad:MyTask")
-    assert place in error.cause
-    assert error.__cause__ is not None
+    assert place in error.cause and error.__cause__ is not None

@@ -134,31 +134,6 @@ def test_lora_of_experts_computes_as_pefts_over_the_same_numbers(names: tuple[st
         torch.testing.assert_close(param.grad, right.reshape(param.shape), rtol=1e-4, atol=1e-7)
 
 
-def test_experts_without_a_row_are_not_unpacked() -> None:
-    from shardkit.models.quantized import PackedWeight
-
-    weight: Any = PackedWeight(torch.Size((4, 8, 64)), QuantizeConfig())
-    for name in ("packed", "absmax"):
-        getattr(weight, name).data.zero_()
-    unpacked: list[int] = []
-    inner = weight.unpacked
-    weight.unpacked = lambda expert, *args: (unpacked.append(expert), inner(expert, *args))[1]
-    rows = torch.ones(5, 64, requires_grad=True)
-    assert weight.product(rows, [2, 0, 3, 0]).shape == (5, 8)
-    assert unpacked == [0, 2]
-
-
-@pytest.mark.parametrize("packs", [False, True])
-def test_the_first_lines_name_experts_that_could_be_packed(packs: bool) -> None:
-    from shardkit.checkpoint.quantized_base import describe
-    from shardkit.models.quantized import BaseQuantizer, pack_layers
-
-    model: Any = small("mixtral").requires_grad_(False)
-    quantizer = BaseQuantizer(model, QuantizeConfig(experts=packs))
-    pack_layers(model, quantizer)
-    assert ("model.quantize.experts=true packs" in describe(model, quantizer, "nf4")) is not packs
-
-
 @pytest.mark.parametrize(
     ("model_type", "cause"),
     [("llama", "has no experts that are 3-D parameters"), ("gpt_oss", "stores its weights transposed and has biases")],
