@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import time
 from itertools import takewhile
-from pathlib import Path
 
 import pytest
 
 from shardkit.config.errors import section_fields
-from tests.config.draws.campaign import Campaign, judge, settings
+from tests.config.draws.campaign import Campaign
 from tests.config.draws.keys import LEFT_OUT, NUMBERS, choices
-from tests.strategies.graphs.engines import Report
 
 EQUAL, MOST = 2, 20
 """The default suite draws until so many configs trained as in one process, at most `MOST`: most are refused."""
@@ -55,27 +53,3 @@ def test_every_key_is_drawn_or_left_out_for_a_reason() -> None:
     assert set(choices()) | LEFT_OUT.keys() >= keys
     assert not NUMBERS.keys() - keys, "keys that are gone"
     assert len(choices()) > 80
-
-
-def test_a_seed_is_the_same_config_each_time(tmp_path: Path) -> None:
-    assert settings(5, tmp_path) == settings(5, tmp_path) != settings(6, tmp_path)
-
-
-def test_outcomes_are_told_apart() -> None:
-    right = [(3.0, 1.0), (2.9, 0.9)]
-    trained, refused = Report(right), Report([], "memory.cap=1MiB is too small", refused=True)
-    crashed = Report([], "Traceback\nRuntimeError: why")
-
-    def outcome(first: Report | None, second: Report | None, one: Report | None = trained, mode: str = "fp32") -> str:
-        return judge([first, second], one, {"precision.mode": mode})[0]
-
-    off = Report([(3.0, 1.0), (2.901, 0.9)])
-    assert outcome(trained, trained) == "equal"
-    assert outcome(off, off) == "wrong" and outcome(off, off, mode="bf16") == "equal"
-    assert outcome(trained, None) == "hang"
-    assert outcome(crashed, crashed) == "traceback"
-    assert outcome(refused, refused, None) == "refused"
-    assert outcome(Report(right[:1], "why", refused=True), refused) == "stray"
-    full = Report(right[:1], "rank 1 ran out of memory in forward of step 2 (block)", refused=True)
-    assert outcome(full, full) == "refused"
-    assert outcome(trained, trained, crashed) == "no reference"

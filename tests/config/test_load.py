@@ -74,10 +74,6 @@ def test_later_layers_win_and_sources_say_so(write: Write) -> None:
     assert loaded.sources["train.seed"] == "default"
 
 
-def test_the_last_of_two_overrides_holds() -> None:
-    assert load_config(None, ["train.seed=1", "train.seed=2"]).config.train.seed == 2
-
-
 def test_overrides_as_a_mapping() -> None:
     loaded = load_config(overrides={"optim.lr": 1e-3, "optim.betas": (0.8, 0.9), "train.max_norm": None})
     assert loaded.config.optim.lr == 1e-3
@@ -416,10 +412,6 @@ def test_fixes_for_common_slips(write: Write) -> None:
     assert "'model.quantize={key: value}'" in refused(None, ["model.quantize={bits:4}"]).fix
 
 
-def test_long_values_are_shortened(write: Write) -> None:
-    assert len(refused(None, ["optim.lr=" + "x" * 10_000]).cause) < 200
-
-
 COMPILED = "compile.enabled=true"
 
 
@@ -543,24 +535,16 @@ tree = st.dictionaries(
 )
 
 
-@given(tree.map(yaml.safe_dump) | st.text() | st.text("{}[]:,-?&*!|>'\"%#\n\t ab1<~.0"))
+@given(st.binary(max_size=40) | tree.map(yaml.safe_dump) | st.text() | st.text("{}[]:,-?&*!|>'\"%#\n\t ab1<~.0"))
 @example("a: !!int\n")
 @example("!!set {a}")
 @example("a: &a {<<: *a}")
 @example('"\\U00110000"')
 @example("%YAML 3.0\n---\n")
 @fuzz
-def test_random_files(tmp_path: Path, text: str) -> None:
+def test_random_files(tmp_path: Path, text: str | bytes) -> None:
     path = tmp_path / "fuzz.yaml"
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    loads_or_refuses(path)
-
-
-@given(st.binary(max_size=40))
-@fuzz
-def test_random_bytes(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "fuzz.yaml"
-    path.write_bytes(content)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     loads_or_refuses(path)
 
 
@@ -598,25 +582,12 @@ def test_shipped_configs_name_their_schema_and_directory(path: Path) -> None:
     assert str(path) in loaded.sources.values()
 
 
-def test_every_strategy_and_mode_ships_a_config() -> None:
-    names = {path.stem for path in CONFIGS}
-    assert names >= {
-        "quickstart", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3_offload", "single_gpu_offload",
-    }  # fmt: skip
-
-
 def test_loading_imports_no_torch() -> None:
     code = (
         "import sys, shardkit.config.load, shardkit.config.capability as c; "
         "c.markdown_table(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
-
-
-def test_load_config_is_found_where_it_was_before() -> None:
-    from shardkit.config_io import load_config as former
-
-    assert former is load_config
 
 
 def test_a_setting_in_the_place_of_the_file_is_told_from_one() -> None:

@@ -39,7 +39,7 @@ LEFT_OUT = {
     "model.d_model": "the task's small model", "model.n_layers": "the task's small model",
     "model.n_heads": "the task's small model", "model.dropout": "ranks draw different elements than one process",
     "adapter.dropout": "ranks draw different elements than one process", "adapter.targets": "names of layers",
-    "data.path": "a folder", "data.val_path": "a folder", "data.bin_dtype": "a file of tokens",
+    "data.ignore": "records", "data.path": "a folder", "data.val_path": "a folder", "data.bin_dtype": "a file of tokens",
     "data.tokenizer": "a file", "data.chat_template": "a file", "data.columns": "records",
     "data.sources": "folders", "data.cache_dir": "a folder", "data.crop_size": "the task's small model",
     "data.chat_date": "records",
