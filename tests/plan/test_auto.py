@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +21,8 @@ from shardkit.errors import ConfigError, ShardkitError
 from shardkit.plan.model.cost import SPEED_ERROR, TimeEstimate
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
 from shardkit.plan.search import search as searching
-from shardkit.plan.search.axes import Combination, combinations, micro_batches
-from shardkit.plan.search.search import Search, SearchResult, Setting, pareto
+from shardkit.plan.search.axes import combinations, micro_batches
+from shardkit.plan.search.search import Search, SearchResult, pareto
 from shardkit.plan.search.show import reasons, show_found
 from shardkit.plan.target import Target, choose_target
 
@@ -182,15 +181,6 @@ def test_ctrl_c_ends_the_traces_that_are_under_way_and_keeps_the_best(monkeypatc
     assert "traced roughly only" in shown
 
 
-def test_before_anything_was_found_ctrl_c_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **how: object) -> Iterator[None]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Search, "_traced", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cut_short(monkeypatch, lambda said: None, None)
-
-
 def test_when_its_time_is_over_a_search_answers_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     now = [0.0]
@@ -204,45 +194,6 @@ def test_when_its_time_is_over_a_search_answers_with_the_best_so_far(monkeypatch
     found = cut_short(monkeypatch, told, 120.0)
     assert (found.stopped, len(found.left_out), found.best.combination.engine) == ("out of time after 120 s", 19, "ddp")
     assert " s for the rest; the search ends within 120 s" in said[0]
-
-
-def test_rough_traces_leave_time_for_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, turn = [0.0], threading.Semaphore()
-
-    class SlowPlanner(FakePlanner):
-        def predict(self, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
-            assert turn.acquire(timeout=60)
-            return super().predict(config, timed=timed, rough=rough)
-
-    def told(said: str) -> None:
-        now[0] += 10.0
-        turn.release()
-
-    FakePlanner.costs = dict.fromkeys(KEYS, (1.0, 0.1, 0.0, 0.01))
-    monkeypatch.setattr(searching, "Planner", SlowPlanner)
-    monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with Search(load_fours, target(), {*FIXED, "train.micro_batch_size"}, None, told, 120.0) as search:
-        found = search.run()
-    assert found.stopped.startswith("out of time for more after 72 s") and found.left_out
-    assert found.best.estimate is not None, "traced exactly"
-
-
-def test_one_setting_of_each_engine_is_tried_before_a_second_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where the first of an engine fits at its smallest micro-batch only."""
-    engines: list[str] = []
-
-    def predict(self: FakePlanner, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
-        engines.append(config.parallel.strategy)
-        return FakePlanner.predict(self, config, timed=timed, rough=rough)
-
-    monkeypatch.setattr(searching, "Planner", type("Noting", (FakePlanner,), {"predict": predict}))
-    monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
-    FakePlanner.costs = dict.fromkeys(KEYS, (1.0, 20.0, 0.01, 0.01))
-    with Search(load, target(), FIXED, 0.05, lambda line: None) as search:
-        search.run()
-    names = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
-    assert engines[:10] == [*names, *names], "each at its largest micro-batch, then at its smallest"
 
 
 COST = st.tuples(st.floats(1, 120), st.floats(0.1, 30), st.floats(0, 0.1), st.floats(0.01, 0.1))
@@ -289,49 +240,6 @@ def found_by(costs: dict[str, tuple[float, float, float, float]]) -> SearchResul
         fixed = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
         with Search(load, target(), fixed, 0.05, lambda said: None) as search:
             return search.run()
-
-
-def test_a_smaller_micro_batch_is_traced_only_where_the_largest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    def predict(self: FakePlanner, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
-        if rough:
-            asked.append((config.parallel.strategy, config.train.micro_batch_size))
-        return FakePlanner.predict(self, config, timed=timed, rough=rough)
-
-    monkeypatch.setattr(searching, "Planner", type("Noting", (FakePlanner,), {"predict": predict}))
-    FakePlanner.costs = dict.fromkeys(KEYS, (1.0, 1.0, 0.01, 0.01))
-    FakePlanner.costs |= {key: (1.0, 20.0, 0.01, 0.01) for key in KEYS if key.startswith("ddp")}
-    with Search(load, target(), FIXED, 0.05, lambda said: None) as search:
-        found = search.run()
-    assert sorted(size for engine, size in asked if engine == "ddp") == [1] * 4 + [8] * 4
-    small = [engine for engine, size in asked if engine != "ddp" and size == 1]
-    assert small == [found.best.combination.engine], "only the best is shown at every size"
-    assert {setting.micro_batch for setting in found.sizes} == {1, 2, 4, 8}
-
-
-def test_a_best_that_is_certain_is_not_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only its other micro-batches are missing when the time is over."""
-
-    class NoSmallOnes(StuckPlanner):
-        def predict(self, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
-            if config.train.micro_batch_size == 1:
-                assert self.stopped.wait(60), "nobody stopped it"
-            return FakePlanner.predict(self, config, timed=timed, rough=rough)
-
-    now = [0.0]
-
-    def told(line: str) -> None:
-        if " exactly, " in line:
-            now[0] = 119.9
-
-    FakePlanner.costs = dict.fromkeys(KEYS, (1.0, 1.0, 0.01, 0.01))
-    monkeypatch.setattr(searching, "Planner", NoSmallOnes)
-    monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with Search(load, target(), FIXED, 0.05, told, 120.0) as search:
-        found = search.run()
-    assert (found.stopped, found.left_out, found.best.micro_batch) == ("", (), 8)
 
 
 def test_it_says_why_not_something_else() -> None:
@@ -391,17 +299,3 @@ def test_the_best_are_run_and_the_fastest_of_them_is_written(
     assert [one["outcome"] for one in ran] == ["ok", "ok"]
     assert ran[0]["measured"] >= ran[1]["measured"]
     assert ran[0]["peak"] == pytest.approx(ran[0]["needed"], rel=0.03)
-
-
-def test_checkpointing_where_operators_limit_the_speed_is_slower_as_forward_runs_twice() -> None:
-    """And a smaller micro-batch is slower as operators are issued more often."""
-    none = Combination("single", "none", "fp32", ())
-    best = Setting(none, 4, (), GIB, 0.5, {"dispatch": 1.0})
-    others = [
-        (Setting(replace(none, policy="full"), 4, (), GIB, 0.4, {"dispatch": 1.37}), "forward runs twice"),
-        (Setting(none, 2, (), GIB, 0.4, {"dispatch": 1.37}), "operators are issued more often, each for less work"),
-        (Setting(replace(none, engine="fsdp"), 4, (), GIB, 0.4, {"dispatch": 1.37}), "more operators are issued"),
-    ]
-    for other, reason in others:
-        found = SearchResult((best, other), (), {}, (best, other), 4)
-        assert any(f"27% slower: {reason}" in line for line in reasons(found)), reason

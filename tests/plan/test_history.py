@@ -15,9 +15,7 @@ from shardkit.hardware import calibration
 from shardkit.launch.ranks.gpus import model_names
 from shardkit.memory.rows import DeviceMemory
 from shardkit.plan import history, target
-from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
-from shardkit.plan.show import show
-from shardkit.plan.target import Target, choose_target
+from shardkit.plan.target import choose_target
 from shardkit.report.planned import close, entry
 from shardkit.report.read import read_run
 from tests.report.samples import add, plan, write_run
@@ -71,22 +69,6 @@ def test_runs_on_the_card_say_what_they_held_outside(cache: Path) -> None:
     assert known(1) == (450 * MIB, 0, "measured here in 1 run")
     calibrated(300 * MIB, 100 * MIB)
     assert known(2)[:2] == (300 * MIB, 700 * MIB), "what jobs held is more than what a benchmark holds"
-
-
-def test_the_plan_says_what_it_knows_overheads_from(cache: Path) -> None:
-    calibrated(600 * MIB, 300 * MIB)
-    aim = choose_target(load_config(None, []).config, 8, gpu="h100")
-    assert Target.from_json(json.loads(json.dumps(aim.to_json()))) == aim
-    assert aim.gpu is not None
-    predicted = MemoryEstimate(
-        "h100", 8, 0, 10**6, 2, "cuda", {"forward": PhaseEstimate(1, 1, 0)}, PeakEstimate(2, 3, 3, "forward", ""), 1, 0,
-        {}, overhead=900 * MIB, overhead_from=aim.gpu.overhead_from,
-    )  # fmt: skip
-    history.note(ran(None, 8) | {"predicted": {"peak": 100}, "measured": {"peak": 98, "outside": None}})
-    history.note(ran(None, 8) | {"predicted": {"peak": 100}, "measured": {"peak": 101, "outside": None}})
-    text = show("c.yaml", predicted, aim)
-    assert "0.88 GiB for the CUDA context and communicators (measured here by shardkit doctor)" in text
-    assert "2 planned runs here peaked -2.0% to +1.0% from the prediction" in text
 
 
 def test_the_card_of_this_machine_is_known_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.cli.__main__ import main
 from shardkit.cli.plan import ConfigJob
 from shardkit.config import capability
 from shardkit.config.load import load_config, resolve_batch
@@ -21,8 +20,7 @@ from shardkit.errors import ConfigError
 from shardkit.models.transformer import Transformer
 from shardkit.plan.client import Planner
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
-from shardkit.plan.search import ladder
-from shardkit.plan.search.ladder import Step, _stacked, climb, default_rungs, parse_rung, save, table
+from shardkit.plan.search.ladder import _stacked, climb, default_rungs, parse_rung, save, table
 from shardkit.plan.search.max_model import FINEST, batch_sizes, largest, model_sizes
 from shardkit.plan.search.trial import Trial, run_trial, trial_settings
 from shardkit.plan.target import Target
@@ -105,21 +103,6 @@ def test_memory_that_ran_out_in_an_earlier_run_is_not_this_ones(
     failed = subprocess.CompletedProcess([], 2, "", "error: no such data\n  fix: name another\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **how: failed)
     assert run_trial(None, [], 1, tmp_path) == Trial("failed", message="error: no such data")
-
-
-def test_the_table_is_printed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = [Step(rung, (), 2**30, "fits") for rung in default_rungs(1)]
-    monkeypatch.setattr(ladder, "climb", lambda *_: iter(steps))
-    args = ["ladder", "-", "model.preset=debug", "--gpu", "l4", "--dry-run", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit) as ended:
-        main(args)
-    assert ended.value.code == 0
-    said = capsys.readouterr()
-    rows = [line for line in (said.out + said.err).splitlines() if line.startswith("|")]
-    assert rows == (tmp_path / "ladder.md").read_text().splitlines()
-    assert said.out.splitlines() == rows, "progress and result are the same rows"
 
 
 @pytest.mark.release

@@ -17,7 +17,7 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError, ShardkitError
-from shardkit.hardware.cards import GPUS, find_gpu, other_sizes
+from shardkit.hardware.cards import GPUS, find_gpu
 from shardkit.plan.client import Planner, plan
 from shardkit.plan.model.estimate import MemoryEstimate
 from shardkit.plan.model.predict import predict
@@ -524,13 +524,3 @@ def test_planning_a_run_on_cpus_needs_no_card() -> None:
     assert "note: no card" not in show("mine", estimate, target)
     unnamed = choose_target(config(), 2, memory_cap="2GiB")
     assert "note: no card was named, so the plan is for l4; pass --gpu NAME" in show("mine", estimate, unnamed)
-
-
-def test_a_name_of_two_cards_says_which_is_meant() -> None:
-    target = choose_target(config(), 2, gpu="a100")
-    with Planner(target) as planner:
-        estimate = planner.predict(config())
-    text = show("ddp", estimate, target)
-    assert "on 2 × a100 (NVIDIA A100-SXM4-80GB), 79.20 GiB each" in text
-    assert "pass --gpu a100-40gb for a100-40gb (NVIDIA A100-SXM4-40GB), 39.40 GiB" in text
-    assert [gpu.name for gpu in GPUS.values() if other_sizes(gpu)] == ["a100"]

@@ -70,7 +70,3 @@ def test_a_step_that_would_not_repeat_itself_is_left_alone(step: list[tuple[int,
     before = list(log.events)
     assert not repeat_last_step(log, "between")
     assert log.events == before
-
-
-def test_a_log_of_one_step_is_left_alone() -> None:
-    assert not repeat_last_step(log_of([(0, 8)]), "between")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,15 +110,6 @@ def test_a_share_of_the_optimizer_states_is_planned_on_each_side(h100: Planner) 
     assert 0.3 < moments.host / (8 * shared.n_params) < 0.7
 
 
-def test_the_command_plans_on_fake_cuda_tensors(tmp_path: Path) -> None:
-    target = ["--gpus", "2", "--gpu", "h100", "--json", "--no-advice"]
-    env = {"PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
-    done = python_m(
-        "shardkit.cli", "plan", REPO / "configs" / "quickstart.yaml", *target, cwd=tmp_path, env=env, code=0
-    )
-    assert json.loads(done.stdout)["method"] == "cuda"
-
-
 @pytest.mark.slow
 def test_heads_that_share_keys_are_planned_as_torch_runs_them(tmp_path: Path, h100: Planner) -> None:
     """No kernel takes them in fp32: torch keeps whole attention weights, queries × keys for each head."""
@@ -221,26 +211,6 @@ assert asked.count("aten::slice.Tensor") == 4 * 2  # of four lengths and steps
     run_program(tmp_path, code)
 
 
-def test_an_all_gather_is_asked_of_torch_once_for_each_shape_and_group(tmp_path: Path) -> None:
-    code = """
-import torch.distributed as dist
-from shardkit.plan.simulate.fake_world import fake_world
-
-asked = count_operators()
-with fake_world(torch.device("cpu"), 4, 4):
-    pair = dist.new_group([0, 1])
-    for group, size in ((None, 12), (None, 24), (pair, 12)):
-        asked.clear()
-        for _ in range(3):
-            gathered, ranks = torch.empty(size), 2 if group else 4
-            handle = dist.all_gather_into_tensor(gathered, torch.empty(size // ranks), group=group, async_op=True)
-            handle.wait()
-            assert gathered.shape == (size,)
-        assert asked.count("c10d::_allgather_base_") == 1, asked
-"""
-    run_program(tmp_path, code)
-
-
 def test_a_planner_ends_without_a_crash() -> None:
     """libtorch destroys the hooks that planning changed after Python has freed all that they pointed to.
 
@@ -269,12 +239,3 @@ assert threads == [threading.get_ident()]
     overwriting_freed = environment({"MALLOC_PERTURB_": "165"})
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=overwriting_freed, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)
-
-
-def test_planning_replaces_no_function_of_shardkit_by_its_dotted_name() -> None:
-    """The type checker would not find a rename; engines on fake tensors override methods instead."""
-    sources = [path.read_text() for path in (REPO / "shardkit" / "plan").rglob("*.py")]
-    assert len(sources) > 20
-    patched = re.compile(r"""\bpatch(\.\w+)?\(\s*f?["']shardkit\.""")
-    assert patched.search('patch.dict("shardkit.models.lora.FROZEN", {})')
-    assert not any(patched.search(text) for text in sources)
