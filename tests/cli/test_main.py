@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -86,23 +85,6 @@ def test_init_into_a_file_is_a_clear_error(package: Path, tmp_path: Path, capsys
     assert str(tmp_path / "taken") in lines[0]
 
 
-def test_the_real_configs_are_copied(tmp_path: Path) -> None:
-    assert shardkit("init", tmp_path) == 0
-    assert (tmp_path / "configs/quickstart.yaml").read_bytes() == (REPO / "configs/quickstart.yaml").read_bytes()
-
-
-def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shardkit("schema") == 0
-    schema = json.loads(capsys.readouterr().out)
-    assert {"train", "parallel", "optim"} <= set(schema["properties"])
-
-
-def test_capability_is_a_table_of_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shardkit("capability") == 0
-    table = capsys.readouterr().out
-    assert all(name in table for name in ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"))
-
-
 @pytest.mark.parametrize(
     ("command", "name"),
     [("former x", "former"), ("checkpoint former", "checkpoint former"), ("launch --former 3 -", "launch --former")],
@@ -117,17 +99,6 @@ def test_a_removed_command_or_option_names_what_to_use_instead(
 
 def fail(*_: object) -> None:
     raise ConfigError("train.max_steps=0", "set it to at least 1")
-
-
-def test_user_error_is_two_lines_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(__main__, "copy_templates", fail)
-    monkeypatch.delenv("SHARDKIT_DEBUG", raising=False)
-    assert shardkit("init", tmp_path) == 2
-    captured = capsys.readouterr()
-    assert captured.err == "error: train.max_steps=0\n  fix: set it to at least 1\n"
-    assert captured.out == ""
 
 
 def test_debug_adds_the_traceback(

@@ -33,14 +33,6 @@ JOBS: dict[str, tuple[dict[str, Any], str, float]] = {
 """Of each file: the job, its verdict, and the CPU seconds in which it comes."""
 
 
-def test_a_quick_command_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST_S", 1000.0)  # however long this process waits for the CPU
-    lines: list[str] = []
-    with Waiting("tracing", lines.append):
-        pass
-    assert lines == []
-
-
 def test_a_slow_command_says_what_it_does_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
