@@ -14,7 +14,7 @@ import torch
 from shardkit.checkpoint.native import layout
 from shardkit.checkpoint.native import writer as writer_module
 from shardkit.checkpoint.native.manifest import RunState
-from shardkit.checkpoint.save import Checkpointer, SaveReport
+from shardkit.checkpoint.save import Checkpointer
 from shardkit.errors import CheckpointError
 from shardkit.strategies.base import Shard
 from tests.checkpoint import fakes
@@ -158,13 +158,6 @@ def test_what_fails_in_the_background_is_raised_where_it_is_waited_for(
         checkpoints.save(RunState(step=1))
         with pytest.raises(RuntimeError, match="not about a disk"):
             checkpoints.wait()
-
-
-def test_a_report_says_what_a_save_cost(make: Any, tmp_path: Path) -> None:
-    report: SaveReport = make(fakes.Plain()).save(RunState(step=7))
-    assert (report.step, report.path, report.error) == (7, tmp_path / "step_00000007", None)
-    assert 0 < report.blocking_s == report.total_s
-    assert report.staging_bytes == 0
 
 
 def test_the_callers_own_state_comes_back(make: Any, tmp_path: Path) -> None:

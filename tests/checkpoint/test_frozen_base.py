@@ -60,18 +60,6 @@ def test_one_other_bit_and_two_exchanged_elements_are_another_checksum(dtype: to
             assert tensor_sum(changed) != checksum, (first, second)
 
 
-def test_signs_of_many_elements_change_the_checksum() -> None:
-    """The highest bit of a word, where a checksum by powers of two loses most."""
-    values = of(torch.bfloat16, 100_000)
-    checksums = {tensor_sum(values)}
-    for seed in range(50):
-        changed = values.clone()
-        indices = torch.tensor(random.Random(seed).sample(range(values.numel()), 2))
-        changed[indices] = -changed[indices]
-        checksums.add(tensor_sum(changed))
-    assert len(checksums) == 51
-
-
 def test_a_checksum_is_what_checkpoints_recorded() -> None:
     values = of(torch.bfloat16, 300_001)
     checksums = tensor_sum(values), tensor_sum(values[5:200_000], 5), tensor_sum(of(torch.float32, 70_000, 1))

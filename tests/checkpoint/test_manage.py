@@ -6,8 +6,6 @@ import copy
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from shardkit.checkpoint.native.manifest import _canonical, _digest
 from shardkit.cli.__main__ import main
 from shardkit.cli.checkpoint import app
 from shardkit.errors import CheckpointError
-from tests.ranks import REPO
 
 
 def invoke(*args: object) -> tuple[int, str]:
@@ -141,12 +138,3 @@ def test_a_directory_without_checkpoints_is_named(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match=folder.name):
             invoke("ls", folder)
-
-
-def test_listing_needs_no_torch(saved: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from shardkit.checkpoint import manage; "
-        f"manage.entries(Path({str(saved)!r})); print('torch' in sys.modules)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
-    assert ended.stdout == "False\n"

@@ -34,13 +34,6 @@ def test_every_range_is_what_was_written(saved: Path, whole: fakes.Plain, data: 
         assert torch.equal(checkpoint.read(name, start, length), whole.wholes[name][start : start + length])
 
 
-def test_it_lists_names_shapes_and_types(saved: Path, whole: fakes.Plain) -> None:
-    with CheckpointReader(saved / "step_00000003") as checkpoint:
-        found = checkpoint.tensors()
-    assert found["optim.0.exp_avg"] == reader_module.TensorSpec((50_000,), torch.bfloat16)
-    assert {n for n in found if not n.startswith("rng.")} == set(whole.wholes)
-
-
 @pytest.fixture
 def large(tmp_path: Path, alone: None) -> tuple[Path, torch.Tensor]:
     """A checkpoint with a tensor of one chunk and eight blocks, and the tensor."""

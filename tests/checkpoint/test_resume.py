@@ -195,12 +195,6 @@ def test_another_world_size_goes_on_within_rounding(fresh: Path) -> None:
     assert losses(fresh)[:4] == alone[:4]
 
 
-def test_resume_without_a_run_starts_one(fresh: Path) -> None:
-    ended = run(fresh, "run.resume=auto", "train.max_steps=2", code=0)
-    assert "from the start" in ended.stdout
-    assert len(losses(fresh)) == 2
-
-
 def test_a_run_killed_before_its_first_checkpoint_starts_over(fresh: Path) -> None:
     assert run(fresh, "train.max_steps=2", "checkpoint.every_steps=null", "checkpoint.at_end=false").returncode == 0
     assert not (fresh / "run" / "checkpoints" / "latest").exists()

@@ -138,35 +138,6 @@ def test_vllm_and_llama_cpp_find_what_they_open(run: str, size: str, begun: Path
     assert facts["template"] == hub.TEMPLATE and facts["special"] == {"bos": 0, "eos": 1}
 
 
-def without_architectures(folder: Path) -> None:
-    keys = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**keys, "architectures": None}))
-
-
-def with_an_unknown_tensor(folder: Path) -> None:
-    index = json.loads((folder / loaders.INDEX).read_text())
-    index["weight_map"]["more"] = next(iter(index["weight_map"].values()))
-    (folder / loaders.INDEX).write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize(
-    ("name", "spoil"),
-    [
-        ("vllm", lambda folder: save_file({"w": torch.ones(1)}, folder / "consolidated.safetensors")),
-        ("vllm", without_architectures),
-        ("vllm", lambda folder: (folder / "config.json").unlink()),
-        ("llama.cpp", with_an_unknown_tensor),
-        ("llama.cpp", lambda folder: (folder / "tokenizer.json").unlink()),
-    ],
-)
-def test_a_folder_that_they_would_refuse_is_noticed(name: str, spoil: Any, tmp_path: Path) -> None:
-    hub.make_folder(tmp_path, "llama")
-    loaders.LOADERS[name](tmp_path)
-    spoil(tmp_path)
-    with pytest.raises(AssertionError):
-        loaders.LOADERS[name](tmp_path)
-
-
 def test_the_runs_chat_template_replaces_the_tokenizers_own(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
