@@ -14,12 +14,9 @@ import torch
 from benchmarks.common import REPO, RESULTS
 from benchmarks.gpu import PARTS, command, part_cases, store, tables
 from benchmarks.gpu.cases import Case, Cases, Figures, Where
-from benchmarks.gpu.child import run_case
 from benchmarks.gpu.command import Options, run_part
 from benchmarks.gpu.store import Store
 from shardkit.errors import ConfigError
-from tests.benchmarks.test_common import running
-from tests.slurm.cluster import until
 
 Ran = list[tuple[str, str]]
 EVERYTHING = [("a", "predicted"), ("a", "measured"), ("b", "measured"), ("c", "measured")]
@@ -77,31 +74,6 @@ def test_a_dry_run_is_never_among_the_measurements(options: Options, capsys: pyt
         Store("mfu", options.out, dry=False, card="h200")
     with pytest.raises(ValueError, match="a dry run"):
         tables.on_a_gpu(options.out)
-
-
-def test_a_measurement_without_its_plan_has_no_error(tmp_path: Path) -> None:
-    written, setting = Store("accuracy", tmp_path, dry=False, card="h200"), "355m, single, fp32, none"
-    written.put(f"{setting}: too little", "measured", {"outcome": "out of memory"})
-    written.put(setting, "measured", {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30})
-    assert f"| {setting} | – / – / – | 2.00 | – | 3.00 | – |" in tables.on_a_gpu(tmp_path)
-
-
-def test_a_case_that_takes_too_long_or_crashes_leaves_no_process(tmp_path: Path) -> None:
-    late, crashing = (Where(True, "h200", 1 << 34, tmp_path / name) for name in ("late", "crashing"))
-    for where in (late, crashing):
-        where.folder.mkdir()
-    assert run_case("mfu", "1.3b", "measured", late, 0.5) is None
-    crashed = run_case("mfu", "no such case", "measured", crashing, 60)
-    assert crashed == {"outcome": "failed", "message": "KeyError: 'no such case'"}
-    until(lambda: str(tmp_path) not in running(), 60, running)
-
-
-def test_without_results_no_figure_is_shown_and_what_is_missing_is_counted(tmp_path: Path) -> None:
-    page = tables.on_a_gpu(tmp_path)
-    assert "Not yet measured: 32 of 32 settings." in page
-    for line in page.splitlines():
-        if line.startswith("| ") and tables.MISSING in line:
-            assert not [cell for cell in line.split("|")[2:][-3:] if any(map(str.isdigit, cell))], line
 
 
 @pytest.mark.release

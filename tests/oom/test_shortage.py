@@ -100,17 +100,6 @@ def test_an_observer_that_fails_does_not_hide_the_error(
     assert found is not None and found.request == 3 * GIB // 2
 
 
-def test_the_observer_is_attached_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    attached: list[Any] = []
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False)
-    monkeypatch.setattr(shortage._Observer, "attached", False)
-    shortage.observe(torch.device("cpu"))
-    assert not attached
-    shortage.observe(torch.device("cuda", 0))
-    shortage.observe(torch.device("cuda", 0))
-    assert attached == [shortage._Observer.note]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_failure_on_a_gpu_is_exact() -> None:

@@ -36,20 +36,3 @@ def test_what_lies_between() -> None:
     assert cosine[2:] == pytest.approx([0.5 * (1 + math.cos(math.pi * k / 5)) for k in range(1, 6)])
     assert rates(4, schedule="constant", warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
     assert rates(1, schedule="cosine") == [1.0], "a single step has the peak"
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [("linear", "linear"), ("cosine", "cosine")])
-def test_how_it_differs_from_transformers(ours: str, theirs: str) -> None:
-    """Theirs begins at 0 and would reach the floor one step after the last: our step k is their step k + 1."""
-    transformers = pytest.importorskip("transformers")
-    import torch
-
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = transformers.get_scheduler(theirs, optimizer, num_warmup_steps=4, num_training_steps=STEPS)
-    found = []
-    for _ in range(STEPS + 1):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert found[0] == 0.0
-    assert found[1:] == pytest.approx(rates(schedule=ours, warmup_steps=4, min_lr_ratio=0.0))
