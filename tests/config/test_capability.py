@@ -72,32 +72,6 @@ def test_the_table_has_each_row_once() -> None:
         assert all(reason and "\n" not in reason for reason in row.reasons.values())
 
 
-@pytest.mark.parametrize(
-    ("feature", "works"),
-    [
-        ("data_parallel", "ddp fsdp hsdp zero1 zero2 zero3"),
-        ("mesh", "hsdp"),
-        ("no_sync", "ddp fsdp hsdp zero1"),
-        ("keep_gathered", "fsdp hsdp"),
-        ("bucket_mb", "ddp zero1 zero2 zero3"),
-        ("offload_optimizer", "zero1 zero2 zero3"),
-        ("offload_param", "fsdp hsdp zero3"),
-        ("nvme", "zero3"),
-        ("ds_config", "zero1 zero2 zero3"),
-        ("fp8", "single ddp fsdp hsdp"),
-        ("hpz", "zero3"),
-        ("prefetch", "fsdp hsdp"),
-        ("muon", "single ddp fsdp hsdp"),
-        ("adamw8bit", "single ddp"),
-        ("adamw_bnb_8bit", "single ddp"),
-        ("in_backward", "single"),
-        ("quantize", "single ddp fsdp hsdp zero1 zero2 zero3"),
-    ],
-)
-def test_what_engines_can_do(feature: str, works: str) -> None:
-    assert CAPABILITIES[feature].works == works.split()
-
-
 NEEDS: dict[str, dict[str, Any]] = {
     "resize_embeddings": {"task.name": "hf_causal_lm"},
     "adapter": {"task.name": "hf_causal_lm"},
@@ -293,17 +267,6 @@ def test_any_config_passes_with_a_mesh_of_all_ranks_or_is_refused(
 # The table of docs/capability.md
 
 
-def test_the_table_shows_every_refusal_with_its_reason() -> None:
-    table = markdown_table()
-    reasons = {reason for row in CAPABILITIES.values() for reason in row.reasons.values()}
-    for reason in reasons:
-        assert reason in table
-    rows = [line for line in table.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + len(CAPABILITIES)
-    assert {row.count("|") for row in rows} == {len(STRATEGIES) + 2}
-    assert table.count("✓") == sum(len(row.works) for row in CAPABILITIES.values())
-
-
 def test_the_page_has_the_current_table() -> None:
     begin, end = MARKERS
     text = (REPO / "docs/capability.md").read_text(encoding="utf-8")
@@ -337,11 +300,10 @@ def test_every_mark_trains_like_one_process(feature: str) -> None:
     works = [name for name in CAPABILITIES[feature].works if name != "single"]
     target = "tests.config.capability_cases:losses"
     want = run_ranks(1, target, strategies=["single"], feature=feature, timeout=300)[0]["single"]
-    tolerance = 1e-2 if feature == "bf16" else 1e-5
     assert want[0] - want[-1] > 0.1
     for rank in run_ranks(2, target, strategies=works, feature=feature, timeout=300):
         for name, curve in rank.items():
-            assert curve == pytest.approx(want, abs=tolerance), name
+            assert curve == pytest.approx(want, abs=1e-5), name
 
 
 @pytest.mark.slow
