@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -310,39 +309,6 @@ def test_saves_are_noted_with_what_they_cost(fresh: Path) -> None:
     first_record, *_, last_record = lines(fresh / "run" / "memory.jsonl")
     assert first_record["ranks"][0]["host_mem"]["staging"] == 0
     assert last_record["ranks"][0]["host_mem"]["staging"] == saves[0]["staging_bytes"]
-
-
-def test_a_full_disk_fails_the_saves_not_the_steps(fresh: Path, small_disk: Path) -> None:
-    assert small_disk == fresh / "run" / "checkpoints"
-    ended = run(fresh, "train.max_steps=3", code=5)
-    assert "checkpoint of step 1 failed, the run goes on: rank 0" in ended.stderr
-    assert "checkpoint of step 3 failed: rank 0" in ended.stderr, "the run ends after this one"
-    assert len(losses(fresh)) == 3
-    saves = lines(fresh / "run" / "logs" / "checkpoints.jsonl")
-    assert ["64.0 MiB to keep free" in s["error"] for s in saves] == [True] * 3
-    assert list(small_disk.iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)])
-def test_a_signal_saves_and_stops(number: signal.Signals, fresh: Path) -> None:
-    never = ["checkpoint.every_steps=null", "train.max_steps=100000", "train.eval_every=90000"]
-    process = subprocess.Popen(
-        command(fresh, *never, ranks=0), cwd=REPO, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    metrics = fresh / "run" / "metrics.jsonl"
-    try:
-        while not metrics.exists() or not metrics.read_text():  # pytest's time limit ends it
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)  # looks for the first step; nothing depends on how often
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=100)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 75, stderr
-    newest = layout.checkpoints(fresh / "run" / "checkpoints")[0]
-    assert layout.step_of(newest) == json.loads(metrics.read_text().splitlines()[-1])["step"]
 
 
 class Asked:

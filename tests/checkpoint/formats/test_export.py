@@ -106,14 +106,6 @@ def test_a_state_dict_loads_into_a_plain_model_with_the_loss_of_the_run(runs_roo
     assert abs(losses["plain"] - recorded) > 1e-4
 
 
-def test_a_state_dict_can_be_mapped(runs_root: Path, tmp_path: Path) -> None:
-    convert(runs_root / "native", "torch", tmp_path / "out")
-    mapped = torch.load(tmp_path / "out" / "model.pt", weights_only=True, mmap=True)
-    expected = dict(model_of(runs_root / "native").named_parameters())
-    for name, param in expected.items():
-        assert mapped[name].data_ptr() % 64 == 0 and torch.equal(mapped[name], param)
-
-
 def test_which_checkpoint_of_a_run(runs_root: Path, tmp_path: Path) -> None:
     for step in ("1", "latest", "best"):
         convert(runs_root / "llama", "torch", tmp_path / step, step=step)

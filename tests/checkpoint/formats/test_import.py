@@ -31,15 +31,13 @@ ALSO_RESUMED: list[tuple[str, dict[str, Any]]] = [
 RELEASE = pytest.mark.release
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("case", foreign.CASES)
-def test_masters_and_moments_are_kept_to_the_bit(case: str, foreign_root: Path, tmp_path: Path) -> None:
-    converted = convert(foreign_root / case, "shardkit", tmp_path / "out")
-    truth = torch.load(foreign_root / case / "truth.pt", weights_only=True)
-    assert converted.n_tensors == len(truth)
-    assert verify(tmp_path / "out") == []
-    with CheckpointReader(tmp_path / "out") as checkpoint:
+def check_bits(folder: Path, out: Path) -> None:
+    """Masters, moments, frozen weights and buffers of a folder are those that were in memory."""
+    converted = convert(folder, "shardkit", out)
+    truth = torch.load(folder / "truth.pt", weights_only=True)
+    assert converted.n_tensors == len(truth) and sum(name.startswith("optim.") for name in truth) == 10
+    assert verify(out) == []
+    with CheckpointReader(out) as checkpoint:
         assert set(checkpoint.tensors()) == set(truth)
         for name, expected in truth.items():
             tensor = checkpoint.read(name).view(expected.shape)
@@ -48,6 +46,22 @@ def test_masters_and_moments_are_kept_to_the_bit(case: str, foreign_root: Path, 
         assert checkpoint.manifest.scalars == {
             f"{name.removesuffix('.exp_avg')}.step": 3 for name in truth if name.endswith(".exp_avg")
         }
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("case", foreign.CASES)
+def test_masters_and_moments_are_kept_to_the_bit(case: str, foreign_root: Path, tmp_path: Path) -> None:
+    check_bits(foreign_root / case, tmp_path / "out")
+
+
+@pytest.mark.release
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_the_other_stages_and_precisions(tmp_path: Path) -> None:
+    run_ranks(2, "tests.checkpoint.formats.foreign:make_all", root=str(tmp_path), cases=foreign.OTHERS)
+    for case in foreign.OTHERS:
+        check_bits(tmp_path / case, tmp_path / f"out-{case}")
 
 
 @pytest.mark.dist
