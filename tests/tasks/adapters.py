@@ -172,46 +172,6 @@ def _refused(root: str, source: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def resumed_with_others(root: str) -> dict[str, tuple[str, str]]:
-    """Cause and fix of a resume with another tokenizer, other data, no tokenizer, or another base."""
-    from safetensors.torch import load_file, save_file
-
-    from tests.data import chats
-
-    write_chat(Path(root))
-    keys = settings("llama", root) | {
-        "model.hf_config": None, "model.init_from": f"{root}/chat", "data.path": f"{root}/talks.jsonl",
-        "data.tokenizer": f"{root}/chat", "train.seq_len": 128, "train.max_steps": 1, "run.dir": f"{root}/first",
-        "checkpoint.at_end": True,
-    }  # fmt: skip
-    _losses(keys)
-    gc.collect()
-    chats.write_tokenizer(Path(root) / "tokenizer", eos_token=chats.SPECIAL[2])
-    chats.write_lines(Path(root) / "others.jsonl", ({"messages": chats.conversation(i, 2)} for i in range(200)))
-    other = Path(root) / "other-base"
-    other.mkdir()
-    (other / "config.json").write_text((Path(root) / "chat" / "config.json").read_text())
-    weights = load_file(f"{root}/chat/model.safetensors")
-    weights["model.norm.weight"][3] += 1e-3
-    save_file(weights, other / "model.safetensors", {"format": "pt"})
-    changed = {
-        "tokenizer": {"data.tokenizer": f"{root}/tokenizer"},
-        "data": {"data.path": f"{root}/others.jsonl"},
-        "bytes": {"data.tokenizer": None, "data.path": f"{root}/text.txt", "model.init_from": str(other)},
-        "base": {"model.init_from": str(other)},
-    }
-    found = {}
-    for name, more in changed.items():
-        try:
-            _losses(
-                {**keys, "run.resume": f"{root}/first", "run.dir": f"{root}/with {name}", "train.max_steps": 2, **more}
-            )
-        except ShardkitError as error:
-            found[name] = error.cause, error.fix or ""
-        gc.collect()
-    return found
-
-
 def some_tokens() -> torch.Tensor:
     return torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
 

@@ -225,25 +225,6 @@ def test_an_adapter_of_version_02_goes_on_and_is_merged(root: Path, tmp_path: Pa
         convert(saved, "safetensors", tmp_path / "wrong", merge=True, base=root / "other")
 
 
-@pytest.mark.slow
-def test_a_checkpoint_names_its_base_its_tokenizer_and_its_data(root: Path) -> None:
-    """By digests, which a resume compares."""
-    found = run_ranks(1, "tests.tasks.adapters:resumed_with_others", root=str(root))[0]
-    (saved,) = (root / "first" / "checkpoints").glob("step_*")
-    extra = json.loads((saved / "manifest.json").read_text())["manifest"]["run"]["extra"]
-    digests = [extra["digests"]["tokenizer"], extra["digests"]["data"], extra["adapter"]["base"]["digest"]]
-    assert all(len(digest) == 32 for digest in digests) and len(set(digests)) == 3
-    for name in ("tokenizer", "data"):
-        cause, fix = found[name]
-        assert f"the {name} is not the one that the checkpoint was trained with" in cause and digests.pop(0) in cause
-        assert f"resume with the same {name}" in fix
-    assert "is not the one that the checkpoint was trained with" in found["bytes"][0]
-    cause, fix = found["base"]
-    assert "the frozen model is not the one that the saved adapter was trained on" in cause
-    assert f"set model.init_from to the weights it was trained on ({root / 'chat'})" in fix
-    assert all("\n" not in text for texts in found.values() for text in texts)
-
-
 @pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_exports_give_the_logits_of_the_run(model: str, root: Path, tmp_path: Path) -> None:
     """As a folder of peft, and merged, in one file and in several."""
