@@ -24,13 +24,10 @@ LLAMA = {
 NUMEL = 2 * 256 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
 TENSORS = 2 + 2 * 9 + 1
 AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-ZERO1, ZERO2, ZERO3 = (
-    {
-        **AUTO,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1_000_000, "stage3_param_persistence_threshold": 0},
-    }
-    for stage in (1, 2, 3)
-)
+ZERO3 = {
+    **AUTO,
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 1_000_000, "stage3_param_persistence_threshold": 0},
+}
 ZERO = [pytest.mark.slow, pytest.mark.deepspeed]
 
 
@@ -62,8 +59,6 @@ def counted(folder: Path) -> list[dict[str, int]]:
             {"params": 4 * NUMEL, "master_params": 0, "grads": 4 * NUMEL, "optimizer": 8 * NUMEL + 4 * TENSORS},
             id="ddp",
         ),
-        pytest.param("zero1", {"deepspeed": ZERO1}, None, id="zero1", marks=ZERO),
-        pytest.param("zero2", {"deepspeed": ZERO2}, None, id="zero2", marks=ZERO),
         pytest.param(
             "zero3", {"deepspeed": ZERO3},
             {"params": 2 * NUMEL, "master_params": 2 * NUMEL, "grads": 2 * NUMEL, "optimizer": 4 * NUMEL + 4 * 2},
@@ -72,17 +67,11 @@ def counted(folder: Path) -> list[dict[str, int]]:
     ],
 )  # fmt: skip
 def test_a_trainers_ranks_are_counted(
-    engine: str, args: dict[str, Any], expected: dict[str, int] | None, tmp_path: Path
+    engine: str, args: dict[str, Any], expected: dict[str, int], tmp_path: Path
 ) -> None:
     done = train(tmp_path, args=args)
     assert done.returncode == 0, done.stderr
-    if expected is not None:
-        assert counted(tmp_path) == [expected] * 2
-    else:  # the Trainer decays some parameters only: two groups, each padded to a multiple of 2 × ranks
-        for found in counted(tmp_path):
-            assert found["params"] == 4 * NUMEL and found["master_params"] == 2 * NUMEL
-            assert found["optimizer"] == 4 * NUMEL + 2 * 4
-            assert 2 * NUMEL <= found["grads"] < 2 * NUMEL + 4 * 2 * 256 * 64
+    assert counted(tmp_path) == [expected] * 2
     run = read_run(tmp_path / "run")
     assert run.notes == [] and run.setting("parallel.strategy") == engine
     assert [(line["step"], line["loss"] > 0, line["lr"] > 0) for line in run.metrics] == [

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.config.load import load_config
-from shardkit.config.schema import ParallelConfig, RunConfig, RunSection
+from shardkit.config.schema import RunConfig, RunSection
 from shardkit.errors import ConfigError, LaunchError
 from shardkit.launch.ranks.env import SINGLE, RankEnv
 from shardkit.parallel import world
@@ -81,36 +81,6 @@ def test_a_task_that_srun_gave_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch)
         choose_device(config("auto"), env)
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "h100:1")
     assert choose_device(config("auto"), env) == torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "world_size", "backend", "bound"),
-    [
-        ({}, 1, "nccl", None),
-        ({}, 2, "nccl", torch.device("cuda", 0)),
-        ({"strategy": "fsdp", "offload_param": "cpu"}, 2, "cpu:gloo,cuda:nccl", None),
-    ],
-)
-def test_groups_on_gpus_have_the_backends_that_the_strategy_needs(
-    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], world_size: int, backend: str, bound: torch.device | None
-) -> None:
-    """One rank is not connected to itself ahead of time; FSDP2's norm of gradients on the CPU needs gloo there."""
-    joined: list[tuple[str, torch.device | None]] = []
-
-    def join(backend: str, **options: Any) -> None:
-        joined.append((backend, options["device_id"]))
-        raise dist.DistStoreError("enough")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "init_process_group", join)
-    monkeypatch.setattr("shardkit.parallel.world._store", lambda *_: dist.HashStore())
-    monkeypatch.setattr("shardkit.parallel.world.flight_recorder", lambda *_: {})
-    chosen = RunConfig(run=RunSection(device="cuda"), parallel=ParallelConfig(**parallel))
-    with pytest.raises(LaunchError), process_groups(chosen, RankEnv(0, world_size, 0, world_size, 0, 1, "group")):
-        pass
-    assert joined == [(backend, bound)]
 
 
 LONG_S = 300

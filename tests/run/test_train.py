@@ -119,18 +119,6 @@ def user_error(done: subprocess.CompletedProcess[str], *said: str) -> None:
         assert words in done.stderr, done.stderr
 
 
-def test_half_set_ranks_are_refused(tmp_path: Path, text: Path) -> None:
-    user_error(run(settings(tmp_path, text), env={"RANK": "0"}), "RANK", "WORLD_SIZE")
-
-
-def test_slurm_against_torchrun_is_refused(tmp_path: Path, text: Path) -> None:
-    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-    torchrun |= {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2"}
-    slurm |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "1"}
-    user_error(run(settings(tmp_path, text), env={**torchrun, **slurm}), "SLURM")
-
-
 def rank_0_of_two(port: str) -> dict[str, str]:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
