@@ -11,7 +11,6 @@ from shardkit import __version__
 from shardkit.cli import __main__
 from shardkit.config import removed
 from shardkit.errors import ConfigError
-from tests import startup
 from tests.texts import write_files
 
 REPO = Path(__file__).resolve().parents[2]
@@ -121,8 +120,22 @@ def test_a_bug_keeps_its_traceback() -> None:
     assert "ZeroDivisionError" in process.stderr
 
 
+HELP = "import sys; from shardkit.cli.__main__ import main as m; sys.argv = ['shardkit', {}'--help']; sys.exit(m())"
+BARE = """
+import sys
+import typer
+app = typer.Typer(rich_markup_mode=None)
+@app.command()
+def one(directory: str, force: bool = False) -> None: "Do nothing."
+@app.command()
+def two() -> None: "Do nothing."
+sys.argv = ["bare", {}"--help"]
+app()
+"""
+
+
 @pytest.mark.parametrize(
-    ("code", "bare"), [(startup.SHARDKIT_HELP, startup.PLAIN_APP), (startup.SUBMIT_HELP, startup.PLAIN_COMMAND)]
+    ("code", "bare"), [(HELP.format(""), BARE.format("")), (HELP.format("'submit', "), BARE.format('"one", '))]
 )
 def test_help_imports_little_beside_a_bare_typer_app(code: str, bare: str) -> None:
     """A command that imports more starts later."""
