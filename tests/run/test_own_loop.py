@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -52,19 +53,14 @@ def loss_fn(reduction: str) -> Any:
     return lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
 
 
-class Said(logging.Handler):
+@contextmanager
+def warned() -> Iterator[list[str]]:
     """What is warned of inside."""
-
-    def __enter__(self) -> list[str]:
-        self.lines: list[str] = []
-        logging.getLogger("shardkit").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("shardkit").removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    lines, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardkit").addHandler(handler)
+    yield lines
+    logging.getLogger("shardkit").removeHandler(handler)
 
 
 def curves(strategies: list[str]) -> dict[str, Any]:
@@ -72,7 +68,7 @@ def curves(strategies: list[str]) -> dict[str, Any]:
     out = {}
     for strategy in strategies:
         for case, of, said_to_be in (("sum", "sum", "sum"), ("mean", "mean", "mean"), ("wrong", "mean", "sum")):
-            with Said() as said, start(None, settings(strategy)) as job:
+            with warned() as said, start(None, settings(strategy)) as job:
                 wrap(job)
                 steps = [job.step(batches(i), loss_fn(of), count, reduction=said_to_be) for i in range(STEPS)]
             out[strategy, case] = [(step.loss, step.grad_norm) for step in steps], said
@@ -82,7 +78,7 @@ def curves(strategies: list[str]) -> dict[str, Any]:
 
 def even() -> list[str]:
     """Warnings of a mean whose micro-batches are equally large: nothing can be told."""
-    with Said() as said, start(None, settings("single")) as job:
+    with warned() as said, start(None, settings("single")) as job:
         wrap(job)
         for step in range(40):
             job.step(batches(step, ragged=False), loss_fn("mean"), count)
@@ -136,22 +132,3 @@ def test_what_is_no_sum_is_said_in_a_line_or_not_at_all() -> None:
     assert "returned float, not one number" in number
     assert "reduction='max'" in word and "'mean'" in word
     assert "the loss is not finite at step 1 on rank 0" in loss
-
-
-def first_step_s(idle_s: float) -> tuple[float | None, float]:
-    """The time of a first step, `idle_s` after the model was wrapped, by the ledger and from outside."""
-    with start(None, settings("single")) as job:
-        wrap(job)
-        time.sleep(idle_s)
-        began = time.perf_counter()
-        job.step(batches(0), loss_fn("sum"), count)
-        took_s = time.perf_counter() - began
-        found = job.ledger.row().step_time_s
-    gc.collect()
-    return found, took_s
-
-
-@pytest.mark.dist
-def test_a_first_steps_time_begins_with_the_step() -> None:
-    ((found, took_s),) = run_ranks(1, "tests.run.test_own_loop:first_step_s", idle_s=0.1)
-    assert found is not None and 0 < found <= took_s

@@ -184,14 +184,3 @@ def test_the_plan_of_another_config_is_not_this_runs(tmp_path: Path) -> None:
         path.write_text(json.dumps(kept))
         plan.begin(a_job(tmp_path, (1,), off[1], "train.micro_batch_size=3"), tmp_path)
         assert not path.exists(), "another batch"
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_planned_as_it_is(tmp_path: Path) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    job = a_job(tmp_path, (1,), device="cuda:0")
-    aim = planning._target(job)
-    assert aim.gpu is not None
-    assert aim.gpu.device_name == torch.cuda.get_device_name(0)
-    assert aim.gpu.memory == torch.cuda.get_device_properties(0).total_memory

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.run.evaluate import beside
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from tests.ranks import run_ranks
@@ -152,8 +151,3 @@ def test_the_time_of_each_start_of_a_run_is_recorded_whole(in_background: bool, 
     extra = {"checkpoint.async_save": in_background}
     for recorded, took in run_ranks(1, "tests.run.test_steps:two_starts", folder=str(tmp_path / "run"), **extra)[0]:
         assert recorded == pytest.approx(took, abs=0.02)
-
-
-@pytest.mark.parametrize(("loss", "said"), [(2.0, "50.0 % lower"), (4.0, "0.0 % lower"), (6.0, "1.50 times as high")])
-def test_a_loss_above_the_baseline_is_said_to_be(loss: float, said: str) -> None:
-    assert beside(loss, 4.0).startswith(f"the validation loss is {said}")

@@ -30,22 +30,29 @@ def state(rank: int, beats: int, waits: bool) -> dict[str, Any]:
     return {"rank": rank, "step": 7, "doing": "forward", "beats": beats, "at": "task.py:3 in loss", "waits": waits}
 
 
-def test_the_rank_that_the_others_wait_for_is_named() -> None:
-    assert behind([state(0, 9, True), state(1, 8, True), state(2, 9, True)]).startswith(
-        "did not arrive: rank 1 (step 7"
-    )
-    assert "rank 2" in behind([state(0, 9, True), state(1, 9, True), state(2, 9, False)])
-    assert "all 2 ranks are at the same place" in behind([state(0, 9, True), state(1, 9, True)])
-    assert behind([state(0, 9, True), None]).startswith("rank(s) 1 did not even answer")
+WAITS = [state(rank, 9, True) for rank in range(3)]
+WRITES = {"phase": "writing step_00000010.tmp/rank_00001.bin", "host": "n2"}
 
 
-def test_in_a_save_the_rank_that_writes_is_named_with_its_host_and_file() -> None:
-    waiting = state(0, 9, True) | {"phase": "waiting for the other ranks' files", "host": "n1"}
-    writing = state(1, 9, True) | {"phase": "writing step_00000010.tmp/rank_00001.bin", "host": "n2"}
-    assert behind([waiting, writing]).startswith(
-        "did not arrive: rank 1 on n2 (step 7, forward, writing step_00000010.tmp/rank_00001.bin, task.py:3"
-    )
-    assert "all 2 ranks are at the same place" in behind([waiting, waiting | {"rank": 1}])
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        ([WAITS[0], state(1, 8, True), WAITS[2]], "did not arrive: rank 1 (step 7"),
+        ([*WAITS[:2], state(2, 9, False)], "did not arrive: rank 2 (step 7"),
+        (WAITS[:2], "all 2 ranks are at the same place"),
+        ([WAITS[0], None], "rank(s) 1 did not even answer"),
+        (
+            [WAITS[0] | {"phase": "waiting for the other ranks' files", "host": "n1"}, WAITS[1] | WRITES],
+            "did not arrive: rank 1 on n2 (step 7, forward, writing step_00000010.tmp/rank_00001.bin, task.py:3",
+        ),
+        (
+            [waits | {"block": f"layers.{waits['rank'] % 2}"} for waits in WAITS],
+            "last blocks: layers.0 on rank 0, 2, layers.1 on rank 1",
+        ),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_named(states: list[dict[str, Any] | None], said: str) -> None:
+    assert said in behind(states)
 
 
 @pytest.mark.slow
@@ -64,12 +71,6 @@ def test_a_rank_that_stops_in_a_save_is_named_within_the_limit_of_saves(tmp_path
     assert f"no progress for 4 s at step 3 (save); rank(s) 1 on {os.uname().nodename} (in or after " in done.stderr
     assert "step_00000003.tmp/rank_00001.bin" in done.stderr and "raise checkpoint.timeout_s if a save" in done.stderr
     assert "if a save makes no progress for 4 s, the job ends (checkpoint.timeout_s)" in done.stdout
-
-
-def test_ranks_that_wait_in_different_blocks_are_named_with_them() -> None:
-    apart = [state(rank, 9, True) | {"block": f"layers.{rank % 2}"} for rank in range(3)]
-    assert behind(apart).endswith("; last blocks: layers.0 on rank 0, 2, layers.1 on rank 1")
-    assert "last blocks" not in behind([state(rank, 9, True) | {"block": "layers.0"} for rank in range(3)])
 
 
 def bites(dog: Watchdog, seconds: float, live: Callable[[float], None], patch: pytest.MonkeyPatch) -> list[float]:
