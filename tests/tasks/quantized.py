@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint.formats.start import opening
 from shardkit.checkpoint.frozen_base import WordSums, as_checksum
 from shardkit.errors import ShardkitError
 from shardkit.models.quantized import QuantizedLinear
@@ -82,22 +81,6 @@ def trained(root: str, strategy: str, **extra: Any) -> dict[str, Any]:
 def under(root: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """`trained` by the name of each case."""
     return {name: trained(root, name.partition(" ")[0], **extra) for name, extra in cases.items()}
-
-
-def flipped(root: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entry about the base before and after one bit of the packed weights is flipped on one rank."""
-    with start(None, settings(root, strategy, dist.get_world_size())) as job:
-        trainer = Trainer(job)
-        base: Any = trainer.start.base
-        with opening(job.config.model.init_from, job.model) as open_source:
-            sums = trainer.start._pack(base, trainer.checkpoints, open_source)
-        base.identify(job.strategy, trainer.checkpoints.group, sums)
-        before = dict(base.about["base"])
-        if dist.get_rank() == dist.get_world_size() - 1:
-            shard = next(shard for shard in job.strategy.shards() if shard.name.endswith(".packed"))
-            shard.local[-1] ^= 4
-        base.identify(job.strategy, trainer.checkpoints.group, sums)
-        return before, dict(base.about["base"])
 
 
 def bnb_alone(root: str, kind: str = "nf4", double: bool = False) -> list[tuple[float, float]]:

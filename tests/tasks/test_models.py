@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
@@ -104,26 +103,3 @@ def test_the_shipped_config_learns(name: str, tmp_path: Path) -> None:
         assert records[-1]["val_accuracy"] > 2 * baseline["accuracy_by_chance"]
     else:
         assert records[-1]["val_psnr"] > 15
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
-def test_starts_from_local_safetensors_in_pieces(tmp_path: Path) -> None:
-    write_words(tmp_path)
-    extra = {"train.max_steps": 1, "optim.lr": 0.0, "model.init_from": str(tmp_path / "weights")}
-    settings = cases.settings("gpt2", "single", 1, str(tmp_path))
-    task: Any = load_task(load_config(None, settings).config)
-    torch.manual_seed(5)
-    own = type(task.hf.reference)(task.hf.config).eval()
-    own.save_pretrained(tmp_path / "weights", max_shard_size="100KB")
-    assert len(list((tmp_path / "weights").glob("*.safetensors"))) > 2
-    val = task.dataset("val")
-    batch = torch.utils.data.default_collate([val[i] for i in range(len(val))])
-    with torch.no_grad():
-        logits = own(input_ids=batch["tokens"]).logits.flatten(0, 1)
-    want = torch.nn.functional.cross_entropy(logits, batch["targets"].flatten()).item()
-    extra["train.eval_samples"] = len(val)
-    for rank in run_ranks(2, TARGET, tasks=["gpt2"], strategies=["zero3"], folder=str(tmp_path), **extra):
-        for name, (record,) in rank.items():
-            assert record["val_loss"] == pytest.approx(want, abs=1e-5), name
