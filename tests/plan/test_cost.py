@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from shardkit.config.load import load_config
-from shardkit.hardware.calibration import cpu_name
 from shardkit.plan.client import Planner
 from shardkit.plan.model.cost import Segment, TimeEstimate, repeated, speeds_of, step_time, waits
 from shardkit.plan.target import Target, choose_target
@@ -116,34 +115,3 @@ def test_cpu_ranks_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert speeds_of(Target(1, None, 1)).matmul["fp32"] >= speeds_of(Target(64, None, 64)).matmul["fp32"]
     assert not speeds_of(Target(2, None, 2)).overlap
-
-
-@pytest.mark.slow
-@pytest.mark.deepspeed
-def test_new_large_tensors_wait_for_pages_on_a_cpu_only(planner: Planner) -> None:
-    """ZeRO-2 joins its gradients in a new tensor of each bucket; DDP has views of buckets that are kept."""
-    sizes = ["model.preset=debug", "model.n_layers=2", "model.d_model=512", "train.seq_len=32", "precision.mode=fp32"]
-    times = {}
-    with Planner(Target(2, None, 2)) as on_cpus:
-        for strategy in ("ddp", "zero2"):
-            config = load_config(None, [*sizes, f"parallel.strategy={strategy}", "run.device=cpu"]).config
-            estimate = on_cpus.predict(config, timed=True)
-            assert estimate.time is not None
-            times[strategy] = estimate.time.parts["compute"]
-    bytes_of_gradients = 4 * estimate.n_params
-    assert times["zero2"] - times["ddp"] > 3 * bytes_of_gradients / 2.5e9
-    assert speeds_of(H100).new_pages == float("inf")
-
-
-def test_cpu_ranks_wait_for_the_latest_at_each_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert speeds_of(Target(2, None, 2)).late > 0 and speeds_of(H100).late == 0
-    constants = {
-        "device": cpu_name(), "world_size": 2, "operator_s": 5e-6, "collective_s": 3e-4, "late_s": 0.25,
-        "matmul_flops_by_dtype": {"fp32": 4e10}, "memory_bytes_per_s": 1e10, "host_bytes_per_s": 1e10,
-        "copy_bytes_per_s": [5e9, 5e9], "all_reduce": [[1024, 1e6]],
-    }  # fmt: skip
-    path = tmp_path / "shardkit" / "calibration.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps({"x": constants}))
-    assert speeds_of(Target(2, None, 2)).collective_seconds("all_reduce", 1024, 2, 1) == pytest.approx(0.25 + 1.024e-3)

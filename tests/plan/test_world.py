@@ -127,18 +127,6 @@ def test_heads_that_share_keys_are_planned_as_torch_runs_them(tmp_path: Path, h1
     assert peaks["bf16", 2] <= peaks["bf16", 4]
 
 
-@pytest.mark.slow
-def test_blocks_of_fixed_segments_are_counted_whole() -> None:
-    peaks = {}
-    for expandable in (False, True):
-        with Planner(choose_target(config(), 1, gpu="h100", expandable=expandable)) as planner:
-            found = planner.predict(config("parallel.strategy=single"))
-        assert sum(one.device for one in found.categories.values()) == found.peak.allocated
-        assert max(phase.allocated for phase in found.phases.values()) == found.peak.allocated
-        peaks[expandable] = found.peak.allocated
-    assert peaks[True] <= peaks[False] <= peaks[True] + 64 * 2**20
-
-
 def test_results_made_again_from_memory_are_those_of_torch(tmp_path: Path) -> None:
     """Every operator of a small step, three times: from the third on nothing is asked of torch's own dispatch."""
     code = """
