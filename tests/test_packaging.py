@@ -155,14 +155,6 @@ def test_wheel_copies_out_its_configs(built: Built, unpacked: Path, tmp_path: Pa
     assert written == {name for name in expected_in_wheel(built.tree) if name.startswith(templates)}
 
 
-def test_uninstalled_checkout_works(built: Built, tmp_path: Path) -> None:
-    code = (
-        "import shardkit.launch.ranks.env as env, shardkit.cli.__main__ as cli; print(env.__file__); print(cli.PACKAGE)"
-    )
-    places = [Path(place) for place in run(code, built.tree, tmp_path).splitlines()]
-    assert places == [built.tree / "shardkit/launch/ranks/env.py", built.tree / "shardkit"]
-
-
 def test_editable_install_works(built: Built, tmp_path: Path) -> None:
     code = f"from setuptools.build_meta import build_editable; print(build_editable({str(tmp_path)!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=built.tree, capture_output=True, text=True)
