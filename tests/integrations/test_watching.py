@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
-import re
-import struct
-import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -194,75 +186,6 @@ def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
         model(torch.ones(4096, SIZE))  # neither hooks nor cap are left
 
 
-ON_A_TERMINAL = """
-import sys
-import torch
-from torch import nn
-from tqdm import tqdm
-import shardkit
-from shardkit.telemetry import progress
-progress.REFRESH_S = 0.0
-
-def loop(name, steps, said):
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with shardkit.watch(model, optimizer, run_dir=f"{sys.argv[1]}/{name}", every=1, tensorboard=False, total=3):
-        for step in steps():
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            said(step)
-        model(torch.ones(2, 4))
-        print(f"end of {name}")
-
-loop("plain", lambda: range(3), lambda step: print(f"step {step} is done"))
-loop("tqdm", lambda: tqdm(range(3), mininterval=0, ncols=60), lambda step: None)
-loop("own", lambda: range(3), lambda step: print(f"\\rown bar {step}", end="", flush=True))
-"""
-
-
-def screen_of(raw: str) -> list[str]:
-    """The lines that a terminal shows after these characters."""
-    lines, at, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", raw):
-        if part == "\r":
-            column = 0
-        elif part == "\n":
-            at += 1
-            lines += [""] * (at + 1 - len(lines))
-        elif part.startswith("\x1b"):
-            at -= int(part[2:-1] or 1) if part.endswith("A") else 0
-            lines[at] = "" if part == "\x1b[2K" else lines[at]
-        else:
-            lines[at] = lines[at][:column].ljust(column) + part + lines[at][column + len(part) :]
-            column += len(part)
-    return [line.rstrip() for line in lines]
-
-
-@pytest.mark.slow
-def test_a_terminal_shows_bars_that_leave_the_loops_own_output_alone(tmp_path: Path) -> None:
-    main, ours = pty.openpty()
-    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 100, 0, 0))
-    environment = {**os.environ, "TERM": "xterm"}
-    command = [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path)]
-    with subprocess.Popen(command, stdout=ours, stderr=ours, env=environment) as ran:
-        os.close(ours)
-        raw = b""
-        with contextlib.suppress(OSError):  # Linux' way to say that the other end is closed
-            while got := os.read(main, 65536):
-                raw += got
-    os.close(main)
-    text = raw.decode()
-    assert ran.returncode == 0, text
-    of = re.split(r"end of \w+", text)
-    assert re.search(r"3/3.*peak RSS", of[0]) and "rank 0@" in of[0]
-    assert "rank 0@" not in of[1][of[1].index("  0%|") : of[1].index("100%|")], "a bar of tqdm is open"
-    shown = screen_of(text)
-    own = [line for line in shown if re.match(r"step \d|end of|own bar|100%", line)]
-    assert own[:4] == ["step 0 is done", "step 1 is done", "step 2 is done", "end of plain"]
-    assert [line.split("|")[0] for line in own[4:6]] == ["100%", "end of tqdm"]
-    assert any("own bar 2" in line for line in own) and own[-1].endswith("end of own"), "nothing of the loop's is lost"
-
-
 def runs_out_under_zero3(folder: str) -> Any:
     """The post-mortem of a DeepSpeed engine whose batch is too large."""
     import deepspeed
@@ -402,11 +325,3 @@ def half_fails(folder: str) -> str:
 def test_a_rank_that_fails_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
     assert run_ranks(2, "tests.integrations.test_watching:half_fails", folder=str(tmp_path)) == ["ended", "only here"]
     assert [step for step, _ in read_jsonl(tmp_path / "memory.jsonl")] == [1, 2]
-
-
-@pytest.mark.slow
-def test_importing_shardkit_imports_no_other_tool() -> None:
-    code = "import shardkit, sys; shardkit.watch; print([n for n in sys.modules if '.' not in n])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(eval(done.stdout))
-    assert "torch" in loaded and not loaded & {"transformers", "accelerate", "deepspeed", "lightning", "peft"}
