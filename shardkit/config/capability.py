@@ -56,16 +56,13 @@ class Declared:
 
     @property
     def name(self) -> str:
-        """The row's short name."""
         return self.capability.name or self.key
 
     @property
     def dotted(self) -> str:
-        """The key with its section."""
         return f"{self.section}.{self.key}"
 
     def asks(self, config: RunConfig) -> bool:
-        """Whether the config asks for it."""
         section = getattr(config, self.section)
         setting = getattr(section, self.key)
         choices = self.capability.choices

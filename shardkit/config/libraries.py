@@ -72,7 +72,6 @@ class Private:
         return self.path.partition(".")[0]
 
     def find(self) -> Any:
-        """The object of that name."""
         owner, attributes = _holder(self.path)
         try:
             for part in attributes:

@@ -171,7 +171,8 @@ class Layers:
                 return
             raise unknown_key(path, COMMAND_LINE)
         value = _parse_value(path, dotted, value) if raw else check_plain(value, dotted)
-        if len(path) > 2 and not _is_mapping_field(path):
+        annotation = str(section_fields()[path[0]][path[1]].annotation)
+        if len(path) > 2 and "dict" not in annotation and "QuantizeConfig" not in annotation:
             raise ConfigError(
                 f"{dotted} is set on the {COMMAND_LINE}, but {'.'.join(path[:2])} is a value, not a section",
                 f"set {'.'.join(path[:2])}=<value>",
@@ -226,15 +227,10 @@ class Layers:
         for section, keys in self._tree.items():
             for key, value in list(keys.items()):
                 annotation = str(fields[section][key].annotation)
-                if (
-                    isinstance(value, bool)
-                    and "bool" not in annotation
-                    and ("int" in annotation or "float" in annotation)
-                ):
-                    path = (section, key)
-                    problems.append(
-                        wrong_value(path, value, self._source_of(path), "a number is neither true nor false")
-                    )
+                wants_number = "bool" not in annotation and ("int" in annotation or "float" in annotation)
+                if isinstance(value, bool) and wants_number:
+                    text, source = "a number is neither true nor false", self._source_of((section, key))
+                    problems.append(wrong_value((section, key), value, source, text))
                     del keys[key]
         return problems
 
@@ -325,11 +321,6 @@ def _asks_for_nothing(path: Path, value: Any) -> bool:
     """Whether a removed key has a value that never asked for anything."""
     row = KEYS.get(".".join(path))
     return row is not None and value in row.harmless
-
-
-def _is_mapping_field(path: Path) -> bool:
-    annotation = str(section_fields()[path[0]][path[1]].annotation)
-    return "dict" in annotation or "QuantizeConfig" in annotation
 
 
 def _leaves(tree: dict[str, Any], prefix: Path = ()) -> list[Path]:

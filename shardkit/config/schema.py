@@ -204,7 +204,6 @@ class SourceConfig(Section):
 
     @property
     def called(self) -> str:
-        """The source's name."""
         return self.name or self.path.rstrip("/").rpartition("/")[2]
 
 
@@ -747,7 +746,6 @@ class MemoryConfig(Section):
 
     @property
     def cap_bytes(self) -> int | None:
-        """`cap` in bytes."""
         return None if self.cap is None else parse_bytes(self.cap)
 
 
@@ -906,11 +904,9 @@ class RunConfig(Section):
         value = getattr(getattr(self, section), key)
         if isinstance(value, dict | Section):
             return dotted
-        return (
-            f"{dotted}={value:g}"
-            if isinstance(value, float)
-            else f"{dotted}={str(value).lower() if isinstance(value, bool) else value}"
-        )
+        if isinstance(value, float):
+            return f"{dotted}={value:g}"
+        return f"{dotted}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 COMBINATIONS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (

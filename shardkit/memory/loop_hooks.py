@@ -22,15 +22,12 @@ class Listener(Protocol):
 
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
         """A forward in training begins, with these arguments, those by name last."""
-        ...
 
     def step_ended(self, step: int, seconds: float, waited: float) -> None:
         """An optimizer step ended; `waited` of its seconds passed before its first forward."""
-        ...
 
     def gather(self, step: int) -> None:
         """Gather every rank's row."""
-        ...
 
 
 class LoopHooks:

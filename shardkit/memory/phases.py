@@ -21,11 +21,9 @@ class Phases(Protocol):
 
     def phase(self, name: PhaseName, follows: bool = False) -> AbstractContextManager[None]:
         """Context of one phase; `follows`: it begins where the phase before it ended, with nothing in between."""
-        ...
 
     def sample_state(self, source: HasState) -> None:
         """Look at the state now: after the last backward, before the optimizer step."""
-        ...
 
 
 @dataclass
@@ -135,7 +133,13 @@ class PhaseMeter:
 
     def rows(self) -> dict[PhaseName, PhaseMemory]:
         """Every phase that has run; one that did not run since the last gather keeps its figures."""
-        return {name: _row(peaks) for name, peaks in self._phases.items() if peaks.host is not None}
+        rows = {}
+        for name, peaks in self._phases.items():
+            if peaks.host is not None:
+                device = peaks.device
+                nothing = PhaseMemory(None, None, None, None, *peaks.host)
+                rows[name] = nothing if device is None else PhaseMemory(*device[:4], *peaks.host)
+        return rows
 
     def start_interval(self) -> None:
         """From now on, a phase's first run replaces its figures."""
@@ -151,11 +155,3 @@ class PhaseMeter:
         # Every open phase gets the reading: the peaks of an outer phase cover those of the phases within it.
         for name in self._open:
             self._phases[name].add(device, host)
-
-
-def _row(peaks: _Peaks) -> PhaseMemory:
-    device, host = peaks.device, peaks.host
-    assert host is not None
-    if device is None:
-        return PhaseMemory(None, None, None, None, *host)
-    return PhaseMemory(*device[:4], *host)

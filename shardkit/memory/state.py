@@ -21,7 +21,6 @@ class HasState(Protocol):
 
     def state_tensors(self) -> Iterable[tuple[StateKind, torch.Tensor]]:
         """Every local tensor that holds state; the same storage may come more than once."""
-        ...
 
 
 def module_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterator[tuple[StateKind, torch.Tensor]]:

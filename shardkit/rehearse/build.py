@@ -95,7 +95,6 @@ class Build:
         self.lib = package / "emucuda" / "lib"
 
     def library(self, name: str) -> Path:
-        """A CUDA library of the wheels that torch depends on."""
         paths = sorted(self.torch.site.glob(f"nvidia/*/lib/lib{name}.so.*"))
         if not paths:
             cause = f"torch {self.torch.version} of {self.torch.python} does not use NVIDIA's wheels: no lib{name}"
@@ -242,7 +241,6 @@ def made_of(source: Path) -> set[Path]:
 
 
 def run(*command: str) -> str:
-    """The output of a command."""
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         lines = [line for line in process.stderr.splitlines() if "error" in line.lower()] or process.stderr.splitlines()

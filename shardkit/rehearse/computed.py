@@ -46,8 +46,6 @@ class Sharpness:
 
 @dataclass(frozen=True)
 class ComputedRun:
-    """How a command ended."""
-
     kind: str  # `PASSED`, `FAILED`, or `NOT_KNOWN` if it was ended
     reason: str
     code: int  # the command's own exit code; negative: the signal that ended it

@@ -46,7 +46,6 @@ class Torch:
 
 
 def torch_of(command: Sequence[str], environ: Mapping[str, str]) -> Torch:
-    """The torch of the interpreter that runs a command."""
     if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
         cause = f"GPUs are emulated on Linux only, and this is {sys.platform} on {os.uname().machine}"
         raise LaunchError(cause, "rehearse on a Linux machine or in a Linux container")
@@ -119,7 +118,6 @@ def ask(python: Sequence[str], environ: Mapping[str, str]) -> dict[str, str | No
 
 
 def check(answers: Mapping[str, str | None]) -> Torch:
-    """The torch that an interpreter told of."""
     python, folder, version, cuda = (answers[name] for name in ("executable", "folder", "version", "cuda"))
     if folder is None or version is None:
         raise LaunchError(f"{python} has no torch", "install torch there, or name the Python that has it")

@@ -17,8 +17,6 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ds", "axolotl", "llamafacto
 
 @dataclass(frozen=True)
 class RehearsedWorld:
-    """A world of ranks, some of them live."""
-
     world_size: int  # of the program
     per_node: int  # GPUs of each machine
     live: tuple[int, ...] = (0,)  # ranks that are processes, ascending
@@ -48,7 +46,6 @@ class RehearsedWorld:
 
 
 def parse_ranks(world_size: int, per_node: int | None, live: str | None) -> RehearsedWorld:
-    """The ranks of `--ranks`, `--gpus` and `--live`."""
     per_node = min(8, world_size) if per_node is None else per_node
     if world_size % per_node:
         cause = f"{world_size} ranks do not fill machines of {per_node} GPUs"

@@ -81,7 +81,6 @@ class AssumedNumber:
 
 
 def parse_assumed(texts: Iterable[str]) -> tuple[AssumedNumber, ...]:
-    """The numbers that `--assume` gives."""
     numbers: dict[tuple[str, int], AssumedNumber] = {}
     for text in texts:
         match = re.fullmatch(r"(?:\./)?([^:=]+):([1-9][0-9]{0,8})\s*=\s*([0-9]{1,18})", text.strip())
@@ -120,8 +119,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is emulated."""
-
     card: Gpu
     gpus: int  # of the machine
     package: Path  # the folder of the built emulation

@@ -125,7 +125,6 @@ class Rank:
 
     @property
     def moment(self) -> str:
-        """When its memory was at its peak."""
         return "before the first forward" if self.phase == "building" else f"{self.phase} of step {self.step}"
 
 
@@ -140,8 +139,6 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A rehearsal's outcome."""
-
     kind: str  # one of the keys of `EXIT_CODES`
     reason: str  # one line: the margin, or the failing rank with its error
     card: Gpu
@@ -160,7 +157,6 @@ class Verdict:
 
     @property
     def seen(self) -> frozenset[str]:
-        """Phases that some rank went through."""
         return frozenset[str]().union(*(rank.seen for rank in self.ranks))
 
     def other_cards(self) -> list[Gpu]:
@@ -272,8 +268,6 @@ def _tensors(ranks: tuple[Rank, ...]) -> list[str]:
 
 @dataclass(frozen=True)
 class Finish:
-    """How a rehearsal ended."""
-
     # `steps` (each rank had done its steps), `program` (it ended by itself), or a reason to end it, in words
     cause: str
     exit_code: int = 0  # of the program, if it ended by itself
@@ -557,7 +551,6 @@ class Expectation:
 
 
 def parse_expectation(text: str) -> Expectation:
-    """The limit that `--expect` names."""
     match = re.fullmatch(r"\s*(\w+)\s*(<=?)\s*([^<>=]+?)\s*", text)
     if match is None or match[1] not in METRICS:
         raise ConfigError(f"--expect {text!r} is no limit", f"--expect 'peak < 70 GiB'; or {' or '.join(METRICS[1:])}")

@@ -64,7 +64,6 @@ def line(
 def bar(
     name: str, xs: Sequence[Any], ys: Sequence[float | None], colour: str, unit: str, **trace_settings: Any
 ) -> dict[str, Any]:
-    """Bars of one colour."""
     return {
         "type": "bar", "name": label(name), "x": xs, "y": ys, "marker": {"color": colour},
         "hovertemplate": f"%{{y:.6g}} {unit}", **trace_settings,

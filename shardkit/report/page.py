@@ -329,6 +329,5 @@ def _config(run: Run) -> list[Markup]:
 
 
 def save(text: str, path: Path) -> None:
-    """Write a page."""
     with system_errors(ShardkitError, f"cannot write {path}", "pass --out with a place you can write"):
         write_whole(path, text.encode(errors="replace"))

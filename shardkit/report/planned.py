@@ -62,16 +62,11 @@ def _planned(plan: Mapping[str, Any], rows: Mapping[int, RankRow]) -> dict[int, 
 
     Ranks differ only in the sizes of their shards.
     """
-    plans = {
-        int(rank): entry
-        for entry in map(mapping, sequence(plan.get("ranks")) or [plan])
-        if (rank := number(entry.get("rank"))) is not None
-    }
+    entries = map(mapping, sequence(plan.get("ranks")) or [plan])
+    plans = {int(rank): entry for entry in entries if (rank := number(entry.get("rank"))) is not None}
     by_rank = dict(plans)
     for rank, row in rows.items():
-        alike = (
-            planned_rank for planned_rank in plans if planned_rank in rows and rows[planned_rank].state == row.state
-        )
+        alike = (planned for planned in plans if planned in rows and rows[planned].state == row.state)
         if rank not in plans and row.state is not None and (like := next(alike, None)) is not None:
             by_rank[rank] = plans[like]
     return by_rank
@@ -110,9 +105,8 @@ def _categories(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace:
         if predicted or measured:
             comparisons.append(Compared(rank, f"{kind} on the device", predicted, measured))
     if row is not None and row.unattributed is not None and not at_peak:
-        not_state = [
-            mapping(f).get("device") for kind, f in mapping(entry.get("categories")).items() if kind not in KINDS
-        ]
+        categories = mapping(entry.get("categories"))
+        not_state = (mapping(figures).get("device") for kind, figures in categories.items() if kind not in KINDS)
         together = sum(number(n_bytes) or 0 for n_bytes in not_state)
         comparisons.append(Compared(rank, "all but state", together or None, row.unattributed))
     return comparisons

@@ -80,7 +80,6 @@ def _reason(failed: failure.Failure) -> str:
 
 
 def script_page(run: ScriptRun) -> str:
-    """The HTML file of a script's run."""
     well, how = run.status
     badge = Markup('<p><span class="badge{}" id="status">{}</span></p>').format("" if well else " bad", how)
     page = Page(run.path.resolve().name, badge)

@@ -60,16 +60,12 @@ class Task(Protocol):
 
     def build_model(self) -> nn.Module:
         """Build the model; with `init_parameter`, its parameters go to meta (or are sharded) as they are registered."""
-        ...
 
     def dataset(self, split: Literal["train", "val"]) -> Dataset | None:
         """Samples of a split; `None` for `val` means no evaluation."""
-        ...
 
     def n_targets(self, batch: Batch) -> int:
         """Target tokens (or samples) in a micro-batch, over which the step's loss is averaged. Called on CPU."""
-        ...
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum (not mean) of the loss over the micro-batch's targets, a scalar; calls `model` once."""
-        ...

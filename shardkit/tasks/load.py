@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -42,11 +41,6 @@ def model_config(config: RunConfig) -> Any:
     from ..models.hf import import_transformers, read_config
 
     return read_config(import_transformers(config.task.name), config.model, {})
-
-
-def tokenizer_of(config: RunConfig) -> Path | None:
-    """The folder, or the `tokenizer.json`, of the run's tokenizer; None if the run has none."""
-    return tokenizer_path(config)
 
 
 def load_task(config: RunConfig) -> Task:
@@ -112,7 +106,6 @@ def _attribute(spec: str, module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 def build_model(config: RunConfig, task: Task) -> nn.Module:
-    """The task's model."""
     try:
         return task.build_model()
     except (ShardkitError, MemoryError, torch.OutOfMemoryError):

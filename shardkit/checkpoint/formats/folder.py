@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ...config.schema import RunConfig
+from ...data.tokenizer import tokenizer_path
 from ...errors import CheckpointError, ConfigError
 from ...files import parse_json, read_object, read_objects, read_regular
-from ...tasks.load import tokenizer_of
 from ..native.manifest import Manifest
 from .tensor_source import reading
 
@@ -65,7 +65,7 @@ def copy_tokenizer(config: RunConfig, folder: Path, is_named: bool = True) -> st
         The reason why there is no tokenizer to copy; empty if there is one.
     """
     try:
-        source = tokenizer_of(config)
+        source = tokenizer_path(config)
     except ConfigError as error:
         return f"{error.cause}: no tokenizer is written"
     if source is None:

@@ -117,7 +117,9 @@ def traced_step(
         The `Phases` that the step uses instead of `ledger`; it forwards to `ledger` too.
     """
     on_gpu = device.type == "cuda"
-    log = EventLog(stream=_cuda_stream, product_workspace=product_workspace) if on_gpu else EventLog()
+    log = EventLog()
+    if on_gpu:
+        log.stream, log.product_workspace = lambda: int(torch.cuda.current_stream().cuda_stream), product_workspace
     tracker = TensorTracker(log)
     with Tracing(tracker) as tracing:
         tracing.wrapped(source, model)
@@ -128,10 +130,6 @@ def traced_step(
     # The buckets of DDP and the workspaces of products lived before the step, though it first showed them.
     log.older_first()
     save(summary(log, str(device), step, listeners.most))
-
-
-def _cuda_stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream)
 
 
 def summary(log: EventLog, device: str, step: int, most: int | None = None) -> dict[str, Any]:

@@ -168,7 +168,6 @@ class History:
         return snapshots
 
     def _bands(self) -> list[dict[str, Any]]:
-        """The phases as stretches of events."""
         bands = []
         for moment, indices in itertools.groupby(range(len(self.events)), key=self.moment_of.__getitem__):
             stretch = list(indices)

@@ -35,8 +35,6 @@ _DEEPSPEED_ENGINE = os.path.join("deepspeed", "runtime", "engine.py")
 
 
 class Recording:
-    """Peaks, steps and the end of this process."""
-
     def __init__(self, folder: str, max_steps: int, until: str = "") -> None:
         self.folder, self.max_steps, self.until = folder, max_steps, until
         self.pid = os.getpid()
@@ -170,7 +168,6 @@ class Recording:
             json.dump(trace, file)
 
     def _sample(self) -> None:
-        """Note this process's memory at the end of a step."""
         devices = {device: (peaks["allocated"], peaks["reserved"]) for device, peaks in self.devices.items()}
         if not devices:
             return
@@ -426,16 +423,11 @@ def _held_by(optimizer: Any) -> dict[str, int]:
         "parameters": parameters, "gradients": [parameter.grad for parameter in parameters],
         "optimizer states": [tensor for state in optimizer.state.values() for tensor in state.values()],
     }  # fmt: skip
-    return {name: _n_bytes(members) for name, members in tensors.items()}
-
-
-def _n_bytes(tensors: list[Any]) -> int:
-    sizes = {}
-    for tensor in tensors:
-        for part in shardkit_state.parts(tensor):
-            if part.is_cuda:
-                sizes[part.data_ptr()] = int(part.nbytes)
-    return sum(sizes.values())
+    sizes: dict[str, dict[int, int]] = {name: {} for name in tensors}
+    for name, members in tensors.items():
+        for part in (part for tensor in members for part in shardkit_state.parts(tensor) if part.is_cuda):
+            sizes[name][part.data_ptr()] = int(part.nbytes)
+    return {name: sum(each.values()) for name, each in sizes.items()}
 
 
 def _deepspeed_engine(frame: FrameType | None) -> Any:

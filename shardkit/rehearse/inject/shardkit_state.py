@@ -42,7 +42,6 @@ class StateHolders:
         self._optimizers.add(optimizer)
 
     def note(self) -> None:
-        """Remember where the state lies now."""
         from torch.nn import Module  # loaded by the program
 
         addresses: dict[int, str] = {}

@@ -113,12 +113,10 @@ def paragraph(text: object, kind: str = "") -> Markup:
 
 
 def heading(text: object) -> Markup:
-    """A heading within a section."""
     return Markup("<h3>{}</h3>").format(text)
 
 
 def folded(title: str, text: str) -> Markup:
-    """A long text that opens with a click."""
     return Markup("<details><summary>{}</summary><pre>{}</pre></details>").format(title, text)
 
 
