@@ -116,7 +116,12 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             "remove memory.cap, or set compile.enabled=false",
         )
     mesh_shape(config, world_size, local_world_size)
-    _refuse_absent_ranks(config, world_size)
+    profiled = config.profile.ranks
+    if config.profile.start is not None and profiled != "all" and max(profiled) >= world_size:
+        raise ConfigError(
+            f"profile.ranks={profiled}, but the run's ranks are 0 to {world_size - 1}",
+            "name ranks that exist, or set profile.ranks=all",
+        )
     _refuse_ignored(config)
     _refuse_missing_libraries(config)
 
@@ -175,17 +180,10 @@ def mesh_shape(config: RunConfig, world_size: int, local_world_size: int) -> tup
     if replicate is None:
         replicate = world_size // shard
     if replicate * shard != world_size:
-        raise ConfigError(_mesh_cause(parallel, world_size, local_world_size), _mesh_fix(world_size))
+        pairs = [f"{n} × {world_size // n}" for n in range(1, world_size + 1) if world_size % n == 0]
+        fix = f"dp_replicate × dp_shard for {_ranks(world_size)}: {', '.join(pairs[:6])}{', …' * (len(pairs) > 6)}"
+        raise ConfigError(_mesh_cause(parallel, world_size, local_world_size), fix)
     return replicate, shard
-
-
-def _refuse_absent_ranks(config: RunConfig, world_size: int) -> None:
-    ranks = config.profile.ranks
-    if config.profile.start is not None and ranks != "all" and max(ranks) >= world_size:
-        raise ConfigError(
-            f"profile.ranks={ranks}, but the run's ranks are 0 to {world_size - 1}",
-            "name ranks that exist, or set profile.ranks=all",
-        )
 
 
 def _mesh_cause(parallel: ParallelConfig, world_size: int, local_world_size: int) -> str:
@@ -199,12 +197,6 @@ def _mesh_cause(parallel: ParallelConfig, world_size: int, local_world_size: int
         if size:
             return f"parallel.{key}={size} does not divide the world size {world_size}"
     return f"hsdp shards over the {local_world_size} ranks of one node, which do not divide the world size {world_size}"
-
-
-def _mesh_fix(world_size: int) -> str:
-    pairs = [f"{n} × {world_size // n}" for n in range(1, world_size + 1) if world_size % n == 0]
-    shown = ", ".join(pairs[:6]) + (", …" if len(pairs) > 6 else "")
-    return f"dp_replicate × dp_shard for {_ranks(world_size)}: {shown}"
 
 
 @dataclass(frozen=True)

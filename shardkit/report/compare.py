@@ -45,25 +45,17 @@ def _key_figures(a: Run, b: Run) -> Markup:
 
 
 def _settings(a: Run, b: Run) -> Markup:
-    before, after = measure.flat(a.config), measure.flat(b.config)
+    sides = []
+    for run in (a, b):
+        settings = {key: value for key, value in measure.flat(run.config).items() if key not in UNIMPORTANT}
+        world = {name: fact for name, fact in facts(run) if name == "world"}
+        versions = {**mapping(run.environment.get("packages")), "git commit": run.environment.get("git_commit")}
+        sides.append([settings, world, {name: version for name, version in versions.items() if version}])
     lines = [
-        [words(key), *(words(side.get(key, "–")) for side in (before, after))]
-        for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key) and key not in UNIMPORTANT
-    ]
-    run_facts = [dict(facts(run)) for run in (a, b)]
-    lines += [
-        [words(name), *(words(side.get(name, "–")) for side in run_facts)]
-        for name in ("world",)
-        if run_facts[0].get(name) != run_facts[1].get(name)
-    ]
-    versions = [
-        {**mapping(run.environment.get("packages")), "git commit": run.environment.get("git_commit")} for run in (a, b)
-    ]
-    lines += [
-        [words(name), *(words(side.get(name) or "–") for side in versions)]
-        for name in dict.fromkeys([*versions[0], *versions[1]])
-        if versions[0].get(name) != versions[1].get(name)
+        [words(name), words(before.get(name, "–")), words(after.get(name, "–"))]
+        for before, after in zip(*sides, strict=True)
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
     ]
     return table(["", "A", "B"], lines) if lines else paragraph("Nothing: same settings, world and versions.")
 

@@ -46,7 +46,8 @@ def key_figures(run: Run) -> list[KeyFigure]:
     steps, losses = column(run, "loss")
     best = min(zip(losses, steps, strict=True), default=None)
     _, validation = column(run, "val_loss")
-    tokens, times = (_settled(column(run, key)[1]) for key in ("tokens_per_s", "step_time_s"))
+    # Without the first step, which compiles and warms up.
+    tokens, times = (ys[1:] or ys for _, ys in (column(run, key) for key in ("tokens_per_s", "step_time_s")))
     saves, end_saves, skipped = (column(run, key)[1] for key in ("save_s", "end_save_s", "skipped"))
     condensed = summary(run.last_rows)
     spreads = condensed.spreads
@@ -73,11 +74,6 @@ def key_figures(run: Run) -> list[KeyFigure]:
     if any(record.get("skipped") is not None for record in run.metrics):
         figures.append(KeyFigure("skipped steps", sum(skipped), "count", "loss scaling"))
     return figures
-
-
-def _settled(values: Sequence[float]) -> Sequence[float]:
-    """Without the first step, which compiles and warms up."""
-    return values[1:] or values
 
 
 def _share_of_steps(run: Run, key: str) -> float | None:
@@ -200,11 +196,8 @@ def last_start(run: Run) -> list[Gather]:
     recent = [gather for gather in run.gathers if began is not None and gather.time >= began] or list(run.gathers)
     # Without the time of the start, a step that does not grow or another number of ranks shows where it began.
     start = len(recent) - 1
-    while (
-        start > 0
-        and len(recent[start - 1].rows) == len(recent[-1].rows)
-        and (recent[start - 1].step < recent[start].step)
-    ):
+    alike = [len(gather.rows) == len(recent[-1].rows) for gather in recent]
+    while start > 0 and alike[start - 1] and recent[start - 1].step < recent[start].step:
         start -= 1
     return recent[max(start, 0) :]
 
@@ -236,11 +229,8 @@ def status(run: Run) -> tuple[bool, str]:
         return True, f"finished {last_step} of {max_steps} steps"
     so_far = f"step {last_step} of {max_steps}" if max_steps is not None else f"step {last_step}"
     # The run may have continued after host memory ran low or after an earlier start failed.
-    ooms = [
-        r
-        for r, o in run.ooms.items()
-        if o.get("kind") != "host-risk" and (number(o.get("step")) or last_step) >= last_step
-    ]
+    real = {rank: record for rank, record in run.ooms.items() if record.get("kind") != "host-risk"}
+    ooms = [rank for rank, record in real.items() if (number(record.get("step")) or last_step) >= last_step]
     if ooms:
         return False, f"out of memory on rank {', '.join(map(str, ooms))} at {so_far}"
     if run.failures:
@@ -251,9 +241,5 @@ def status(run: Run) -> tuple[bool, str]:
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
     """A config as a flat dict with dotted names."""
-    return {
-        f"{section}.{key}": value
-        for section, values in config.items()
-        if isinstance(values, dict)
-        for key, value in values.items()
-    }
+    sections = ((section, values) for section, values in config.items() if isinstance(values, dict))
+    return {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
