@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -89,7 +90,9 @@ def test_every_profiled_rank_writes_a_trace_with_ranges_and_tables(tmp_path: Pat
             with gzip.open(tmp_path / strategy / "profile" / f"rank{rank}_trace.json.gz", "rt") as file:
                 events = json.load(file)["traceEvents"]
             ranges = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in RANGES]
-            assert [e["name"] for e in sorted(ranges, key=lambda e: float(e["ts"]))] == RANGES * STEPS
+            names = [e["name"] for e in sorted(ranges, key=lambda e: float(e["ts"]))]
+            # DeepSpeed's backward has a second part: the host's work of the step stands between them.
+            assert [name for name, _ in itertools.groupby(names)] == RANGES * STEPS
             text = tables(tmp_path / strategy, rank)
             assert text.startswith(f"rank {rank} of 2 on cpu") and "steps 3, 4\n" in text
             time, memory = (part.splitlines() for part in text.split("Operators by their own ")[1:])
