@@ -911,7 +911,7 @@ class RunConfig(Section):
 
 COMBINATIONS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
     ("adapter.type task.name", lambda c: c.adapter.type != "none" and not c.task.takes_adapters,
-     "of all tasks, hf_causal_lm and hf_masked_lm take adapters",
+     "only hf_causal_lm and hf_masked_lm take adapters",
      "set task.name=hf_causal_lm or hf_masked_lm, or remove adapter"),
     ("adapter.type model.resize_embeddings", lambda c: c.adapter.type != "none" and c.model.resize_embeddings,
      "the new rows would be frozen, and nothing trains them",

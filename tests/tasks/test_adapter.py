@@ -147,7 +147,7 @@ def test_targets_that_cannot_be_adapted_are_named(targets: Any, cause: str, fix:
         ("adapter.lora_alpha", 3, "unknown key adapter.lora_alpha"),
         ("train.ema_decay", 0.9, "averaged"),
         ("precision.mode", "fp8", "torchao"),
-        ("task.name", "causal_lm", "takes adapters"),
+        ("task.name", "causal_lm", "adapters"),
     ],
 )
 def test_settings_that_adapters_do_not_have_are_refused_by_name(key: str, value: Any, cause: str, root: Path) -> None:
