@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, ShardkitError, report, system_errors
 from ..files import write_whole
@@ -33,10 +32,6 @@ from .script import PREEMPT_FILE, Script, from_json, newest_change
 from .slurm import nodes, preemption_warning, requeue, script, submit
 from .slurm.preemption_warning import PreemptionWarning, say
 from .slurm.script import output_pattern
-
-if TYPE_CHECKING:
-    from ..config.load import LoadedConfig
-
 
 _POLL_S = 0.1
 # Slurm's warning goes to every process of a step: until a process listens, it must be ignored, or it kills.
@@ -60,11 +55,7 @@ class Batch:
     script: Script | None = None  # the program that runs instead of a config
 
     def pin(self) -> Batch:
-        """Keep the config with the run: every later start of the job uses the config of the first.
-
-        Raises:
-            OSError: the config cannot be written.
-        """
+        """Keep the config with the run: every later start of the job uses the config of the first."""
         if self.script is not None:  # described by a file of its own submission
             return self
         path = _pinned(self.run_dir, self.job_id)
@@ -121,21 +112,23 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         )
     if args[1] == "--script" and len(args) == 3:
         return _read_script(args[0], Path(args[2]), environ)
+    from ..config.load import load_config  # a script needs no config
+
     style, config, overrides = args[0], None if args[1] == "-" else args[1], list(args[2:])
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if task is not None:
         overrides = [override.replace("%a", task) for override in overrides]
-    loaded = _load(config, overrides)
+    loaded = load_config(config, overrides)
     run_dir = Path(loaded.config.run.dir)
     if task is not None:
         run_dir = run_dir / f"array_{task}"
         overrides.append(f"run.dir={run_dir}")
-        loaded = _load(config, overrides)
+        loaded = load_config(config, overrides)
     job_id, restart = _start(environ)
     pinned = _pinned(run_dir, job_id)
     if restart and pinned.exists():  # the submitted file may have changed since
         config, overrides = str(pinned), []
-        loaded = _load(config, overrides)
+        loaded = load_config(config, overrides)
     n_nodes, n_ranks = integer(environ, "SLURM_JOB_NUM_NODES"), _ranks_per_node(style, environ)
     n_gpus = integer(environ, "SLURM_GPUS_ON_NODE") if environ.get("SLURM_GPUS_ON_NODE") else 0
     spec.check_fits(loaded.config, n_nodes, n_ranks, n_gpus)
@@ -184,12 +177,6 @@ def _pinned(run_dir: Path, job_id: str) -> Path:
     return run_dir.absolute() / submit.FOLDER / f"job-{job_id}.yaml"
 
 
-def _load(config: str | None, overrides: Sequence[str]) -> LoadedConfig:
-    from ..config.load import load_config
-
-    return load_config(config, overrides)
-
-
 def _ranks_per_node(style: str, environ: Mapping[str, str]) -> int:
     names = ["NPROC_PER_NODE", "SLURM_GPUS_ON_NODE"]
     if style == "srun":
@@ -205,7 +192,11 @@ def step_argv(batch: Batch, environ: Mapping[str, str]) -> list[str]:
     tasks = 1 if batch.style == "torchrun" else batch.n_ranks_per_node
     argv = ["srun", "--kill-on-bad-exit=1", f"--nodes={batch.n_nodes}", f"--ntasks={batch.n_nodes * tasks}"]
     argv.append(f"--ntasks-per-node={tasks}")
-    cpus = _cpus_per_task(batch, environ)
+    # srun ignores sbatch's --cpus-per-task since Slurm 22.05. torchrun's ranks share a node's CPUs.
+    per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    cpus = int(per_node[1]) if per_node else None
+    if batch.style == "srun":
+        cpus = integer(environ, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in environ else None
     argv += [f"--cpus-per-task={cpus}"] if cpus else []
     image = environ.get("SHARDKIT_CONTAINER")
     argv += script.srun_options(image, [os.getcwd(), str(batch.run_dir.absolute())], environ) if image else []
@@ -223,14 +214,6 @@ def step_argv(batch: Batch, environ: Mapping[str, str]) -> list[str]:
         options = ["--run-dir", str(batch.run_dir), *batch.script.launch_options()]
         return [*argv, *_SHIELD, *launch, *sizes, *options, "--", *batch.script.argv]
     return [*argv, *_SHIELD, *launch, batch.config or "-", *sizes, *batch.overrides]
-
-
-def _cpus_per_task(batch: Batch, environ: Mapping[str, str]) -> int | None:
-    """The --cpus-per-task for srun, which ignores sbatch's since Slurm 22.05. torchrun's ranks share a node's CPUs."""
-    if batch.style == "srun":
-        return integer(environ, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in environ else None
-    per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    return int(per_node[1]) if per_node else None
 
 
 def step_environment(batch: Batch, environ: Mapping[str, str]) -> dict[str, str]:
@@ -305,9 +288,20 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
         warning.watch(batch.job_id, batch.run_dir, batch.restart)
         if warning.ending is not None and not noted:  # Slurm may leave this script no time for it at the end
             noted, newest_then = True, batch.newest_checkpoint()
-            note_ending(batch, warning.ending, warning.told_at)
-        if noted and not queued and warning.is_late:
-            queued = queue_once_saved(batch, newest_then)
+            how = warning.ending.how
+            if how == requeue.TIME_LIMIT:
+                how = _late_save(batch, warning.told_at)
+                say(how)
+            elif how == requeue.CANCELLED:
+                say("cancelled: the ranks are told to save; the job will not be queued again")
+            batch.note_end(how)
+        may_queue = noted and not queued and warning.is_late and batch.script is None
+        # After the time limit the job is queued again as soon as its save is complete, maybe at the last moment.
+        if may_queue and batch.newest_checkpoint() not in (None, newest_then):
+            queued = True
+            batch.note_end("saved after USR2")
+            refuse(batch, os.environ)
+            say(f"saved within the time after the limit: {requeue.queue_again(batch.job_id, (), batch.restart)}")
         if not was_bounded and bound.is_passed():
             was_bounded = True
             process.kill()  # it waits for tasks whose processes are gone
@@ -340,9 +334,8 @@ def _check_nodes(batch: Batch, environ: Mapping[str, str]) -> None:
         batch.note_end(f"failed: {error.cause}")
         raise
     except OSError as error:
-        raise LaunchError(
-            f"cannot write {error.filename}: {error.strerror}", "free space, or repair the disk"
-        ) from error
+        cause = f"cannot write {error.filename}: {error.strerror}"
+        raise LaunchError(cause, "free space, or repair the disk") from error
     if warning is not None:
         say(f"warning: {warning}")
 
@@ -350,30 +343,6 @@ def _check_nodes(batch: Batch, environ: Mapping[str, str]) -> None:
 SRUN_LOG = "srun.log"
 """srun's own output, in the start's folder."""
 _BEGAN = time.time()  # this process is one start of the job
-
-
-def note_ending(batch: Batch, ending: requeue.Ending, told_at: float | None) -> None:
-    """Print and record how Slurm is ending this start, while the ranks may still save."""
-    reason = ending.how
-    if ending.how == requeue.TIME_LIMIT:
-        reason = _late_save(batch, told_at)
-        say(reason)
-    elif ending.how == requeue.CANCELLED:
-        say("cancelled: the ranks are told to save; the job will not be queued again")
-    batch.note_end(reason)
-
-
-def queue_once_saved(batch: Batch, before: tuple[int, int] | None) -> bool:
-    """After the time limit: queue the job again as soon as its save is complete, which may be the last moment.
-
-    `before`: the newest checkpoint of earlier starts.
-    """
-    if batch.script is not None or batch.newest_checkpoint() in (None, before):
-        return False
-    batch.note_end("saved after USR2")
-    refuse(batch, os.environ)
-    say(f"saved within the time after the limit: {requeue.queue_again(batch.job_id, (), batch.restart)}")
-    return True
 
 
 def _late_save(batch: Batch, told_at: float | None) -> str:
@@ -444,7 +413,14 @@ def after(
         requeue_reason = requeue.script_reason(ending, warning.came, failures, code, saved is not None, gone)
         stopped = stopped or (requeue_reason is not None and requeue_reason.endswith("after USR2"))
     if requeue_reason is None and ending is not None and ending.how == requeue.TIME_LIMIT and not stopped:
-        return _out_of_time(batch, code, failures, warning.told_at)
+        how = _late_save(batch, warning.told_at)
+        batch.note_end(how)
+        if any(rank_failure.is_error and not rank_failure.lost_peer for rank_failure in failures):
+            _explain(batch, failures)
+        else:
+            fix = "raise --signal-s or --time, or save more often (checkpoint.every_minutes)"
+            print(f"error: not saved in time: {how}\n  fix: {fix}", file=sys.stderr, flush=True)
+        return exit_codes.shell_code(code)
     if requeue_reason is None:
         return _failed(batch, code, failures, stopped, saved is not None)
     if requeue_reason == gone:
@@ -474,22 +450,6 @@ def _cancelled(batch: Batch, code: int, failures: list[failure.Failure], saved: 
         say(f"cancelled, not queued again; the script {written}")
     else:
         say(f"cancelled, not queued again; the ranks ended without a save; {_newest_words(batch)}")
-    return exit_codes.shell_code(code)
-
-
-def _out_of_time(batch: Batch, code: int, failures: list[failure.Failure], told_at: float | None) -> int:
-    """Report ranks that the time limit ended before they had saved; returns the exit code."""
-    reason = _late_save(batch, told_at)
-    batch.note_end(reason)
-    if any(rank_failure.is_error and not rank_failure.lost_peer for rank_failure in failures):
-        _explain(batch, failures)
-    else:
-        print(f"error: not saved in time: {reason}", file=sys.stderr)
-        print(
-            "  fix: raise --signal-s or --time, or save more often (checkpoint.every_minutes)",
-            file=sys.stderr,
-            flush=True,
-        )
     return exit_codes.shell_code(code)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import libraries
-from ..errors import LaunchError, ShardkitError
+from ..errors import LaunchError
 from ..files.cgroups import memory_limits, text_of
 from ..files.children import code_command, module_command
 from .ranks import affinity
@@ -55,9 +55,8 @@ def torch_checks(python: str = sys.executable, timeout_s: float = 300) -> list[C
     lines = [line for line in process.stdout.splitlines() if line.startswith("[{")]
     if process.returncode or not lines:
         last_line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-        return [
-            Check("torch", "fail", f"cannot be used: {last_line}", "reinstall torch for this CUDA: https://pytorch.org")
-        ]
+        fix = "reinstall torch for this CUDA: https://pytorch.org"
+        return [Check("torch", "fail", f"cannot be used: {last_line}", fix)]
     return [Check(**item) for item in json.loads(lines[-1])]
 
 
@@ -196,9 +195,8 @@ def network() -> list[Check]:
         fix = "open the firewall between the nodes (all ports from 1024 up), and on the loopback device"
         return [Check("ports", "fail", f"cannot connect to {name} ({address}) on a free port: {error.strerror}", fix)]
     loop = address.startswith("127.") or address == "::1"
-    summary = f"{name} is {address}, a free port can be reached" + (
-        "; other nodes need another address" if loop else ""
-    )
+    summary = f"{name} is {address}, a free port can be reached"
+    summary += "; other nodes need another address" if loop else ""
     return [Check("ports", "pass", summary, data={"address": address})]
 
 
@@ -207,7 +205,7 @@ def rank_variables() -> list[Check]:
     try:
         env = detect()
     except LaunchError as error:
-        return [from_error("rank variables", error)]
+        return [Check("rank variables", "fail", error.cause, error.fix)]
     return [Check("rank variables", "pass", f"{env.source}: rank {env.rank} of {env.world_size}")]
 
 
@@ -229,9 +227,8 @@ def disk(name: str, path: Path, n_bytes: int = 64 * 2**20) -> list[Check]:
             os.fsync(file.fileno())
             speed = n_bytes / (time.perf_counter() - began)
     except OSError as error:
-        return [
-            Check(name, "fail", f"{folder} cannot be written: {error.strerror}", "choose a directory you can write")
-        ]
+        cause = f"{folder} cannot be written: {error.strerror}"
+        return [Check(name, "fail", cause, "choose a directory you can write")]
     slow, full = speed < 50e6, free < 20 * _GIB
     fix = "a checkpoint takes 12 bytes per parameter: check that some fit"
     fix = "checkpoints will be slow: use a faster disk, or checkpoint.async_save=true" if slow else fix
@@ -289,15 +286,7 @@ def as_json(checks: list[Check], extra: dict[str, Any]) -> str:
 def worst(checks: list[Check]) -> Status:
     """The most severe status."""
     order: tuple[Status, ...] = ("fail", "warn")
-    for status in order:
-        if any(check.status == status for check in checks):
-            return status
-    return "pass"
-
-
-def from_error(name: str, error: ShardkitError) -> Check:
-    """An error that the user can correct, as a finding."""
-    return Check(name, "fail", error.cause, error.fix)
+    return next((status for status in order if any(check.status == status for check in checks)), "pass")
 
 
 # In its own process: DeepSpeed prints, and an op of another build can crash.
@@ -313,28 +302,22 @@ def examine_libraries() -> list[Check]:
     """Checks of versions and GPUs, and whether this build of torch has code for them."""
     import torch
 
-    builds = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": _nccl(), "path": torch.__path__[0]}
+    nccl = None
+    if torch.distributed.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    builds = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": nccl, "path": torch.__path__[0]}
     shown = f"{builds['torch']}, CUDA {builds['cuda'] or 'none'}, NCCL {builds['nccl'] or 'none'}"
     checks = [Check("torch", "pass", shown, data=builds)]
     present = len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
     if present and not torch.cuda.is_available():
-        cause = (
-            "a CPU build" if torch.version.cuda is None else f"its CUDA {torch.version.cuda} does not fit the driver"
-        )
+        cuda = torch.version.cuda
+        cause = "a CPU build" if cuda is None else f"its CUDA {cuda} does not fit the driver"
         fix = "install torch for this driver's CUDA (nvidia-smi shows the highest): https://pytorch.org"
         checks.append(Check("torch GPUs", "fail", f"{present} GPU(s), but torch sees none: {cause}", fix))
     else:
         checks.append(Check("torch GPUs", "pass", str(torch.cuda.device_count() or "none")))
     checks += [_gpu(index) for index in range(torch.cuda.device_count())]
     return [*checks, _cpu_adam(torch.cuda.is_available())]
-
-
-def _nccl() -> str | None:
-    import torch
-
-    if not torch.distributed.is_nccl_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def _gpu(index: int) -> Check:
@@ -359,9 +342,8 @@ def _cpu_adam(cuda: bool) -> Check:
     answers = [line for line in process.stdout.splitlines() if line.startswith("OPS ")]
     if process.returncode or not answers:
         last_line = (process.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return Check(
-            "DeepSpeed ops", "warn", f"cannot be checked: {last_line}", "pip install --force-reinstall deepspeed"
-        )
+        fix = "pip install --force-reinstall deepspeed"
+        return Check("DeepSpeed ops", "warn", f"cannot be checked: {last_line}", fix)
     if json.loads(answers[-1][4:]):
         return Check("DeepSpeed ops", "pass", "CPUAdam can be built here")
     fix = "install a C++ compiler, and for DeepSpeed up to 0.19.6 CUDA's toolkit (nvcc, CUDA_HOME) of torch's version"
@@ -388,7 +370,8 @@ def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
         checks.append(warning(f"{label} per rank", bool(slow), summary, fix))
     for key in ("all_reduce", "all_gather", "reduce_scatter"):
         for size, speed in constants[key]:
-            checks.append(Check(f"{key} {_size(size)}", "pass", f"{speed / 1e9:.3g} GB/s bus bandwidth"))
+            amount = f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
+            checks.append(Check(f"{key} {amount}", "pass", f"{speed / 1e9:.3g} GB/s bus bandwidth"))
     if len(constants["latency_s"]) > 1:
         far = max(range(1, len(hosts)), key=lambda rank: float(constants["latency_s"][rank]))
         worst = float(constants["latency_s"][far])
@@ -402,10 +385,6 @@ def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
     summary = f"differ by at most {skew:.3f} s"
     checks.append(warning("clocks", skew > 1.0, summary, "run chrony or ntpd on every node"))
     return checks
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes // 2**20} MiB" if n_bytes >= 2**20 else f"{n_bytes // 2**10} KiB"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ def render_job_set(spec: JobSpec) -> str:
     count: a pod that is disrupted (preempted, drained), and a pod that saved and stopped, as all pods of a disrupted
     job do. Pods that stopped may be seen before the disrupted one.
     """
+    import yaml
+
     options = spec.kubernetes
     if not _NAME.fullmatch(spec.name):
         raise LaunchError(
@@ -43,18 +45,14 @@ def render_job_set(spec: JobSpec) -> str:
             "pass --name with such a name",
         )
     if not options.image:
-        raise LaunchError(
-            "a job on Kubernetes needs an image", "pass --container IMAGE, an image whose python3 has shardkit"
-        )
+        raise LaunchError("a job on Kubernetes needs an image", "pass --container IMAGE, whose python3 has shardkit")
     # A pod's own /dev/shm has 64 MiB, too little for loaders and NCCL.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     for number, volume in enumerate(options.volumes):
         claim, colon, path = volume.partition(":")
         if not colon or not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not path.startswith("/"):
-            raise LaunchError(
-                f"--volume {volume!r} is not CLAIM:/PATH", "name a PersistentVolumeClaim and where it goes"
-            )
+            raise LaunchError(f"--volume {volume!r} is not CLAIM:/PATH", "name a PersistentVolumeClaim and its path")
         volumes.insert(number, {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.insert(number, {"name": f"volume-{number}", "mountPath": path})
     grace_s = GRACE_S if spec.grace_s is None else spec.grace_s
@@ -128,7 +126,7 @@ def render_job_set(spec: JobSpec) -> str:
             "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": job}}],
         },
     }
-    return _yaml(manifest)
+    return str(yaml.safe_dump(manifest, sort_keys=False, width=4096, allow_unicode=True))
 
 
 def _field(path: str) -> dict[str, Any]:
@@ -143,16 +141,6 @@ def _words(spec: JobSpec) -> list[str]:
     if spec.script is None:
         return [*launch, spec.config or "-", *sizes, *spec.overrides]
     return [*launch, *sizes, "--run-dir", spec.run_dir, *spec.script.launch_options(), "--", *spec.script.argv]
-
-
-def _yaml(manifest: Mapping[str, Any]) -> str:
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    return str(yaml.dump(manifest, Dumper=Dumper, sort_keys=False, width=4096, allow_unicode=True))
 
 
 def meeting(environ: Mapping[str, str], run_id: str) -> Rendezvous | None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -88,7 +87,14 @@ def check(script: Script, cwd: Path | None) -> None:
     if re.fullmatch(r"python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun", Path(program).name):
         raise LaunchError(f"`-- {program}`: the ranks are started by shardkit, with its own interpreter", _HOW)
     if program == "-m":
-        _check_module(script.argv, cwd)
+        if len(script.argv) < 2 or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", script.argv[1]):
+            raise LaunchError("-m is not followed by a module's name", _HOW)
+        missing = None if cwd is None else missing_module(script.argv[1], cwd)
+        if missing is not None:
+            raise LaunchError(
+                f"there is no module {missing} in {cwd} or among the packages of {sys.executable}",
+                "correct the name, start from the folder that holds it, or install the package",
+            )
     elif program.startswith("-"):
         raise LaunchError(f"`-- {program}`: a script or -m MODULE must follow `--`", _HOW)
     elif Path(program).suffix in _NO_PYTHON:
@@ -116,17 +122,6 @@ def _problem(path: Path) -> str:
     if path.is_dir():
         return "" if (path / "__main__.py").is_file() else "is a directory without a __main__.py"
     return "" if path.is_file() else "is not a regular file" if path.exists() else "does not exist"
-
-
-def _check_module(argv: Sequence[str], cwd: Path | None) -> None:
-    if len(argv) < 2 or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", argv[1]):
-        raise LaunchError("-m is not followed by a module's name", _HOW)
-    missing = None if cwd is None else missing_module(argv[1], cwd)
-    if missing is not None:
-        raise LaunchError(
-            f"there is no module {missing} in {cwd} or among the packages of {sys.executable}",
-            "correct the name, start from the folder that holds it, or install the package",
-        )
 
 
 def missing_module(name: str, cwd: Path) -> str | None:

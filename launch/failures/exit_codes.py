@@ -65,10 +65,7 @@ def describe(code: int) -> str:
 
 
 def likely_cause(code: int, oom_kills: int = 0) -> tuple[str, str]:
-    """Cause and fix for an exit code, both empty where none is known.
-
-    `oom_kills`: the kernel's OOM kills during the job.
-    """
+    """Cause and fix for an exit code, both empty where none is known; `oom_kills` are the kernel's during the job."""
     signum = signal_of(code)
     if signum is None:
         return "", ""

@@ -387,11 +387,8 @@ def explain(
 ) -> str:
     """The text to show: the first failing rank in full, the others in one line.
 
-    Args:
-        failures: likely origin first; at least one.
-        where: the logs' directory.
-        oom_kills: the kernel's OOM kills while the job ran.
-        memory: rank → lines from its memory post-mortem; they replace the general fix.
+    `failures`: likely origin first; at least one. `oom_kills`: the kernel's, while the job ran. `memory`: rank → lines
+    from its memory post-mortem, which replace the general fix.
     """
     origin, consequences = failures[0], failures[1:]
     memory_lines = (memory or {}).get(origin.rank, [])
@@ -416,7 +413,10 @@ def explain(
             end = "lost a peer" if origin.lost_peer else "was told to end"
             lines.append(f"  this rank {end}: the first error is on another node, or was not recorded")
     same = [failure for failure in consequences if failure.exit_code == origin.exit_code == exit_codes.OUT_OF_MEMORY]
-    together = [failure for failure in consequences if _may_be_first(failure, origin)]
+    # Ends like the origin's, of which only torchrun's whole seconds, or nothing, tell the order.
+    has_no_time = exit_codes.signal_of(origin.exit_code) is not None or origin.exit_code == exit_codes.OK
+    alike = [failure for failure in consequences if failure.exit_code == origin.exit_code and has_no_time]
+    together = [failure for failure in alike if failure.order[0] == origin.order[0] < UNSURE]
     if together:
         ranks = ", ".join(str(failure.rank) for failure in together)
         lines.append(f"  rank(s) {ranks} ended in the same way: which was the first is not known")
@@ -429,13 +429,6 @@ def explain(
         why = " because of it" if origin.order[0] < UNSURE else ""
         lines.append(f"  {len(consequences)} other rank(s) ended{why}: {ranks}")
     return printable_lines("\n".join([*lines, f"  logs: {log_dir}"]))
-
-
-def _may_be_first(failure: Failure, origin: Failure) -> bool:
-    """Whether this rank's end is like the origin's, and only torchrun's whole seconds tell their order, or nothing."""
-    is_signal = exit_codes.signal_of(origin.exit_code) is not None
-    is_alike = failure.exit_code == origin.exit_code and failure.order[0] == origin.order[0] < UNSURE
-    return is_alike and (is_signal or origin.exit_code == exit_codes.OK)
 
 
 def exit_code_of(failures: list[Failure]) -> int:
@@ -517,7 +510,7 @@ def last_traceback(text: str) -> tuple[str, str]:
         return "", ""
     chain = begins[-1:]
     for begin in reversed(begins[:-1]):
-        if _last_line(lines[: chain[0]]) not in _CHAINED:
+        if next((line for line in reversed(lines[: chain[0]]) if line.strip()), "") not in _CHAINED:
             break
         chain.insert(0, begin)
     first_line, last_begin = chain[0], chain[-1]
@@ -535,10 +528,6 @@ def last_traceback(text: str) -> tuple[str, str]:
     if len(shown) > _MOST_LINES:
         shown = [*shown[: _MOST_LINES // 2], "  …", *shown[-_MOST_LINES // 2 :]]
     return exception, "\n".join(shown)
-
-
-def _last_line(lines: list[str]) -> str:
-    return next((line for line in reversed(lines) if line.strip()), "")
 
 
 def stacks(text: str) -> str:

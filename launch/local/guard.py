@@ -21,7 +21,6 @@ FIRST_S = 600.0
 _GAP_S = 2.0  # a longer pause between two looks: this process itself was suspended
 _TOGETHER_S = 2.0  # ranks whose last heartbeats lie no further apart fell silent together
 _END_S = 5.0  # for a rank to write its stacks
-_POLL_S = 0.05
 
 
 @dataclass
@@ -110,36 +109,27 @@ def _end_silent(torchrun: int, quiet: dict[int, str], attempt: Path) -> None:
     """
     start = attempt.name.removeprefix("attempt_")  # its ranks may have ended, and those of the next one begun
     ranks = {local: process for local, process in processes.ranks_of(torchrun, start).items() if local in quiet}
-    _signal([pid for pid, _ in ranks.values()], signal.SIGABRT)
+    pids = {pid for pid, _ in ranks.values()}
+    _signal(pids, signal.SIGABRT)
     deadline = time.monotonic() + _END_S
-    while (living_pids := _alive([pid for pid, _ in ranks.values()])) and time.monotonic() < deadline:
+    while (living_pids := pids & set(processes.descendants())) and time.monotonic() < deadline:  # without zombies
         time.sleep(_POLL_S)
     _signal(living_pids, signal.SIGKILL)
     for local, (pid, rank) in ranks.items():
         folder = attempt / str(local)
         stack = failure.stacks(failure.tail(folder / "stderr.log"))
         location, waits = failure.locate(stack)
-        causes = [
-            quiet[local],
-            *([f"at {location}"] if location else []),
-            *(["it waits for its peers"] if waits else []),
-        ]
-        causes += ["it did not answer SIGABRT"] if pid in living_pids else []
+        causes = [quiet[local], *[f"at {location}"] * bool(location), *["it waits for its peers"] * waits]
+        causes += ["it did not answer SIGABRT"] * (pid in living_pids)
         failure.record_for(folder, rank, ", ".join(causes), stack)
 
 
-def _signal(pids: list[int], number: signal.Signals) -> None:
+def _signal(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
         try:
             os.kill(pid, number)
         except ProcessLookupError:
             continue
-
-
-def _alive(pids: list[int]) -> list[int]:
-    """Those that still run; a zombie does not."""
-    running = set(processes.descendants())
-    return [pid for pid in pids if pid in running]
 
 
 SIGNALS = {"term": signal.SIGTERM, "usr1": signal.SIGUSR1, "usr2": signal.SIGUSR2}
@@ -152,13 +142,10 @@ class Guard:
 
     A preemption is announced by a file that the batch job writes, for all nodes at once, or by SIGUSR2 to this
     launcher. Each rank then gets its signal once; with `--on-preempt file` the file itself is the announcement.
-
-    Attributes:
-        preempted: whether the ranks were told that their job is preempted.
     """
 
     def __init__(self, script: Script, n_ranks: int, log_dir: Path, environ: Mapping[str, str]) -> None:
-        self.preempted = False
+        self.preempted = False  # whether the ranks were told that their job is preempted
         self._script = script
         self._log_dir = log_dir
         self._file = Path(environ.get(PREEMPT_FILE) or log_dir.absolute() / "preempted")

@@ -10,11 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError, LaunchError, printable_lines, system_errors
@@ -185,12 +184,20 @@ def _run(
     rank_0 = RankOutput(log_dir, out, err, patient=guard is not None) if shows_rank_0 else None
     # Slurm's warning goes to every process of a step and would end the agents; ranks catch it.
     warned = processes.handling([signal.SIGUSR2], signal.SIG_IGN) if guard is None else guard.listening()
-    with (log_dir / failure.TORCHRUN_LOG).open("wb") as log, _caught(_SIGNALS) as signals, warned:
+    signals: list[int] = []  # those that came are recorded; this process does not die of them
+    # Under nohup SIGHUP is ignored, and stays so.
+    caught = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    recording = processes.handling(caught, lambda number, _: signals.append(number))
+    with (log_dir / failure.TORCHRUN_LOG).open("wb") as log, recording, warned:
         with system_errors(LaunchError, f"cannot start {argv[0]}", "check the Python interpreter"):
             process = processes.start(argv, environ, log)
         try:
             restarts = Restarts(log_dir, run_dir)
-            unmet = not _wait_for_ranks(process, log_dir, signals, patience_s, in_use)
+            unmet, deadline = False, time.monotonic() + patience_s  # for the nodes to meet, and ranks to begin
+            while not unmet and process.poll() is None and not signals and not failure.attempts(log_dir):
+                unmet = time.monotonic() > deadline
+                in_use.beat()
+                time.sleep(_POLL_S)
             user_error = not unmet and _watch(process, rank_0, restarts, signals, in_use, guard)
             if signals and signals[0] != signal.SIGINT:
                 if guard is not None:
@@ -207,19 +214,6 @@ def _run(
     shown = rank_0 is not None and rank_0.finish(failed=process.returncode != 0 and not signals)
     attempt = restarts.final if user_error else None
     return Ended(process.returncode, signals[0] if signals else None, user_error, unmet, shown, attempt)
-
-
-def _wait_for_ranks(
-    process: subprocess.Popen[bytes], log_dir: Path, signals: list[int], patience_s: float, in_use: job_starts.InUse
-) -> bool:
-    """Wait until the nodes have met and ranks begin, or torchrun ends; False if it takes too long."""
-    deadline = time.monotonic() + patience_s
-    while process.poll() is None and not signals and not failure.attempts(log_dir):
-        if time.monotonic() > deadline:
-            return False
-        in_use.beat()
-        time.sleep(_POLL_S)
-    return True
 
 
 def _watch(
@@ -258,12 +252,9 @@ def _let_ranks_save(process: subprocess.Popen[bytes], signum: int, log_dir: Path
     for pid in ranks:
         with suppress(ProcessLookupError):
             os.kill(pid, signum)
-    while (
-        ranks
-        and time.monotonic() < deadline
-        and (process.poll() is None or not ranks.isdisjoint(processes.descendants()))
-    ):
-        if len(failure.attempts(log_dir)) > len(attempts):  # torchrun restarts ranks that failed
+    while ranks and time.monotonic() < deadline:
+        has_ended = process.poll() is not None and ranks.isdisjoint(processes.descendants())
+        if has_ended or len(failure.attempts(log_dir)) > len(attempts):  # torchrun restarts ranks that failed
             return
         time.sleep(_POLL_S)
 
@@ -282,10 +273,14 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
         if number is not None:
             print(f"preempted: {signal.Signals(number).name} ended the script", file=sys.stderr, flush=True)
             return 128 + number
-    if any(rank_failure.exit_code == exit_codes.PREEMPTED for rank_failure in recorded) and (
-        ended.code == 0 or ended.signum
-    ):
-        text = how_to_continue(sys.argv, _overwrites(run_dir))
+    has_stopped = any(rank_failure.exit_code == exit_codes.PREEMPTED for rank_failure in recorded)
+    if has_stopped and (ended.code == 0 or ended.signum):
+        from ...config.load import load_config
+
+        overwrites = False
+        with suppress(ConfigError):  # the run's settings were deleted meanwhile
+            overwrites = load_config(run_dir / "config.yaml").config.run.overwrite
+        text = how_to_continue(sys.argv, overwrites)
         if all(rank_failure.rank != 0 for rank_failure in recorded):  # rank 0 itself says why it stopped, on its node
             text = f"{recorded[0].message}; {text}"
         print(printable_lines(text), flush=True)
@@ -311,35 +306,11 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
     return exit_codes.shell_code(ended.code)
 
 
-def _overwrites(run_dir: Path) -> bool:
-    """Whether the run's settings say `run.overwrite=true`."""
-    from ...config.load import load_config
-
-    try:
-        return load_config(run_dir / "config.yaml").config.run.overwrite
-    except ConfigError:  # deleted meanwhile
-        return False
-
-
 def _last_lines(path: Path) -> str:
     try:
         return "\n".join(path.read_text(errors="replace").splitlines()[-20:])
     except OSError as error:
         return f"cannot read {path}: {error.strerror}"
-
-
-@contextmanager
-def _caught(signals: tuple[signal.Signals, ...]) -> Iterator[list[int]]:
-    """Record signals instead of dying from them; yields the list of received signals."""
-    came: list[int] = []
-
-    def note(signum: int, _: FrameType | None) -> None:
-        came.append(signum)
-
-    # Under nohup SIGHUP is ignored, and stays so.
-    heard = [number for number in signals if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    with processes.handling(heard, note):
-        yield came
 
 
 def build_argv(spec: JobSpec) -> list[str]:
@@ -447,16 +418,12 @@ def elastic_variables(spec: JobSpec) -> dict[str, str]:
 
 
 class Restarts:
-    """Follows a launcher's attempts and records why ranks were restarted.
-
-    Attributes:
-        final: the attempt in which a rank reported an error that no restart can fix.
-    """
+    """Follows a launcher's attempts and records why ranks were restarted."""
 
     def __init__(self, log_dir: Path, run_dir: Path) -> None:
         self._log_dir, self._run_dir = log_dir, run_dir
         self._n_noted = 1
-        self.final: Path | None = None
+        self.final: Path | None = None  # the attempt in which a rank reported an error that no restart can fix
 
     def look(self) -> bool:
         """Record new restarts; returns whether a rank reported an error that no restart can fix.
@@ -491,6 +458,5 @@ class Restarts:
             ranks = ", ".join(map(str, silent))
             job_starts.note_restart(self._run_dir, f"local rank {ranks}: ended without a word, most likely killed")
         else:
-            job_starts.note_restart(
-                self._run_dir, f"rank {origin.rank}: {origin.message.partition(chr(10))[0]}", origin.lost_peer
-            )
+            message = origin.message.partition("\n")[0]
+            job_starts.note_restart(self._run_dir, f"rank {origin.rank}: {message}", origin.lost_peer)

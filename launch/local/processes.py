@@ -50,11 +50,7 @@ def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
 
 
 def start(argv: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """Start `argv` out of reach of the terminal's Ctrl-C; it gets SIGTERM if this process dies.
-
-    Raises:
-        FileNotFoundError: the program does not exist.
-    """
+    """Start `argv` out of reach of the terminal's Ctrl-C; it gets SIGTERM if this process dies."""
     parent = os.getpid()
 
     def tie_to_parent() -> None:
@@ -87,10 +83,7 @@ def descendants(pid: int | None = None) -> list[int]:
 
 
 def ranks_of(torchrun: int, start: str | None = None) -> dict[int, tuple[int, int]]:
-    """Local rank → (process id, rank) of the ranks that a torchrun process runs.
-
-    `start`: only ranks with this TORCHELASTIC_RESTART_COUNT.
-    """
+    """Local rank → (process id, rank) of the ranks that a torchrun process runs, of one TORCHELASTIC_RESTART_COUNT if `start`."""
     ranks: dict[int, tuple[int, int]] = {}
     for pid in descendants(torchrun):
         try:
@@ -190,15 +183,11 @@ _DIED = re.compile(rb"^(\[rank\d+\]: )?(Traceback \(most recent call last\):|Fat
 
 
 class PatientFollower(Follower):
-    """A follower that withholds a traceback until the rank writes on: if it died, another rank's error may come first.
-
-    Attributes:
-        showed_traceback: whether a traceback was copied.
-    """
+    """A follower that withholds a traceback until the rank writes on: if it died, another error may have come first."""
 
     def __init__(self, path: Path, out: BinaryIO) -> None:
         super().__init__(path, out)
-        self.showed_traceback = False
+        self.showed_traceback = False  # whether a traceback was copied
         self._traceback, self._since = b"", 0.0
 
     def pump(self, stop_at_error: bool = False) -> int:

@@ -42,11 +42,6 @@ class JobStart:
     is_named: bool = False
 
     @property
-    def is_again(self) -> bool:
-        """Whether a supervisor or torchrun has counted an earlier start of the job."""
-        return self.restart > 0 or self.attempt > 0
-
-    @property
     def name(self) -> str | None:
         """The job's name, else its torchrun's; None for a process by itself."""
         return self.job if self.job is not None or self.agent is None else f"torchrun {self.agent}"
@@ -91,7 +86,8 @@ def wrote(run_dir: Path, environ: Mapping[str, str] = os.environ) -> bool | None
         return None
     if start.job != recorded["job"]:
         return False
-    if start.is_named or (start.is_again and (start.job is not None or start.agent == recorded.get("torchrun"))):
+    is_again = start.restart > 0 or start.attempt > 0  # a supervisor or torchrun has counted an earlier start
+    if start.is_named or (is_again and (start.job is not None or start.agent == recorded.get("torchrun"))):
         return True
     return None
 

@@ -45,13 +45,10 @@ def refuse_without_run(path: Path, resume: bool | str, environ: Mapping[str, str
     refuse_blocked(path)
     entries = foreign_entries(path)
     if entries:
-        foreign_entry, kind = entries[0], "holds no run and is not empty"
-        for name in entries:
-            if _MODEL.fullmatch(name):
-                foreign_entry, kind = name, "is a model folder"
-                break
+        model_file = next((name for name in entries if _MODEL.fullmatch(name)), None)
+        kind = "holds no run and is not empty" if model_file is None else "is a model folder"
         raise ConfigError(
-            f"run.dir={path} {kind} ({foreign_entry}{', …' * (len(entries) > 1)}): nothing is written there",
+            f"run.dir={path} {kind} ({model_file or entries[0]}{', …' * (len(entries) > 1)}): nothing is written there",
             "set run.dir to a new or an empty directory",
         )
     if resume is not True:

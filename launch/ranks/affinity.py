@@ -186,14 +186,10 @@ def topology(root: Path = Path("/")) -> dict[int, CpuLocation]:
 
 
 def gpu_nodes(environ: Mapping[str, str], root: Path = Path("/")) -> list[int | None]:
-    """The NUMA node of each GPU that a process started here would see; None where unknown."""
-    return [_numa_node(address, root) for address in pci_addresses(environ, root)]
-
-
-def _numa_node(address: str, root: Path) -> int | None:
-    """The NUMA node of a PCI device; None if the machine has only one, or does not say (−1)."""
-    text = text_of(root / "sys/bus/pci/devices" / address.lower() / "numa_node")
-    return int(text) if text.isdigit() else None
+    """The NUMA node of each GPU that a process started here would see; None if there is only one, or unknown (−1)."""
+    devices = root / "sys/bus/pci/devices"
+    texts = [text_of(devices / address.lower() / "numa_node") for address in pci_addresses(environ, root)]
+    return [int(text) if text.isdigit() else None for text in texts]
 
 
 def _move(cpus: Sequence[int]) -> None:

@@ -93,17 +93,8 @@ def slurm_step(environ: Mapping[str, str]) -> Placement | None:
     n_nodes = integer(environ, nodes_var)
     if node_rank >= n_nodes:
         raise LaunchError(f"SLURM_NODEID={node_rank}, but {nodes_var}={n_nodes}", "unset them, or start through srun")
-    return Placement(
-        launcher="slurm",
-        rank_var="SLURM_PROCID",
-        size_var=size_var,
-        rank=rank,
-        size=size,
-        local_rank=integer(environ, "SLURM_LOCALID"),
-        local_size=_tasks_on_node(environ, node_rank, n_nodes, size),
-        node_rank=node_rank,
-        n_nodes=n_nodes,
-    )
+    local_rank, local_size = integer(environ, "SLURM_LOCALID"), _tasks_on_node(environ, node_rank, n_nodes, size)
+    return Placement("slurm", "SLURM_PROCID", size_var, rank, size, local_rank, local_size, node_rank, n_nodes)
 
 
 def _tasks_on_node(environ: Mapping[str, str], node_rank: int, n_nodes: int, size: int) -> int:
@@ -209,12 +200,8 @@ def _task(environ: Mapping[str, str]) -> Placement | None:
     for placement in (slurm, mpi):
         if placement is not None:
             _check_range(placement.rank, placement.size, placement.rank_var, placement.size_var)
-            _check_range(
-                placement.local_rank,
-                placement.local_size,
-                "the local rank",
-                f"{placement.launcher}'s ranks on this node",
-            )
+            local_size_name = f"{placement.launcher}'s ranks on this node"
+            _check_range(placement.local_rank, placement.local_size, "the local rank", local_size_name)
             _check_range(placement.local_size - 1, placement.size, "the last local rank", placement.size_var)
     if slurm is None or mpi is None:
         return slurm or mpi

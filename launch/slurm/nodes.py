@@ -69,14 +69,8 @@ def check(
 ) -> str | None:
     """Run the check on every node of the job; returns a warning if the nodes could not be asked.
 
-    Args:
-        options: srun and its options, which start one task on each node.
-        python: the ranks' interpreter; None in a container, whose image is the same on every node.
-        packages: modules that the interpreter must have.
-        folders: directories that all nodes must see and may write to.
-
-    Raises:
-        OSError: this node cannot write to a directory.
+    `options`: srun and its options, which start one task on each node. `python`: the ranks' interpreter; None in a
+    container, whose image is the same on every node. Raises OSError if this node cannot write to a folder.
     """
     with _marked(folders) as word:
         argv = [*options, *script_argv(word, python, packages, folders)]

@@ -105,19 +105,16 @@ _POLL_S = 0.1
 
 
 class PreemptionWarning:
-    """Records signals to this process, or earlier to the batch script, and passes them on to the steps.
-
-    Attributes:
-        came: the signals, in order; USR2 also stands for a time limit or preemption without a signal.
-        told_at: when the ranks were first told to save, in seconds since the epoch; None if they were not.
-        ending: how Slurm was ending the job when SIGTERM came; None if it was not, or SIGTERM has not come.
-        announce: tells the ranks of a script, once, that their job is preempted; None = USR2 to the steps, repeatedly.
-    """
+    """Records signals to this process, or earlier to the batch script, and passes them on to the steps."""
 
     def __init__(self) -> None:
+        # tells the ranks of a script, once, that their job is preempted; None = USR2 to the steps, repeatedly
         self.announce: Callable[[], None] | None = None
+        # when the ranks were first told to save, in seconds since the epoch; None if they were not
         self.told_at: float | None = None
+        # how Slurm was ending the job when SIGTERM came; None if it was not, or SIGTERM has not come
         self.ending: requeue.Ending | None = None
+        # the signals, in order; USR2 also stands for a time limit or preemption without a signal
         self.came = [signal.SIGUSR2] if os.environ.get("SHARDKIT_WARNED") else []
         self._term_passed = False
         self._next_look = self._next_warning = 0.0

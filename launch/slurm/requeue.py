@@ -243,15 +243,10 @@ def refusal(
     idle = [start for start in starts if start.reason not in NOT_ITS_DOING][-MAX_IDLE_STARTS:]
     if len(idle) == MAX_IDLE_STARTS and idle[0].step == (job_starts.last_step(run_dir) if now is None else now):
         ends = "; ".join(dict.fromkeys(start.ended for start in idle))
-        if idle_words is not None:
-            return LaunchError(
-                f"job {job_id} {idle_words} in {MAX_IDLE_STARTS} starts. They ended: {ends}",
-                f"look at {run_dir}/logs, fix the cause, and submit the job again",
-            )
-        return LaunchError(
-            f"job {job_id} made no step in {MAX_IDLE_STARTS} starts: it is still at {idle[0].step}. They ended: {ends}",
-            f"look at {run_dir}/logs, fix the cause, and submit the job again with run.resume=true",
-        )
+        cause = f"job {job_id} {idle_words or 'made no step'} in {MAX_IDLE_STARTS} starts"
+        cause += "" if idle_words else f": it is still at {idle[0].step}"
+        fix = f"look at {run_dir}/logs, fix the cause, and submit the job again"
+        return LaunchError(f"{cause}. They ended: {ends}", fix + ("" if idle_words else " with run.resume=true"))
     return None
 
 
@@ -260,9 +255,7 @@ def queue_again(job_id: str, without: Iterable[str] = (), restart: int = 0) -> s
 
     Nodes can be excluded only while the job waits, as it does for a while after a requeue.
     """
-    nodes = list(without)
-    now = outlook(job_id)
-    before = now.excluded
+    nodes, now = list(without), outlook(job_id)
     if now.restarts > restart:
         return "Slurm has queued it again"
     process = commands.ask("scontrol", "requeue", job_id, timeout_s=60)
@@ -273,7 +266,7 @@ def queue_again(job_id: str, without: Iterable[str] = (), restart: int = 0) -> s
         )
     if not nodes:
         return "queued again"
-    excluded = ",".join(filter(None, [before, *nodes]))
+    excluded = ",".join(filter(None, [now.excluded, *nodes]))
     process = commands.ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}")
     if process.returncode:
         return f"queued again; Slurm did not let it exclude {excluded}: {' '.join(process.stderr.split())}"
@@ -291,10 +284,7 @@ _LOOK_S = 2.0
 
 
 class Bound:
-    """Bounds how long srun may wait for tasks once the first of them has failed.
-
-    `srun_log`: returns what srun has written.
-    """
+    """Bounds how long srun may wait for tasks once the first of them has failed. `srun_log` reads srun's output."""
 
     def __init__(self, srun_log: Callable[[], str]) -> None:
         self._srun_log = srun_log

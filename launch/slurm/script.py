@@ -36,8 +36,9 @@ def render_sbatch(spec: JobSpec) -> str:
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in settings.items() if value is not None]
     words = ["--script"] if spec.script is not None else []
     arguments = shlex.join([*words, spec.config or "-", *spec.overrides])
+    body = _MARK + (_TEMPLATES / _TEMPLATE_OF[slurm.style]).read_text().partition(_MARK)[2]
     header = [f"#SBATCH {_header_word(line)}" for line in header_options(spec)]
-    return "\n".join(["#!/bin/bash", *header, "", *exports, f"set -- {arguments}", "", _body(slurm.style)])
+    return "\n".join(["#!/bin/bash", *header, "", *exports, f"set -- {arguments}", "", body])
 
 
 def header_options(spec: JobSpec) -> list[str]:
@@ -74,11 +75,6 @@ def output_pattern(path: str) -> str:
     if "\\" in path:
         raise LaunchError(f"run.dir={path!r} has a backslash: Slurm cannot write output there", "rename it")
     return path.replace("%", "%%")
-
-
-def _body(style: str) -> str:
-    text = (_TEMPLATES / _TEMPLATE_OF[style]).read_text()
-    return _MARK + text.partition(_MARK)[2]
 
 
 def _header_word(option: str) -> str:

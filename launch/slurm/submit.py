@@ -163,8 +163,15 @@ def prepare(config: str, overrides: Sequence[str], request: Request) -> Submissi
         folders = [run_dir / f"array_{index}" for index in array_indices(array)]
     elif array is not None:
         folders = array_folders(run_dir, array)
+    run = loaded.config.run
     for folder in folders:
-        _refuse_taken(folder, loaded)
+        if not has_run(folder):
+            refuse_without_run(folder, run.resume, {})  # a person submits it
+        elif not run.overwrite and run.resume is False:
+            raise ConfigError(
+                f"{f'run.dir={run.dir}' if array is None else folder} already holds a run",
+                "set run.resume=true to continue it, run.overwrite=true to delete it, or another run.dir",
+            )
     spec = replace(request.spec(run_dir, CONFIG), overrides=tuple(by_index))
     return _ready(spec, loaded.render(), loaded.config.run.source, loaded.config.checkpoint.is_periodic)
 
@@ -255,14 +262,3 @@ def array_indices(array: str) -> list[int]:
 def array_folders(run_dir: Path, array: str) -> list[Path]:
     """The directories in which an array's tasks train, of those that exist."""
     return [path for index in array_indices(array) if (path := run_dir / f"array_{index}").exists()]
-
-
-def _refuse_taken(run_dir: Path, loaded: LoadedConfig) -> None:
-    run = loaded.config.run
-    if not has_run(run_dir):
-        refuse_without_run(run_dir, run.resume, {})  # a person submits it
-    elif not run.overwrite and run.resume is False:
-        raise ConfigError(
-            f"{run_dir if run_dir.name.startswith('array_') else f'run.dir={run.dir}'} already holds a run",
-            "set run.resume=true to continue it, run.overwrite=true to delete it, or another run.dir",
-        )

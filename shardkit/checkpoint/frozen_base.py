@@ -140,14 +140,7 @@ def digest_of_pieces(tensors: Iterable[tuple[str, Iterable[torch.Tensor]]], rang
 
 
 class FrozenBase:
-    """Identifies the frozen parameters of a run that trains an adapter, and checks them against a checkpoint's entry.
-
-    Attributes:
-        names: `model.<fqn>` of each frozen parameter → its name in the model without the adapter.
-        dtype: of the frozen weights; packed ones were packed from it.
-        about: entry for checkpoints: the adapter's settings and, after `identify`, the base's digest, dtype, source.
-        line: how many of the model's values are trained, as text.
-    """
+    """Identifies the frozen parameters under an adapter, and checks them against a checkpoint's entry."""
 
     def __init__(
         self, model: nn.Module, settings: Mapping[str, Any], base_name: Callable[[str], str | None], source: str | None
@@ -155,13 +148,17 @@ class FrozenBase:
         """`model`: wrapped by any engine. `source`: path of the base's weights; `None` if they were drawn."""
         plain = {fqn.removeprefix("module."): param for fqn, param in model.named_parameters()}
         frozen = {fqn: param for fqn, param in plain.items() if not param.requires_grad}
+        # `model.<fqn>` of each frozen parameter → its name in the model without the adapter
         self.names = {f"model.{fqn}": base_name(fqn) or fqn for fqn in frozen}
         self._packed = {name for name, param in frozen.items() if param.dtype == torch.uint8}
+        # the type of the frozen weights; packed ones were packed from it
         self.dtype = next(param.dtype for param in frozen.values() if param.dtype != torch.uint8)
         self._source = None if source is None else os.path.abspath(os.path.expanduser(source))
+        # entry for checkpoints: the adapter's settings and, after `identify`, the base's digest, dtype, source
         self.about: dict[str, Any] = {**settings}
         numel = [n_values(fqn, param) for fqn, param in plain.items()]
         trained = sum(n for n, param in zip(numel, plain.values(), strict=True) if param.requires_grad)
+        # how many of the model's values are trained, as text
         self.line = f"{trained:,} of {sum(numel):,} values are trained ({trained / sum(numel):.2%})"
 
     def identify(

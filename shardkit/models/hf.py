@@ -70,9 +70,6 @@ class HFModel:
 
     `attention`: a name in transformers' table of attention functions; None = transformers chooses. `rows`: least number
     of embedding rows (`model.resize_embeddings`); None = as many as the config says.
-
-    Attributes:
-        resized: with `rows`, the names of the parameters that have a row for each id; otherwise empty.
     """
 
     def __init__(
@@ -96,6 +93,7 @@ class HFModel:
             raise ConfigError(
                 f"model_type={self.config.model_type} has no model for task.name={task} in transformers", fix
             ) from None
+        # with `rows`, the names of the parameters that have a row for each id; otherwise empty
         self.resized = frozenset() if rows is None else self._parameters_with_rows()
 
     def _parameters_with_rows(self) -> frozenset[str]:

@@ -57,12 +57,6 @@ class AdaptedModel(HFModel):
 
     With `precision.mode` bf16 or fp16 the frozen parameters have that type, because nothing updates them. With
     `model.quantize` the frozen linear layers are packed.
-
-    Attributes:
-        targets: names of the adapted linear layers.
-        expert_targets: names of the packed weights of experts that have LoRA for each expert.
-        frozen_dtype: the type that `build` gives the frozen parameters.
-        quantizer: packs the frozen linear layers; None without `model.quantize`.
     """
 
     base_name = staticmethod(base_name)
@@ -72,15 +66,18 @@ class AdaptedModel(HFModel):
         super().__init__(config.model, task, attention=attention)
         self._settings = config.adapter
         self._loads = config.model.init_from is not None
+        # the type that `build` gives the frozen parameters
         self.frozen_dtype = FROZEN.get(config.precision.mode, torch.float32)
         with importing("adapter.type=lora needs peft", "pip install 'shardkit[finetune]'"):
             import peft
         self._peft: Any = peft
         quantize = config.model.quantize
+        # packs the frozen linear layers; None without `model.quantize`
         self.quantizer = None if quantize is None else BaseQuantizer(self.reference, quantize)
         experts = [] if self.quantizer is None else self.quantizer.expert_weights
         names = find_targets(self.reference, config.adapter.targets, experts)
-        self.targets = [name for name in names if name not in experts]
+        self.targets = [name for name in names if name not in experts]  # names of the adapted linear layers
+        # names of the packed weights of experts that have LoRA for each expert
         self.expert_targets = [name for name in names if name in experts]
 
     @property

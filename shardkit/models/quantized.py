@@ -302,11 +302,6 @@ class BaseQuantizer:
 
     The output head, tied layers, routers, those that `skip` names and layers of other types keep their weights.
     `reference`: the model on meta, without an adapter.
-
-    Attributes:
-        shapes: the name of each layer → the shape of its weight, [out, in]; of an experts' weight, [experts, out, in].
-        experts: names of the modules whose experts are packed.
-        weights: the name of each layer → that of its weight.
     """
 
     def __init__(self, reference: nn.Module, settings: QuantizeConfig) -> None:
@@ -315,8 +310,11 @@ class BaseQuantizer:
         linear = _candidates(reference)
         experts = stacked_weights(reference) if settings.experts else []
         names = _without([*linear, *experts], reference, settings.skip)
+        # names of the modules whose experts are packed
         self.experts = sorted({name.rpartition(".")[0] for name in names if name in experts})
+        # the name of each layer → that of its weight
         self.weights = {name: name if name in experts else f"{name}.weight" for name in names}
+        # the name of each layer → the shape of its weight, [out, in]; of an experts' weight, [experts, out, in]
         self.shapes = {name: tuple(reference.get_parameter(fqn).shape) for name, fqn in self.weights.items()}
         uneven = [name for name, shape in self.shapes.items() if shape[-1] % settings.block_size]
         if uneven:

@@ -212,11 +212,7 @@ class _Window(io.RawIOBase):
 
 
 class Archive:
-    """One `torch.save` archive: a whole file, or a part of one as DCP packs them.
-
-    Attributes:
-        content: the saved object, with a `TensorRef` for each tensor.
-    """
+    """One `torch.save` archive: a whole file, or a part of one as DCP packs them."""
 
     def __init__(self, file: Path, content: npt.NDArray[np.uint8]) -> None:
         self.file, self._bytes = file, content
@@ -228,7 +224,7 @@ class Archive:
                     "check the path, or restore it from a copy",
                 )
             self._records = self._index(window)
-        self.content = load(self._pickle, file)
+        self.content = load(self._pickle, file)  # the saved object, with a `TensorRef` for each tensor
 
     def _index(self, window: BinaryIO) -> dict[str, tuple[int, int]]:
         """Read the archive's directory and its pickle.

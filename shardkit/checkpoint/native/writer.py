@@ -102,12 +102,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class RankFailure(Exception):
-    """An exception of one rank, raised on every rank.
-
-    Attributes:
-        rank: the lowest rank that failed.
-        error: its exception.
-    """
+    """An exception of the lowest rank that failed, raised on every rank."""
 
     def __init__(self, rank: int, error: Exception) -> None:
         super().__init__(f"rank {rank}: {error}")
