@@ -83,7 +83,7 @@ def descendants(pid: int | None = None) -> list[int]:
 
 
 def ranks_of(torchrun: int, start: str | None = None) -> dict[int, tuple[int, int]]:
-    """Local rank → (process id, rank) of the ranks that a torchrun process runs, of one TORCHELASTIC_RESTART_COUNT if `start`."""
+    """Local rank → (process id, rank) of a torchrun process's ranks; `start`: its TORCHELASTIC_RESTART_COUNT."""
     ranks: dict[int, tuple[int, int]] = {}
     for pid in descendants(torchrun):
         try:

@@ -49,6 +49,7 @@ class _Piece:
         return buffer[self.offset : self.offset + self.numel * spec.dtype.itemsize].view(spec.dtype)
 
 
+@torch.no_grad()
 def read_ranges(
     read_into: ReadInto,
     destinations: Mapping[Range, Destination],
@@ -79,8 +80,28 @@ def read_ranges(
         for index, bucket in enumerate(_buckets(specs, bucket_bytes, block_bytes)):
             turn = index % len(ranks)  # a bucket that needs few readers takes the first ones, so all ranks take turns
             parts = _parts(bucket, (*ranks[turn:], *ranks[:turn]), destinations, block_bytes)
-            failed = _fill(read_into, destinations, bucket, parts, ranks, buffer, world.rank, group, problem)
-            problem = problem or failed
+            pieces = [(piece, piece.bytes_in(buffer, destinations[piece.source_range].spec)) for piece in bucket]
+            for reader, low, high in parts:
+                try:
+                    if reader == world.rank and problem is None:
+                        _read_between(read_into, pieces, low, high)
+                except CheckpointError as error:
+                    problem = error
+            messages = list[dist.Work | None]()
+            for reader, low, high in parts:
+                part = buffer[low:high]
+                if reader == world.rank:
+                    messages += [dist.isend(part, dst=peer, group=group) for peer in ranks if peer != reader]
+                else:
+                    messages.append(dist.irecv(part, src=reader, group=group))
+            for message in messages:
+                assert message is not None  # this rank is in the group
+                message.wait()
+            for piece, elements in pieces:
+                for target in destinations[
+                    piece.source_range
+                ].targets:  # fp32 masters take any type without losing a bit
+                    target[piece.start : piece.start + piece.numel].copy_(elements)
     return problem
 
 
@@ -121,44 +142,6 @@ def _parts(
         cuts.append(min(piece.offset + blocks * block_bytes, _aligned(piece.offset + size)))
     spans = zip(ranks, cuts, [*cuts[1:], end], strict=False)
     return [(reader, low, high) for reader, low, high in spans if low < high]
-
-
-@torch.no_grad()
-def _fill(
-    read_into: ReadInto,
-    destinations: Mapping[Range, Destination],
-    bucket: Sequence[_Piece],
-    parts: Sequence[tuple[int, int, int]],
-    ranks: Sequence[int],
-    buffer: torch.Tensor,
-    rank: int,
-    group: dist.ProcessGroup,
-    problem: CheckpointError | None,
-) -> CheckpointError | None:
-    """Read one bucket together with the other ranks, and copy it into the destinations; returns the problem.
-
-    The copy casts to the destination's own dtype. Master weights are fp32, so no bit is lost.
-    """
-    pieces = [(piece, piece.bytes_in(buffer, destinations[piece.source_range].spec)) for piece in bucket]
-    for reader, low, high in parts:
-        try:
-            if reader == rank and problem is None:
-                _read_between(read_into, pieces, low, high)
-        except CheckpointError as error:
-            problem = error
-    messages = list[dist.Work | None]()
-    for reader, low, high in parts:
-        if reader == rank:
-            messages += [dist.isend(buffer[low:high], dst=peer, group=group) for peer in ranks if peer != rank]
-        else:
-            messages.append(dist.irecv(buffer[low:high], src=reader, group=group))
-    for message in messages:
-        assert message is not None  # this rank is in the group
-        message.wait()
-    for piece, elements in pieces:
-        for target in destinations[piece.source_range].targets:
-            target[piece.start : piece.start + piece.numel].copy_(elements)
-    return problem
 
 
 def _read_between(read_into: ReadInto, pieces: Iterable[tuple[_Piece, torch.Tensor]], low: int, high: int) -> None:

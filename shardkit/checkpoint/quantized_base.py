@@ -84,14 +84,14 @@ def fill_quantized(
 
     Each rank packs the blocks of its own shard; of tensors that every rank holds whole, an even part that it sends.
     `base_name`: maps a parameter's name to its name in the model without the adapter. `dtype`: the type from which
-    weights are packed.
-
-    Returns:
-        The checksum of each layer's weight, unpacked and in `dtype`, by its name in the model without the adapter; of
-        its packed bytes if it was read packed.
+    weights are packed. Returns the checksum of each layer's weight, unpacked and in `dtype`, by its name in the model
+    without the adapter; of its packed bytes if it was read packed.
     """
     tensors = {shard.name.removeprefix("model."): shard for shard in strategy.load_targets()}
-    layers = _packed_layers(model, base_name)
+    names_in_model = (fqn.removeprefix("module.") for fqn, _ in model.named_parameters())
+    packed = [fqn for fqn in names_in_model if fqn.endswith(".packed")]
+    # The packed layers' names in the wrapped model → those in the model without the adapter.
+    layers = {fqn.removesuffix(".packed"): (base_name(fqn) or "").removesuffix(".packed") for fqn in packed}
     parts = ("packed", "absmax", "nested")[: 3 if quantizer.double else 2]
     ranges = {
         name: {part: _range_of(tensors.get(f"{name}.{part}"), strategy, world) for part in parts} for name in layers
@@ -116,13 +116,6 @@ def fill_quantized(
     sums = torch.tensor([checksums[name] for name in names], dtype=torch.int64)
     dist.all_reduce(sums, group=group)
     return {quantizer.weights[layers[name]]: total for name, total in zip(names, sums.tolist(), strict=True)}
-
-
-def _packed_layers(model: nn.Module, base_name: Callable[[str], str | None]) -> dict[str, str]:
-    """The packed layers' names in the wrapped model → those in the model without the adapter."""
-    names = (fqn.removeprefix("module.") for fqn, _ in model.named_parameters())
-    packed = (fqn for fqn in names if fqn.endswith(".packed"))
-    return {fqn.removesuffix(".packed"): (base_name(fqn) or "").removesuffix(".packed") for fqn in packed}
 
 
 @dataclass(frozen=True)
@@ -268,11 +261,7 @@ def drawing(weights: Weights, quantizer: BaseQuantizer, base_name: Callable[[str
 def reading(
     open_source: Callable[[], Source], quantizer: BaseQuantizer, base_name: Callable[[str], str | None]
 ) -> OpenReader:
-    """Read weights from the source opened by `opening`; weights already packed by bitsandbytes are copied unchanged.
-
-    Raises (where it is opened):
-        CheckpointError: a layer's weight is missing, or has another shape.
-    """
+    """Read weights from the source opened by `opening`; weights already packed by bitsandbytes are copied unchanged."""
 
     def open_reader(at_end: ExitStack) -> Pieces | StoredLayers:
         source = open_source()
@@ -326,7 +315,8 @@ def describe(model: nn.Module, quantizer: BaseQuantizer, kind: str) -> str:
     listed = ", ".join(f"{name} {gib(n_bytes)}" for name, n_bytes in parts[:_LISTED])
     if parts[_LISTED:]:
         listed += f" and {len(parts) - _LISTED} smaller parts {gib(sum(n_bytes for _, n_bytes in parts[_LISTED:]))}"
-    dtypes = sorted({_dtype(p) for p in model.parameters() if p.is_floating_point() and not p.requires_grad})
+    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in frozen})
     return (
         f"quantised: {len(quantizer.shapes)} layers, {n_packed / max(n_values, 1):.1%} of the base, in {kind} "
         f"({gib(packed)}, scales {gib(scales)}); in {' and '.join(dtypes)}: {listed or 'nothing'}"
@@ -337,7 +327,3 @@ def describe(model: nn.Module, quantizer: BaseQuantizer, kind: str) -> str:
 def _shortened(fqn: str) -> str:
     """A parameter's name with `*` for the numbers of layers, and without its last part if that says nothing."""
     return re.sub(r"\.\d+(?=\.)", ".*", fqn).replace(".base_layer.", ".").removesuffix(".weight")
-
-
-def _dtype(param: torch.Tensor) -> str:
-    return str(param.dtype).removeprefix("torch.")

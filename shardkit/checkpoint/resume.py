@@ -44,13 +44,8 @@ def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]
 
 
 def agreed(group: dist.ProcessGroup, problem: Exception | None) -> None:
-    """Raise one rank's problem on every rank, so that all end alike; collective.
-
-    A damaged checkpoint is raised before other problems, and the lowest rank's before others'.
-
-    Raises:
-        Exception: at least one rank passed a problem.
-    """
+    """Raise one rank's problem on every rank, so that all end alike: a damaged checkpoint before other problems, and
+    the lowest rank's before others'; collective."""
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     if raised := [error for error in problems if error is not None]:
@@ -93,9 +88,7 @@ def resume(
     `own_root`: the folder to which this run saves. Checkpoints in it that are damaged, or newer than the loaded one,
     are renamed, because the run will write those steps again. `accept`: raises if the run's state does not suit the
     caller; called before anything is loaded. `left_out`: names of tensors that checkpoints of this run do not hold.
-
-    Returns:
-        The checkpoint's path and the state of its run; `None` if `source` has no checkpoint.
+    Returns the checkpoint's path and the state of its run; `None` if `source` has no checkpoint.
     """
     box: list[list[Path]] = [[]]
 
@@ -183,10 +176,7 @@ def _load(
                 spec = TensorSpec(tuple(shard.shape), shard.local.dtype)
                 shared.setdefault(key, Destination(spec)).targets.append(shard.local)
         sharing = [(node, [key for key in ranges if holders[key] > 1]) for node, ranges in everyone]
-        problem = read_ranges(
-            reader.read_into, shared, sharing, world, group, BUCKET_BYTES, manifest.block_bytes
-        )  # fmt: skip
-        agreed(group, problem)
+        agreed(group, read_ranges(reader.read_into, shared, sharing, world, group, BUCKET_BYTES, manifest.block_bytes))
     strategy.after_load(manifest.scalars)
     if generators:
         rng.restore({kind: shard.local for kind, shard in generators.items()}, world.device)
@@ -242,10 +232,7 @@ def matching_entry(tensors: Mapping[str, TensorEntry], shard: Shard) -> TensorEn
 
 
 def refuse_leftovers(tensors: Mapping[str, TensorEntry], run_names: Sequence[str]) -> None:
-    """Refuse a checkpoint with a weight, moment or buffer that this run would drop.
-
-    `run_names`: the tensors that the run loads.
-    """
+    """Refuse a checkpoint with a weight, moment or buffer that is none of the run's, `run_names`: it would be lost."""
     dropped = sorted({n for n, t in tensors.items() if n.startswith(_KINDS) and t.numel} - set(run_names))
     if dropped:
         others_counted = f" and {len(dropped) - 1} more" if len(dropped) > 1 else ""

@@ -62,12 +62,6 @@ def seen_on_disk(root: Path, rank: int, file_name: str) -> str:
     return f"in or after {drafts[-1].name}/{file_name}, which has {size} bytes"
 
 
-def give_way() -> None:
-    """Let this thread, and those that it starts, use only idle cores: on Linux each thread has its own niceness."""
-    thread_id = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + 10))
-
-
 class Staging:
     """Host buffers that the first save allocates and later saves reuse; page-locked if the rank has a GPU."""
 
@@ -82,11 +76,7 @@ class Staging:
         return sum(map(page_locked, sizes) if self._pin else sizes)
 
     def copy(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Copy the ranges that this rank writes to the host; the copies are complete when this returns.
-
-        Returns:
-            The ranges, with the copy as `local` where this rank writes them.
-        """
+        """Copy the ranges that this rank writes to the host, as their `local`; all is copied when this returns."""
         staged = []
         for shard in shards:
             if shard.replica == 0:  # others are not written here, but their shapes are checked
@@ -115,31 +105,23 @@ class SaveReport:
 
 
 class Checkpointer:
-    """Saves a strategy's state below `root`. All ranks construct it together, and call `save` together.
-
-    Args:
-        root: the folder of the checkpoints, on a file system that all ranks share.
-        timeout_s: longest wait for the slowest rank's write.
-        meeting_s: longest wait until all ranks begin a save; the error names the missing ranks.
-        on_done: called on every rank when a save has ended, on the thread that calls `save` or `wait`.
-        fence: called on rank 0 before a save writes and before it publishes; raises if this run may no longer write to
-            `root`.
-        left_out: names of tensors that are neither saved nor loaded (the frozen model under an adapter).
-    """
+    """Saves a strategy's state below `root`. All ranks construct it together, and call `save` together."""
 
     def __init__(
         self,
         strategy: Strategy,
         world: World,
         config: CheckpointConfig,
-        root: str | Path,
+        root: str | Path,  # the folder of the checkpoints, on a file system that all ranks share
         *,
-        timeout_s: float = 1800,
-        meeting_s: float = 30,
+        timeout_s: float = 1800,  # longest wait for the slowest rank's write
+        meeting_s: float = 30,  # longest wait until all ranks begin a save; the error names the missing ranks
         chunk_bytes: int = CHUNK_BYTES,
+        # Called on every rank when a save has ended, on the thread that calls `save` or `wait`.
         on_done: Callable[[SaveReport], None] | None = None,
+        # Called on rank 0 before a save writes and before it publishes; raises if this run may no longer write there.
         fence: Callable[[], None] | None = None,
-        left_out: Collection[str] = (),
+        left_out: Collection[str] = (),  # tensors neither saved nor loaded (the frozen model under an adapter)
     ) -> None:
         self._left_out = left_out
         self._strategy, self._world, self._config = strategy, world, config
@@ -221,10 +203,7 @@ class Checkpointer:
         )
 
     def due(self, step: int, *, is_last: bool = False, requested: bool = False) -> bool:
-        """Whether to save after `step`.
-
-        `requested`: the ranks have agreed to save, because of the time or a preemption.
-        """
+        """Whether to save after `step`; `requested`: the ranks have agreed to, because of the time or a preemption."""
         every = self._config.every_steps
         by_count = every is not None and step % every == 0
         return (by_count or requested or (is_last and self._config.at_end)) and step != self.last_step
@@ -253,34 +232,18 @@ class Checkpointer:
         run = storable(run, scalars)
         if self._config.async_save:
             shards = self._staging.copy(shards)
-        self._writer = writer = RangeWriter(
-            self.root / layout.folder_name(run.step),
-            self._world.rank,
-            run,
-            self._strategy.name,
-            self._world.size,
-            scalars,
-            self._fence,
-        )
+        final, world, name = self.root / layout.folder_name(run.step), self._world, self._strategy.name
+        self._writer = writer = RangeWriter(final, world.rank, run, name, world.size, scalars, self._fence)
         self._last_save, self.last_step, self._run_ends = time.monotonic(), run.step, is_last
         if not self._config.async_save:
             return self._finished(self._write(writer, shards, run.step, began, None))
-        blocking = time.monotonic() - began
-        self._thread = threading.Thread(
-            target=self._write_in_thread,
-            args=(writer, shards, run.step, began, blocking),
-            name="checkpoint",
-            daemon=True,
-        )
+        args = writer, shards, run.step, began, time.monotonic() - began
+        self._thread = threading.Thread(target=self._write_in_thread, args=args, name="checkpoint", daemon=True)
         self._thread.start()
         return None
 
     def meet(self, within_s: float) -> None:
-        """Wait until all ranks have called this, for `within_s` seconds at most, whatever the timeout of steps is.
-
-        Raises:
-            RuntimeError: ranks are missing; the message names them.
-        """
+        """Wait `within_s` at most until all ranks have called this; a RuntimeError names those that are missing."""
         self.wait()  # a save in the background uses the same group
         dist.monitored_barrier(self.group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
 
@@ -291,7 +254,9 @@ class Checkpointer:
         return shards
 
     def _write_in_thread(self, *args: object) -> None:
-        give_way()
+        # This thread, and those that it starts, use only idle cores: on Linux each thread has its own niceness.
+        thread_id = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + 10))
         try:
             self._ended = self._write(*args)  # type: ignore[arg-type]
         except BaseException as error:  # handed to the thread that waits
@@ -362,10 +327,8 @@ class Checkpointer:
         """Load a checkpoint into the strategy: the newest intact one of a run or folder, or the one at `source`.
         Collective.
 
-        `accept`: raises if the run's state does not suit the caller; called before anything is changed.
-
-        Returns:
-            The checkpoint's path and the state of its run; `None` if there is no checkpoint.
+        `accept`: raises if the run's state does not suit the caller; called before anything is changed. Returns the
+        checkpoint's path and the state of its run; `None` if there is no checkpoint.
         """
         from .resume import resume
 

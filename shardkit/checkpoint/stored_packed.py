@@ -48,10 +48,7 @@ def packed_names(source: Source) -> set[str]:
 
 
 def refuse_other_layers(source: Source, shapes: Mapping[str, object]) -> None:
-    """Refuse a folder that has packed other layers than the model.
-
-    `shapes`: by the names of the weights that the model holds packed.
-    """
+    """Refuse a folder that has packed other layers than the model, whose packed weights are the keys of `shapes`."""
     stored = packed_weights(source)
     prefix = find_prefix(list(shapes), dict.fromkeys(stored))
     weights = {with_prefix(name, prefix) for name in shapes}
@@ -74,11 +71,7 @@ def refuse_other_layers(source: Source, shapes: Mapping[str, object]) -> None:
 
 
 class StoredLayers:
-    """The packed layers of a folder.
-
-    `shapes`: name of each packed weight in the model → its shape unpacked. `code`: the 16 numbers of the settings'
-    type.
-    """
+    """The packed layers of a folder. `shapes`: of the model's packed weights, unpacked; `code`: the type's numbers."""
 
     def __init__(
         self, source: Source, shapes: Mapping[str, tuple[int, ...]], settings: QuantizeConfig, code: torch.Tensor

@@ -78,10 +78,12 @@ def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch
         kind, _, fqn = name.partition(".")
         if kind == "model":
             layer, _, part = fqn.removesuffix(_NAME).rpartition(".")
-            of_experts = layer in experts
-            exported = f"base_model.model.{_wrapper(layer, experts) if of_experts else layer}.{part}.weight"
-            shape = _peft_shape(part, spec.shape) if of_experts else spec.shape
-            tensors[exported] = name, TensorSpec(shape, dtype or spec.dtype)
+            shape = spec.shape
+            if layer in experts:  # peft stores A as [experts · r, in], and B as [out, r · experts]
+                n_experts, rows, columns = shape
+                shape = (n_experts * rows, columns) if part == "lora_A" else (rows, columns * n_experts)
+                layer = _wrapper(layer, experts)
+            tensors[f"base_model.model.{layer}.{part}.weight"] = name, TensorSpec(shape, dtype or spec.dtype)
     with (folder / _FILE).open("xb") as out:
         out.write(header_of((name, spec) for name, (_, spec) in tensors.items()))
         for name, spec in tensors.values():
@@ -106,12 +108,6 @@ def _wrapper(layer: str, experts: list[str]) -> str:
     prefix = layer.rpartition(".")[0]
     adapted = [f"{prefix}.{name}" for name in _EXPERT_WEIGHTS if f"{prefix}.{name}" in experts]
     return prefix + ".base_layer" * (len(adapted) - 1 - adapted.index(layer))
-
-
-def _peft_shape(part: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The shape of all experts' factors in peft's files: A [experts · r, in], B [out, r · experts]."""
-    n_experts, rows, columns = shape
-    return (n_experts * rows, columns) if part == "lora_A" else (rows, columns * n_experts)
 
 
 def _peft_pieces(source: Source, name: str, spec: TensorSpec) -> Iterator[torch.Tensor]:
@@ -145,19 +141,12 @@ def _parameter_targets(experts: list[str], model: Any) -> list[str]:
 def merged(
     source: Source,
     adapter: SavedAdapter,
-    base: Path | None,
-    reference: Any,
-    parameters: list[str],
-    dtype: torch.dtype | None,
+    base: Path | None,  # path of the frozen model's weights; None means the path from which the run read them
+    reference: Any,  # the model without its adapter, a transformers model on meta
+    parameters: list[str],  # names of the frozen model's parameters
+    dtype: torch.dtype | None,  # type of the merged weights; None keeps the base's types
 ) -> Source:
-    """A source of the whole model, whose adapted layers read as W + scaling · B·A, a piece of a tensor at a time.
-
-    Args:
-        base: path of the frozen model's weights; `None` means the path from which the run read them.
-        reference: the model without its adapter, a transformers model on meta.
-        parameters: names of the frozen model's parameters.
-        dtype: type of the merged weights; None keeps the base's types.
-    """
+    """A source of the whole model, whose adapted layers read as W + scaling · B·A, a piece of a tensor at a time."""
     base_path = base or adapter.base["source"]
     if base_path is None:
         raise CheckpointError(

@@ -42,29 +42,18 @@ class Converted:
 
 def convert(
     path: Path,
-    to: str,
+    to: str,  # one of `TARGETS`
     out: Path,
     *,
-    max_shard_size: str = "5GB",
-    dtype: str | None = None,
-    step: str = "latest",
-    weights_only: bool = False,
-    average: bool = False,
-    merge: bool = False,
-    base: Path | None = None,
+    max_shard_size: str = "5GB",  # largest size of a safetensors file
+    dtype: str | None = None,  # `fp32`, `bf16` or `fp16` for weights; None keeps theirs
+    step: str = "latest",  # which checkpoint of a run; see `open_source`
+    weights_only: bool = False,  # leave optimizer state behind (only `shardkit` can hold it)
+    average: bool = False,  # export the moving average instead of the weights (not for `shardkit`)
+    merge: bool = False,  # add an adapter to the weights it was trained on, and write the whole model
+    base: Path | None = None,  # where these weights are; None = where the run read them
 ) -> Converted:
-    """Convert the checkpoint at `path` and write it to the new or empty folder `out`.
-
-    Args:
-        to: `safetensors`, `torch`, `shardkit` or `peft`.
-        max_shard_size: largest size of a safetensors file, such as "5GB".
-        dtype: `fp32`, `bf16` or `fp16` for weights; None keeps theirs.
-        step: which checkpoint of a run; see `open_source`.
-        weights_only: leave optimizer state behind (only `shardkit` can hold it).
-        average: export the moving average instead of the weights (not for `shardkit`).
-        merge: add an adapter to the weights it was trained on, and write the whole model.
-        base: where these weights are; None = where the run read them.
-    """
+    """Convert the checkpoint at `path` and write it to the new or empty folder `out`."""
     if to not in TARGETS:
         raise CheckpointError(f"--to {to!r} is not a format", f"pass one of {', '.join(TARGETS)}")
     if dtype is not None and dtype not in targets.DTYPES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,6 @@ from .unpickle import Archive, PickledObject, TensorRef, load
 
 METADATA = ".metadata"
 _NAME_IT = "save the model under 'model' and its optimizer under 'optim', as get_state_dict names them"
-
-
-@dataclass(frozen=True)
-class _State:
-    """The name of an optimizer's tensor: state `key` of the parameter `fqn`."""
-
-    fqn: str
-    key: str
 
 
 def open_dcp(folder: Path, weights_only: bool = False) -> Source:
@@ -70,7 +62,7 @@ class _Folder:
     def source(self, weights_only: bool) -> Source:
         """The model's tensors, and its optimizer's unless `weights_only`, under shardkit's names."""
         states = {key: state for key, path in self._keys.items() if (state := _state(path))}
-        prefix, notes = self._model_prefix({state.fqn for state in states.values()}, states)
+        prefix, notes = self._model_prefix({fqn for fqn, _ in states.values()}, states)
         weights = {key: str(path[-1]) for key, path in self._keys.items() if path[:-1] == prefix and key not in states}
         plain = canonical(weights.values())
         tensors: dict[str, FileTensor] = {}
@@ -80,13 +72,25 @@ class _Folder:
             names[fqn] = logical(plain[fqn], tensor.dtype)
             tensors[names[fqn]] = tensor
         scalars: dict[str, float] = {}
-        for key, state in {} if weights_only else states.items():
-            self._add_state(key, state, plain, tensors, scalars)
+        for key, (fqn, kind) in {} if weights_only else states.items():
+            if fqn not in plain:
+                raise CheckpointError(
+                    f"{self.path} holds optimizer state of {fqn!r}, which is not the name of a weight in it",
+                    "pass --weights-only, or save it with get_state_dict, which names states by parameter",
+                )
+            name, tensor = f"optim.{plain[fqn]}.{kind}", self._tensor(key)
+            if not tensor.shape:
+                archive = self._archive(key, ())
+                scalars[name] = archive.number(archive.content, name)
+            elif tensor.shape != tensors[logical(plain[fqn], torch.float32)].shape:
+                raise CheckpointError(f"{name} in {self.path} is not one value per element", "pass --weights-only")
+            else:
+                tensors[name] = tensor
         step = max((int(v) for name, v in scalars.items() if name.endswith(".step")), default=0)
         source = file_source("dcp", self.path, tensors, scalars=scalars, step=step, notes=notes)
-        return _without_copies(source, {plain[s.fqn] for s in states.values() if s.fqn in plain})
+        return _without_copies(source, {plain[fqn] for fqn, _ in states.values() if fqn in plain})
 
-    def _model_prefix(self, trained: set[str], states: Mapping[str, _State]) -> tuple[tuple[str | int, ...], list[str]]:
+    def _model_prefix(self, trained: set[str], states: Mapping[str, object]) -> tuple[tuple[str | int, ...], list[str]]:
         """Find the branch of the saved state that holds the model, and note the branches that are left out.
 
         It is the one whose names are the optimizer's parameters, else the one that is called model, else the only one.
@@ -109,29 +113,6 @@ class _Folder:
             _NAME_IT,
         )
 
-    def _add_state(
-        self,
-        key: str,
-        state: _State,
-        plain: Mapping[str, str],
-        tensors: dict[str, FileTensor],
-        scalars: dict[str, float],
-    ) -> None:
-        """Add one optimizer state to `tensors`, or to `scalars` if it is one number."""
-        if state.fqn not in plain:
-            raise CheckpointError(
-                f"{self.path} holds optimizer state of {state.fqn!r}, which is not the name of a weight in it",
-                "pass --weights-only, or save it with get_state_dict, which names states by parameter",
-            )
-        name = f"optim.{plain[state.fqn]}.{state.key}"
-        tensor = self._tensor(key)
-        if not tensor.shape:
-            scalars[name] = self._number(key, name)
-            return
-        if tensor.shape != tensors[logical(plain[state.fqn], torch.float32)].shape:
-            raise CheckpointError(f"{name} in {self.path} is not one value per element", "pass --weights-only")
-        tensors[name] = tensor
-
     def _tensor(self, key: str) -> FileTensor:
         """A tensor with the extents of its chunks, each in an archive of its own."""
         entry = self._entries[key]
@@ -146,10 +127,6 @@ class _Folder:
             content = archive.elements(ref, key)  # checks that all of it is there: there are no more runs than bytes
             extents.append(Extent(content, *_runs(shape, offsets, sizes)))
         return FileTensor(shape, dtype, tuple(extents))
-
-    def _number(self, key: str, name: str) -> float:
-        archive = self._archive(key, ())
-        return archive.number(archive.content, name)
 
     def _archive(self, key: str, offsets: tuple[int, ...]) -> Archive:
         """The archive with the chunk of tensor `key` that begins at `offsets`."""
@@ -176,14 +153,14 @@ def _path(parts: Any) -> tuple[str | int, ...]:
     return parts
 
 
-def _state(path: tuple[str | int, ...]) -> _State | None:
-    """The optimizer state of a path (…, state, fqn, key), or flattened (…, "state.fqn.key"); None for other paths."""
+def _state(path: tuple[str | int, ...]) -> tuple[str, str] | None:
+    """(fqn, key) of an optimizer's path (…, state, fqn, key), or flattened (…, "state.fqn.key"); else None."""
     if len(path) >= 3 and path[-3] == "state":
-        return _State(str(path[-2]), str(path[-1]))
+        return str(path[-2]), str(path[-1])
     flat_name = str(path[-1])
     if flat_name.startswith("state.") and flat_name.count(".") >= 2:
         fqn, _, key = flat_name.removeprefix("state.").rpartition(".")
-        return _State(fqn, key)
+        return fqn, key
     return None
 
 

@@ -37,9 +37,7 @@ def is_deepspeed(folder: Path) -> bool:
 def open_deepspeed(folder: Path, weights_only: bool = False) -> Source:
     """Open a `global_step*` folder."""
     if (folder / "zero").is_dir():
-        raise CheckpointError(
-            f"{folder} is in DeepSpeed's universal layout", "convert the global_step folder that it was made from"
-        )
+        raise CheckpointError(f"{folder} is in DeepSpeed's universal layout", "convert the folder it was made from")
     with reading(folder, "use a folder made by deepspeed 0.9 or newer, all of its files in place"):
         return _Folder(folder, weights_only).source()
 
@@ -97,7 +95,8 @@ class _Folder:
                 f"{len(self._optims)} of their *_optim_states.pt are there",
                 "copy all of them; expert-parallel jobs cannot be read",
             )
-        stage3 = _number(rank_0.get("zero_stage", 1)) == 3
+        stage = rank_0.get("zero_stage", 1)  # a number, or an enum's member
+        stage3 = int(stage.args[0] if isinstance(stage, PickledObject) else stage) == 3
         for rank in range(len(self._optims)):
             archive = self._optims[rank]
             state = archive.content["optimizer_state_dict"]
@@ -216,11 +215,6 @@ def _base_state(state: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     if "step" in group and "exp_avg" in states:
         states.setdefault("step", group["step"])
     return states
-
-
-def _number(value: Any) -> int:
-    """A number, or the value of an enum's member."""
-    return int(value.args[0] if isinstance(value, PickledObject) else value)
 
 
 def _rename(name: str, renamed: Mapping[str, str]) -> str:

@@ -51,7 +51,10 @@ def write_configs(model: Any, config: RunConfig | None, folder: Path, dtype: tor
     described = config.model.described_by if config is not None else None
     if config is not None and described is not None and (described.parent / GENERATION).is_file():
         _copy_of(described.parent, GENERATION, folder)
-        _replace_keys(folder / GENERATION, {key: value for key, value in config.model.hf.items() if key in _IDS})
+        changed = {key: value for key, value in config.model.hf.items() if key in _IDS}
+        keys = parse_json(read_regular(folder / GENERATION)) if changed else None
+        if isinstance(keys, dict):
+            (folder / GENERATION).write_text(json.dumps({**keys, **changed}, indent=2, ensure_ascii=False) + "\n")
     elif getattr(model, "can_generate", lambda: False)() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
 
@@ -60,9 +63,7 @@ def copy_tokenizer(config: RunConfig, folder: Path, is_named: bool = True) -> st
     """Copy the run's tokenizer, its chat template and the base model's licence.
 
     `is_named`: whether the user named the run. Another config may be a stranger's, and name any file of the user's.
-
-    Returns:
-        The reason why there is no tokenizer to copy; empty if there is one.
+    Returns the reason why there is no tokenizer to copy; empty if there is one.
     """
     try:
         source = tokenizer_path(config)
@@ -87,27 +88,16 @@ def copy_tokenizer(config: RunConfig, folder: Path, is_named: bool = True) -> st
         _copy_of(source, f"additional_chat_templates/{file.name}", folder)
     if template is not None:
         _copy(Path(template).expanduser(), folder / "chat_template.jinja")
-        _forget_own_template(folder)
+        # The tokenizer's own template goes: llama.cpp takes it before `chat_template.jinja`.
+        (folder / "chat_template.json").unlink(missing_ok=True)
+        keys = read_object(folder / "tokenizer_config.json")
+        if "chat_template" in keys:
+            del keys["chat_template"]
+            text = json.dumps(keys, indent=2, ensure_ascii=False) + "\n"
+            (folder / "tokenizer_config.json").write_text(text)
     for file in sorted(path for pattern in LICENCES for path in source.glob(pattern) if path.is_file()):
         _copy_of(source, file.name, folder)
     return ""
-
-
-def _replace_keys(file: Path, changed: Mapping[str, Any]) -> None:
-    """Change keys of a JSON file; a file that is no mapping stays as it is."""
-    keys = parse_json(read_regular(file)) if changed else None
-    if isinstance(keys, dict):
-        file.write_text(json.dumps({**keys, **changed}, indent=2, ensure_ascii=False) + "\n")
-
-
-def _forget_own_template(folder: Path) -> None:
-    """Remove the tokenizer's own chat template from the copies: llama.cpp takes it before `chat_template.jinja`."""
-    (folder / "chat_template.json").unlink(missing_ok=True)
-    file = folder / "tokenizer_config.json"
-    keys = read_object(file)
-    if "chat_template" in keys:
-        del keys["chat_template"]
-        file.write_text(json.dumps(keys, indent=2, ensure_ascii=False) + "\n")
 
 
 def _copy_of(model: Path, name: str, folder: Path) -> None:

@@ -88,11 +88,7 @@ class _Views(TorchFunctionMode):
 
 
 def reference_of(model: nn.Module) -> Any:
-    """A copy on meta of a transformers model, of the class that it had before an engine wrapped it.
-
-    Returns:
-        None if the model is not transformers', or its class is the user's own.
-    """
+    """A copy on meta of a model of a class of transformers, as before an engine wrapped it; None for other models."""
     transformers = sys.modules.get("transformers")  # a model of it cannot exist unless it was imported
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
@@ -104,10 +100,7 @@ def reference_of(model: nn.Module) -> Any:
 
 
 def published(reference: Any) -> Published:
-    """The folder layout in which transformers saves a model, found by its own conversion rules.
-
-    `reference`: a transformers model whose parameters are on meta.
-    """
+    """The folder layout in which transformers saves a model (`reference`, on meta), by its own conversion rules."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors = {name: tensor.detach().to("meta") for name, tensor in reference.state_dict().items()}

@@ -50,7 +50,9 @@ def write_pretended_weights(described_by: Path, folder: Path, dtype: str | None 
         described = model_config(config)
     except ConfigError as error:  # the key is not the user's word here
         raise ConfigError(error.cause.replace("model.hf_config=", ""), error.fix) from None
-    written_dtype = DTYPES[dtype] if dtype else _named_dtype(described)
+    named = getattr(described, "dtype", None)
+    default = next((known for known in DTYPES.values() if known == named), torch.bfloat16)
+    written_dtype = DTYPES[dtype] if dtype else default
     model_class = _class_of(described, described_by)
     with parameters_on_meta():
         model: Any = from_config(model_class, described)
@@ -83,12 +85,6 @@ def _class_of(described: Any, described_by: Path) -> Any:
     if model_class is None:
         raise ConfigError(cause, fix)
     return model_class
-
-
-def _named_dtype(described: Any) -> torch.dtype:
-    """The dtype that a config names; bf16 if it names none, or one that shardkit writes no folder in."""
-    named = getattr(described, "dtype", None)
-    return next((dtype for dtype in DTYPES.values() if dtype == named), torch.bfloat16)
 
 
 def _source(model: torch.nn.Module, described_by: Path) -> Source:

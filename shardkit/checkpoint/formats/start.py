@@ -78,24 +78,17 @@ class _Report:
 def load_weights(
     strategy: Strategy,
     world: World,
-    group: dist.ProcessGroup,
-    open_source: Callable[[], Source],
+    group: dist.ProcessGroup,  # a gloo group of all ranks, to share errors and pieces
+    open_source: Callable[[], Source],  # as of `opening`; the source's optimizer state is ignored
+    # A parameter's name → its name in files of the model. None for a parameter that such files do not hold (an
+    # adapter's), which keeps its value.
     source_name: Callable[[str], str | None] = str,
+    # Parameters that may have fewer rows in the source: new rows become the mean of the old ones. One rank reads these
+    # once more and sums them in float64 in the rows' order, so the mean has the same bits on any number of ranks.
     resized: Collection[str] = (),
-    packed: Mapping[str, tuple[int, ...]] | None = None,
+    packed: Mapping[str, tuple[int, ...]] | None = None,  # names and shapes of weights that the caller reads itself
 ) -> Loaded:
-    """Fill the wrapped model with the weights of a source; collective.
-
-    Args:
-        group: a gloo group of all ranks, to share errors and pieces.
-        open_source: opens the source, as of `opening`; its optimizer state is ignored.
-        source_name: maps a parameter's name to its name in files of the model. It returns `None` for a parameter that
-            such files do not hold (an adapter's), which keeps its value.
-        resized: names of parameters that may have fewer rows in the source. Their new rows become the mean of the old
-            ones. One rank reads these once more and sums them in float64 in the rows' order, so the mean has the same
-            bits on any number of ranks.
-        packed: name in files of the model → shape of the weights that the caller reads itself.
-    """
+    """Fill the wrapped model with the weights of a source; collective."""
     problem: CheckpointError | None = None
     destinations: dict[Range, Destination] = {}
     new_rows: dict[str, _NewRows] = {}
@@ -115,7 +108,13 @@ def load_weights(
     reports: list[_Report | None] = [None] * world.size
     dist.all_gather_object(reports, _Report(world.env.node_rank, list(destinations), n_rows, digest), group=group)
     needs = [report for report in reports if report is not None]
-    _refuse_different_sources({need.node: need.digest for need in needs if need.digest}, source.path)
+    digests = {need.node: need.digest for need in needs if need.digest}
+    if nodes := [node for node, digest in digests.items() if digest != digests[0]]:  # ranks would train a mixture
+        holders = f"node {nodes[0]} holds" if len(nodes) == 1 else f"{len(nodes)} nodes, {nodes[0]} among them, hold"
+        raise CheckpointError(
+            f"{source.path} of {holders} another model than that of node 0",
+            "copy the folder of one node to all, or name a folder that they share",
+        )
     n_rows = dict(sorted(entry for need in needs for entry in need.n_rows.items()))
     if world.is_main:
         used_names = {name for need in needs for name, _, _ in need.ranges} | read_later
@@ -133,29 +132,24 @@ def load_weights(
 def opening(path: str | Path, model: nn.Module) -> Iterator[Callable[[], Source]]:
     """Gives a function that opens the weights at `path`, when it is called first, for all who read them until the end.
 
-    `path`: anything that `shardkit convert` reads.
+    `path`: anything that `shardkit convert` reads. Weights of a transformers model come under the model's own names.
     """
     opened: list[Source] = []
 
     @cache
     def open_once() -> Source:
-        opened.append(open_weights(Path(path), model))
-        return opened[0]
+        source = open_source(Path(path).expanduser(), weights_only=True)
+        references = (reference_of(module) for module in model.modules() if hasattr(module, "config"))
+        if (reference := next((known for known in references if known is not None), None)) is not None:
+            source = as_the_model_names(source, reference)
+        opened.append(source)
+        return source
 
     try:
         yield open_once
     finally:
         for source in opened:
             source.close()
-
-
-def open_weights(path: Path, model: nn.Module) -> Source:
-    """Open the weights at `path`; those of a transformers model come under the names that the model uses."""
-    source = open_source(path.expanduser(), weights_only=True)
-    for module in model.modules():
-        if hasattr(module, "config") and (reference := reference_of(module)) is not None:
-            return as_the_model_names(source, reference)
-    return source
 
 
 def _sample(source: Source, model: nn.Module) -> str:
@@ -170,17 +164,6 @@ def _sample(source: Source, model: nn.Module) -> str:
         for piece in source.range_of(name, middle, min(_SAMPLED_VALUES, math.prod(spec.shape) - middle)):
             digest.update(byte_view(piece))
     return digest.hexdigest()
-
-
-def _refuse_different_sources(digests: Mapping[int, str], path: Path) -> None:
-    """Refuse to load if two nodes see different weights under one path: their ranks would train a mixture."""
-    nodes = [node for node, digest in digests.items() if digest != digests[0]]
-    if nodes:
-        holders = f"node {nodes[0]} holds" if len(nodes) == 1 else f"{len(nodes)} nodes, {nodes[0]} among them, hold"
-        raise CheckpointError(
-            f"{path} of {holders} another model than that of node 0",
-            "copy the folder of one node to all, or name a folder that they share",
-        )
 
 
 def names_in(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

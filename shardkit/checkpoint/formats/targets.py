@@ -238,10 +238,7 @@ def write_safetensors(
 ) -> int:
     """Write Hugging Face's layout: shards of at most `max_shard` bytes (one tensor may be larger), and their index.
 
-    `fill`: writes the elements of a shard behind its header.
-
-    Returns:
-        The number of shards.
+    `fill` writes the elements of a shard behind its header. Returns the number of shards.
     """
     shards = _shards(weights, max_shard)
     count, placed = len(shards), dict[str, str]()
@@ -252,7 +249,9 @@ def write_safetensors(
             out.write(header_of((name, weights.tensors[name]) for name in names))
             fill(out, weights, names)
     if count > 1:
-        total = {"total_size": weights.n_bytes, "total_parameters": _parameters(weights)}
+        saved = (name for name, source_name in weights.names.items() if not source_name.startswith("buffer."))
+        n_parameters = sum(math.prod(weights.tensors[name].shape) for name in saved)
+        total = {"total_size": weights.n_bytes, "total_parameters": n_parameters}
         text = json.dumps({"metadata": total, "weight_map": dict(sorted(placed.items()))}, indent=2)
         (folder / SAFETENSORS_INDEX).write_text(text + "\n")
     return count
@@ -282,13 +281,6 @@ def other_type(weights: Export, facts: ModelFacts) -> list[str]:
         f"these weights are {str(dtype).removeprefix('torch.')}; "
         f"the run's model folder keeps {folder_type}: --dtype {flag}"
     ]
-
-
-def _parameters(weights: Export) -> int:
-    """Number of values in the weights, without buffers."""
-    return sum(
-        math.prod(weights.tensors[n].shape) for n, source in weights.names.items() if not source.startswith("buffer.")
-    )
 
 
 def _shards(weights: Export, max_bytes: int) -> list[list[str]]:
@@ -347,7 +339,16 @@ def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> N
 
     `dtype`: type of the floating tensors, allowed only without optimizer state; None keeps theirs.
     """
-    tensors = _as_saved(source, dtype)
+    if dtype is not None and any(name.startswith("optim.") for name in source.tensors):
+        raise CheckpointError(
+            "--dtype with --to shardkit, but the source has optimizer state, which is never cast",
+            "leave --dtype out, or pass --weights-only",
+        )
+    tensors = {}
+    for name, spec in source.tensors.items():
+        saved_dtype = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
+        dtype_name(saved_dtype)  # refuses types that a manifest does not have
+        tensors[name] = TensorSpec(spec.shape, saved_dtype)
     cuts: list[tuple[str, int, int]] = []
 
     def pieces() -> Iterator[torch.Tensor]:
@@ -363,21 +364,6 @@ def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> N
     for (name, start, length), (offset, crcs) in zip(cuts, placed, strict=True):
         chunks[name].append(Chunk(start, length, 0, offset, crcs))
     (folder / FILE_NAME).write_bytes(dump(_manifest(source, folder, tensors, chunks)))
-
-
-def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
-    """The source's tensors with the types in which they are written."""
-    if dtype is not None and any(name.startswith("optim.") for name in source.tensors):
-        raise CheckpointError(
-            "--dtype with --to shardkit, but the source has optimizer state, which is never cast",
-            "leave --dtype out, or pass --weights-only",
-        )
-    tensors = {}
-    for name, spec in source.tensors.items():
-        saved_dtype = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
-        dtype_name(saved_dtype)
-        tensors[name] = TensorSpec(spec.shape, saved_dtype)
-    return tensors
 
 
 def _manifest(

@@ -128,12 +128,16 @@ def mapped(tensor: torch.Tensor) -> FileTensor:
 
 
 def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **fields: Any) -> Source:
-    """A source whose tensors lie in mapped files; ranges are read from any thread.
-
-    `fields`: further attributes of the source.
-    """
-    for name, tensor in tensors.items():
-        _check_complete(name, tensor, path)
+    """A source whose tensors lie in mapped files; ranges are read from any thread. `fields`: its further attributes."""
+    for name, tensor in tensors.items():  # its extents have to hold each element exactly once
+        spans = [np.stack([e.run_starts, e.run_starts + e.run], axis=1) for e in tensor.extents if e.run]
+        ordered = np.concatenate([np.empty((0, 2), np.int64), *spans])
+        ordered = ordered[np.argsort(ordered[:, 0], kind="stable")]
+        ends, starts = np.append(0, ordered[:, 1]), np.append(ordered[:, 0], math.prod(tensor.shape))
+        wrong = np.flatnonzero(ends != starts)
+        if len(wrong):
+            at = min(ends[wrong[0]], starts[wrong[0]])
+            raise CheckpointError(f"element {at} of {name} is missing from {path}", RESTORE)
     n_bytes = 0
 
     def read_into(name: str, start: int, out: torch.Tensor) -> None:
@@ -153,18 +157,6 @@ def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **fiel
         n_bytes += out.nbytes
 
     return Source(kind, path, tensors, read_into, lambda: None, bytes_read=lambda: n_bytes, **fields)
-
-
-def _check_complete(name: str, tensor: FileTensor, path: Path) -> None:
-    """Check that the extents of a tensor hold each element exactly once."""
-    spans = [np.stack([e.run_starts, e.run_starts + e.run], axis=1) for e in tensor.extents if e.run]
-    ordered = np.concatenate([np.empty((0, 2), np.int64), *spans])
-    ordered = ordered[np.argsort(ordered[:, 0], kind="stable")]
-    ends, starts = np.append(0, ordered[:, 1]), np.append(ordered[:, 0], math.prod(tensor.shape))
-    wrong = np.flatnonzero(ends != starts)
-    if len(wrong):
-        at = min(ends[wrong[0]], starts[wrong[0]])
-        raise CheckpointError(f"element {at} of {name} is missing from {path}", RESTORE)
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")

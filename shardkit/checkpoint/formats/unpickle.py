@@ -227,11 +227,7 @@ class Archive:
         self.content = load(self._pickle, file)  # the saved object, with a `TensorRef` for each tensor
 
     def _index(self, window: BinaryIO) -> dict[str, tuple[int, int]]:
-        """Read the archive's directory and its pickle.
-
-        Returns:
-            Key of each stored array → (offset, bytes).
-        """
+        """Read the archive's directory and its pickle; returns the key of each stored array → (offset, bytes)."""
         archive = zipfile.ZipFile(window)
         entries = {entry.filename: entry for entry in archive.infolist()}
         pickles = [name for name in entries if name.endswith("/data.pkl")]
@@ -248,9 +244,7 @@ class Archive:
                 raise ValueError(f"{name} is cut off")
             records[name.removeprefix(f"{root}data/")] = (offset, entry.file_size)
         if f"{root}byteorder" in entries and archive.read(f"{root}byteorder") != b"little":
-            raise CheckpointError(
-                f"{self.file} was written by a big-endian machine", "save it again on a little-endian one"
-            )
+            raise CheckpointError(f"{self.file} was written by a big-endian machine", "save it on a little-endian one")
         self._pickle = archive.read(pickles[0])
         return records
 

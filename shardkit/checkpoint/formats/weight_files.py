@@ -63,9 +63,7 @@ def weights_source(
 
 
 def listed_files(path: Path, index: str, suffix: str) -> list[Path]:
-    """The files that a folder's index names, or all files with the suffix if there is no index; or `path`, if it is a
-    file.
-    """
+    """The files that a folder's index names, or all with the suffix if it has none; `path` itself if it is a file."""
     if path.is_file():
         return [path]
     if not (path / index).exists():
@@ -162,11 +160,7 @@ def _load(file: Path) -> Any:
 
 
 def _state_dict(content: Any, file: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Find the state dict in a saved object.
-
-    Returns:
-        The tensors by name, and the names of everything else in the object.
-    """
+    """The tensors by name of the state dict in a saved object, and the names of everything else in the object."""
     if isinstance(content, Mapping):
         for holder in (content, *(content[key] for key in _HOLDERS if isinstance(content.get(key), Mapping))):
             weights = {str(k): v for k, v in holder.items() if _is_plain(v)}

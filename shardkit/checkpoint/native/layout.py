@@ -48,11 +48,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint folder.
-
-    Raises:
-        CorruptCheckpoint: the folder has none, or it is damaged.
-    """
+    """Read the manifest of a checkpoint folder; CorruptCheckpoint if it is missing or damaged."""
     file = path / FILE_NAME
     try:
         content = read_regular(file)
@@ -64,11 +60,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Check that every data file exists and is as long as the manifest says. Their bytes are not read.
-
-    Raises:
-        CorruptCheckpoint: a file is missing or has another size; the message names it.
-    """
+    """Check that every data file exists and is as long as the manifest says. Their bytes are not read."""
     for file in manifest.files:
         data = path / file.name
         try:
@@ -143,8 +135,7 @@ def _renamed(path: Path, suffix: str) -> Path:
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[Path]:
     """Delete all checkpoints but the newest `keep_last` and, with `keep_best`, the one with the lowest validation loss.
 
-    Returns:
-        The deleted checkpoints.
+    Returns the deleted checkpoints.
     """
     if keep_last is None:
         return []

@@ -158,13 +158,7 @@ def _digest(text: str) -> str:
 
 
 def parse(content: bytes, file: str) -> Manifest:
-    """Parse the content of a manifest file. Every number is checked, and nothing is executed.
-
-    `file`: the file's path, for messages.
-
-    Raises:
-        CorruptCheckpoint: the digest does not match, or an entry is impossible.
-    """
+    """Parse the content of a manifest file; `file` is its path. Every number is checked, and nothing is executed."""
     try:
         document = json.loads(content)
         body = document["manifest"]
@@ -233,13 +227,9 @@ def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], bl
 
 
 def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
-    """Check that a file's shape, strides, offsets or counts are integers ≥ 0, and return them as a tuple.
-
-    Raises:
-        ValueError: one is not, or there are more than a tensor can have dimensions: their product would take minutes.
-    """
+    """Check that a file's shape, strides, offsets or counts are integers ≥ 0, and return them; a ValueError if not."""
     numbers = tuple(values)
-    if len(numbers) > 64:
+    if len(numbers) > 64:  # more than a tensor's dimensions: their product would take minutes
         raise ValueError(f"{len(numbers)} dimensions")
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
         raise ValueError("a size, an offset or a count that is not a whole number below 2**62")
@@ -249,8 +239,7 @@ def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
 def find_hole(numel: int, ranges: list[tuple[int, int]]) -> int | None:
     """The index of the first of `numel` elements that the ordered (start, length) ranges do not hold exactly once.
 
-    Returns:
-        None if they hold each element exactly once.
+    None if they hold all.
     """
     expected = 0
     for start, length in ranges:

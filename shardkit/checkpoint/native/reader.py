@@ -38,10 +38,8 @@ class CheckpointReader:
             for name, spec in checkpoint.tensors().items():
                 rows = checkpoint.read(name, 0, 1024)  # 1-D, elements [0, 1024) of the flattened tensor
 
-    Every returned byte was checked against its checksum; a read touches at most one extra block (1 MiB) at each end.
-
-    Raises:
-        CorruptCheckpoint: the bytes differ from the saved ones; the message names the file.
+    Every returned byte was checked against its checksum, else CorruptCheckpoint names the file; a read touches at most
+    one extra block (1 MiB) at each end.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -117,26 +115,21 @@ class CheckpointReader:
 
     def _pread_checked(self, entry: TensorEntry, chunk: Chunk, at: int, out: memoryview) -> None:
         """Read and check bytes that begin at a block's start and end at a block's or the chunk's end."""
-        block = self.manifest.block_bytes
+        block, path = self.manifest.block_bytes, self.path / self.manifest.files[chunk.file].name
         step = max(_PIECE_BYTES // block, 1) * block
         for begin in range(0, len(out), step):
             piece = out[begin : begin + step]
-            self._pread(entry, chunk, at + begin, piece)
+            try:
+                n_read = read_at(self._open(chunk.file), piece, chunk.offset + at + begin)
+            except OSError as error:
+                raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+            if n_read < len(piece):
+                raise CorruptCheckpoint(f"{path} ends before {entry.name} does")
             for low in range(0, len(piece), block):
                 if zlib.crc32(piece[low : low + block]) != chunk.crcs[(at + begin + low) // block]:
                     raise CorruptCheckpoint(
-                        f"{self.path / self.manifest.files[chunk.file].name} does not match its checksum at byte "
-                        f"{chunk.offset + at + begin + low}, in {entry.name}"
+                        f"{path} does not match its checksum at byte {chunk.offset + at + begin + low}, in {entry.name}"
                     )
-
-    def _pread(self, entry: TensorEntry, chunk: Chunk, at: int, out: memoryview) -> None:
-        path, descriptor = self.path / self.manifest.files[chunk.file].name, self._open(chunk.file)
-        try:
-            n_read = read_at(descriptor, out, chunk.offset + at)
-        except OSError as error:
-            raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-        if n_read < len(out):
-            raise CorruptCheckpoint(f"{path} ends before {entry.name} does")
 
     def _open(self, index: int) -> int:
         with self._lock:

@@ -59,8 +59,7 @@ class SavePlan:
 def plan_save(shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> tuple[SavePlan, list[torch.Tensor]]:
     """Cut the ranges that this rank writes into chunks. Of ranks with the same range, replica 0 writes it.
 
-    Returns:
-        The plan, and the elements of each chunk.
+    Returns the plan, and the elements of each chunk.
     """
     chunks, contents = [], []
     for shard in shards:
@@ -110,10 +109,9 @@ class RankFailure(Exception):
 
 
 def collect(group: dist.ProcessGroup, local: Callable[[], T], main: Callable[[list[T]], None]) -> None:
-    """Call `local` on every rank, then on rank 0 `main` with what each rank returned; collective.
+    """Call `local` on every rank, then on rank 0 `main` with all that returned; collective.
 
-    Raises:
-        RankFailure: on every rank, if one of these calls raised.
+    If one of these calls raises, every rank gets a RankFailure.
     """
     problem: Exception | None = None
     returned: T | None = None
@@ -161,11 +159,7 @@ class RangeWriter:
         self._plans: list[SavePlan] = []
 
     def write(self, shards: Sequence[Shard], chunk_bytes: int, group: dist.ProcessGroup) -> None:
-        """Write the shards of all ranks; collective.
-
-        Raises:
-            RankFailure: of an OSError (no space for the checkpoint beside the existing ones), or another error.
-        """
+        """Write the shards of all ranks; collective. A full disk is the RankFailure of an OSError."""
         contents: list[torch.Tensor] = []
 
         def plan() -> SavePlan:
@@ -241,10 +235,8 @@ def write_file(path: Path, tensors: Iterable[torch.Tensor]) -> list[tuple[int, t
     """Write tensors one after another to a new file and sync it to disk.
 
     A thread computes checksums while the same bytes are written: both release the GIL. The kernel is told to write to
-    disk at once, so that the fsync at the end has little to do; bytes on disk leave the page cache.
-
-    Returns:
-        (offset in the file, CRC-32 of each block), for each tensor.
+    disk at once, so that the fsync at the end has little to do; bytes on disk leave the page cache. Returns (offset in
+    the file, CRC-32 of each block) for each tensor.
     """
     placed: list[tuple[int, Future[tuple[int, ...]]]] = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
