@@ -66,12 +66,7 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
     """Create or replace a file: a reader, now or after a crash, finds either the old or the new one, complete.
 
     Its mode is that of a new file. With several writers at once, the last one wins. A killed writer leaves its draft,
-    `NAME.part…`, behind.
-
-    `durable`: sync the content to disk before the rename; for the rename itself, sync the folder.
-
-    Raises:
-        OSError: the file cannot be written; the old one is unchanged.
+    `NAME.part…`, behind. `durable`: sync the content to disk before the rename; for the rename itself, sync the folder.
     """
     data = content.encode() if isinstance(content, str) else content
     # A shared folder has writers on several nodes: a process id would not tell them apart.
@@ -99,15 +94,8 @@ def cache_dir() -> Path:
 def locked(path: Path, wait_s: float | None = None, optional: bool = False) -> Iterator[IO[str] | None]:
     """Hold an exclusive lock on a file, which is created and kept; it is released when the process ends.
 
-    `wait_s`: seconds to wait for other holders; None: without limit. `optional`: continue without a lock on a file
-    system that has no locks.
-
-    Yields:
-        The file, open for reading and appending; None without a lock.
-
-    Raises:
-        BlockingIOError: others held it for longer than `wait_s`.
-        OSError: the file cannot be opened or locked.
+    `wait_s`: seconds to wait for other holders, until BlockingIOError; None: without limit. `optional`: on a file
+    system without locks, continue and yield None instead of the file, which is open for reading and appending.
     """
     with path.open("a+") as file:
         lock_file: IO[str] | None = file
@@ -165,12 +153,9 @@ def group_of_new_files(folder: Path) -> int:
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
-    """Open a file for reading without ever waiting; opening a pipe would wait for its writer.
+    """Open a file for reading without ever waiting, as a pipe would: OSError for all but regular files.
 
     `flags`: further ones of `os.open`, such as O_NOFOLLOW.
-
-    Raises:
-        OSError: it cannot be opened, or is a pipe, a device or a folder.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -180,11 +165,7 @@ def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
 
 
 def read_regular(path: str | Path) -> bytes:
-    """The content of a file that another program may have written.
-
-    Raises:
-        OSError: it cannot be read, is a pipe, a device or a folder, or holds more than a GiB.
-    """
+    """The content of a file that another program may have written; OSError if it is not regular, or above a GiB."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > 1 << 30:
             raise OSError(errno.EFBIG, f"larger than {1 << 30:,} bytes", str(path))
@@ -203,19 +184,15 @@ def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
     """Append one line per object, each in one write; returns whether all were written.
 
     A full or failing disk (ENOSPC, EDQUOT, EFBIG, EIO, ESTALE) does not end a run that only wanted to log something:
-    there is one warning per file, and a partly written line is removed.
-
-    Raises:
-        ValueError: a number is not finite, which JSON cannot hold.
+    there is one warning per file, and a partly written line is removed. ValueError if a number is not finite.
     """
     lines = [json.dumps(obj, allow_nan=False).encode() + b"\n" for obj in objects]
     try:
         append_lines(path, lines)
     except OSError as error:
         if error.errno not in STORAGE_TROUBLE:
-            raise ConfigError(
-                f"cannot write {path}: {error.strerror}", "choose a run.dir that exists and is writable"
-            ) from error
+            fix = "choose a run.dir that exists and is writable"
+            raise ConfigError(f"cannot write {path}: {error.strerror}", fix) from error
         if str(path) not in _warned:
             _warned.add(str(path))
             _LOG.warning("cannot write %s: %s; the run goes on without these lines", path, error.strerror)
@@ -224,39 +201,27 @@ def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
 
 
 def append_lines(path: str | Path, lines: Iterable[bytes]) -> None:
-    """Append lines, each in one write: lines of several processes do not mix, and a partly written one is removed.
-
-    Raises:
-        OSError: the file cannot be opened or written.
-    """
+    """Append lines, each in one write: lines of several processes do not mix, and a partly written one is removed."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         for line in lines:
-            _append(descriptor, line)
+            size = os.fstat(descriptor).st_size
+            written = os.write(descriptor, line)
+            try:
+                while written < len(line):  # the disk filled up midway: writing the rest raises the reason
+                    written += os.write(descriptor, line[written:])
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
     finally:
         os.close(descriptor)
-
-
-def _append(descriptor: int, line: bytes) -> None:
-    size = os.fstat(descriptor).st_size
-    written = os.write(descriptor, line)
-    if written == len(line):
-        return
-    try:  # the disk filled up midway: writing the rest raises the reason
-        while written < len(line):
-            written += os.write(descriptor, line[written:])
-    except OSError:
-        os.ftruncate(descriptor, size)
-        raise
 
 
 def extend_last_line(path: str | Path, fields: Mapping[str, Any]) -> None:
     """Add fields to the last object of a file of JSON lines, in one write: a reader finds the old line or the new one.
 
     A file that is missing or ends in no such line is left alone; so is one on a full or failing disk, with a warning.
-
-    Raises:
-        ValueError: a number is not finite, which JSON cannot hold.
+    ValueError if a number is not finite.
     """
     addition = b", " + json.dumps(fields, allow_nan=False).encode()[1:] + b"\n"
     try:
@@ -315,21 +280,16 @@ def parsed(line: str | bytes) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON that another program may have written; impossible numbers, such as 1e999 and NaN, become None.
+    """Parse JSON that another program may have written; impossible numbers, such as 1e999 and NaN, become None."""
 
-    Raises:
-        ValueError: it is not JSON, or nested too deeply.
-    """
+    def finite(digits: str) -> float | None:
+        number = float(digits)
+        return number if math.isfinite(number) else None
+
     try:
-        return json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=lambda _: None)
+        return json.loads(
+            text, parse_int=lambda digits: int(digits) if len(digits) < 19 else None, parse_float=finite,
+            parse_constant=lambda _: None,
+        )  # fmt: skip
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-
-
-def _integer(digits: str) -> int | None:
-    return int(digits) if len(digits) < 19 else None
-
-
-def _finite(digits: str) -> float | None:
-    number = float(digits)
-    return number if math.isfinite(number) else None

@@ -20,8 +20,6 @@ def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
 
     Every mount is searched, from the group to the mount's root. In a container without its own namespace of groups the
     process's path does not exist under the mount, but the mount's root does. Folders may lack any file.
-
-    `root`: the directory that /proc and the mounts are looked up in.
     """
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

@@ -32,9 +32,8 @@ def load() -> dict[str, Constants]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path()} cannot be read: {error}", "delete it, and run shardkit doctor --calibrate again"
-        ) from error
+        fix = "delete it, and run shardkit doctor --calibrate again"
+        raise ConfigError(f"{path()} cannot be read: {error}", fix) from error
 
 
 def find(device: str, world_size: int) -> Constants | None:

@@ -47,10 +47,8 @@ class Gpu:
 
 
 def blas_workspace(capability: tuple[int, int], requested: str = "") -> int:
-    """Bytes that torch takes for cuBLAS, once in each thread that multiplies (torch's CublasHandlePool.cpp).
-
-    `requested`: CUBLAS_WORKSPACE_CONFIG: pairs of KiB and their number.
-    """
+    """Bytes that torch takes for cuBLAS, once in each thread that multiplies (torch's CublasHandlePool.cpp)."""
+    # CUBLAS_WORKSPACE_CONFIG holds pairs of KiB and their number.
     if pairs := re.findall(r":(\d+):(\d+)", requested):
         return sum(int(kib) * int(number) for kib, number in pairs) * 2**10
     return 32 * 2**20 if capability[0] >= 9 else 8320 * 2**10

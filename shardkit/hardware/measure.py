@@ -46,11 +46,12 @@ def measure(config: RunConfig) -> tuple[calibration.Constants, list[str]] | None
     with process_groups(config, env) as world:
         sizes = [size for size in _SIZES if device.type == "cuda" or size <= _LARGEST_ON_CPU]
         sizes = sizes if world.size > 1 else []
+        clocks = _measured_on_each(world, time.time)
         constants: dict[str, Any] = {
             "world_size": world.size,
-            "device": _device_name(device),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else calibration.cpu_name(),
             "threads": torch.get_num_threads(),
-            "clock_skew_s": _clock_skew(world),
+            "clock_skew_s": max(clocks) - min(clocks),
             "latency_s": _latency(world),
             "collective_s": _collective(world, "all_reduce", 4) if world.size > 1 else None,
             "late_s": _late(world) if world.size > 1 and device.type == "cpu" else None,
@@ -196,16 +197,6 @@ def _latency(world: World) -> list[float]:
     return seconds
 
 
-def _clock_skew(world: World) -> float:
-    dist.barrier(world.control_group)
-    clocks = _all(world, time.time())
-    return max(clocks) - min(clocks)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else calibration.cpu_name()
-
-
 # One device on its own
 
 
@@ -248,14 +239,10 @@ def memory_speed(device: torch.device) -> float:
 
 def new_page_speed() -> float:
     """Bytes per second at which the system supplies new host memory to a large tensor."""
-    n = 2**26
-
-    def fill_new() -> object:
-        return torch.empty(n, dtype=torch.uint8).fill_(1)
-
+    n, on_cpu = 2**26, torch.device("cpu")
+    new_s = seconds(on_cpu, lambda: torch.empty(n, dtype=torch.uint8).fill_(1))
     scratch = torch.empty(n, dtype=torch.uint8)
-    on_cpu = torch.device("cpu")
-    return n / max(seconds(on_cpu, fill_new) - seconds(on_cpu, lambda: scratch.fill_(1)), 1e-9)
+    return n / max(new_s - seconds(on_cpu, lambda: scratch.fill_(1)), 1e-9)
 
 
 def copy_speed(device: torch.device) -> float:

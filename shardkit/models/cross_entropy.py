@@ -14,8 +14,6 @@ the head per chunk would do the same, but:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,26 +26,17 @@ from .packed_attention import BatchDocuments, DocumentLayout, check_seen
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    chunk_size: int,
-    ignore_index: int = -100,
-    bias: torch.Tensor | None = None,
+    hidden: torch.Tensor,  # [..., d], floating point
+    weight: torch.Tensor,  # [vocab, d]
+    targets: torch.Tensor,  # [...] integer class per position
+    chunk_size: int,  # tokens whose [chunk_size, vocab] fp32 logits exist at once, > 0
+    ignore_index: int = -100,  # targets that do not count
+    bias: torch.Tensor | None = None,  # [vocab]
 ) -> torch.Tensor:
     """Sum of cross-entropies of `hidden @ weight.T + bias` against `targets`, `chunk_size` tokens at a time.
 
-    Call it inside the forward of the module that owns `weight`, so that an engine's gather hooks have run.
-
-    Args:
-        hidden: [..., d], floating point.
-        weight: [vocab, d].
-        targets: [...] integer class per position; positions with `ignore_index` do not count.
-        bias: [vocab], or none.
-        chunk_size: tokens whose [chunk_size, vocab] fp32 logits exist at once, > 0.
-
-    Returns:
-        0-d fp32 tensor (fp64 for fp64 input), differentiable once with respect to `hidden`, `weight` and `bias`.
+    Call it inside the forward of the module that owns `weight`, so that an engine's gather hooks have run. Returns a
+    0-d fp32 tensor (fp64 for fp64 input), differentiable once with respect to `hidden`, `weight` and `bias`.
 
     On the CPU, logits are computed for the positions that count alone; finding them would make a GPU's host wait.
 
@@ -57,28 +46,11 @@ def chunked_cross_entropy(
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be positive")
     if hidden.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} differ in their leading sizes"
-        )
+        raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} differ in leading sizes")
     grad = torch.is_grad_enabled()
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden,
-        weight,
-        targets,
-        chunk_size,
-        ignore_index,
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
-        bias,
-    )
+    wants = grad and hidden.requires_grad, grad and weight.requires_grad
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_size, ignore_index, *wants, bias)  # type: ignore[no-untyped-call]
     return loss
-
-
-def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The type in which `F.linear` would compute here; autocast does not cast the inputs of a custom function."""
-    if torch.is_autocast_enabled(hidden.device.type):
-        return torch.get_autocast_dtype(hidden.device.type)
-    return torch.promote_types(hidden.dtype, weight.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -94,7 +66,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         want_weight: bool,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        compute = _compute_dtype(hidden, weight)
+        # The type in which `F.linear` would compute here; autocast does not cast the inputs of a custom function.
+        compute = torch.promote_types(hidden.dtype, weight.dtype)
+        if torch.is_autocast_enabled(hidden.device.type):
+            compute = torch.get_autocast_dtype(hidden.device.type)
         wide = torch.promote_types(compute, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             flat = hidden.reshape(-1, hidden.shape[-1])
@@ -122,8 +97,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     torch.mm(grad_logits, matrix, out=grad_hidden[chunk])
                 elif grad_hidden is not None:
                     grad_hidden[rows] = grad_logits @ matrix
-                if grad_weight is not None:
-                    _add_product_(grad_weight, grad_logits.t(), inputs)
+                if grad_weight is not None and compute == wide:
+                    grad_weight.addmm_(grad_logits.t(), inputs)
+                elif grad_weight is not None:
+                    grad_weight += grad_logits.t() @ inputs
                 del grad_logits  # else it would live on while the next chunk's logits are made
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.like = (hidden.shape, hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -133,9 +110,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError(
-                "chunked_cross_entropy: backward was run a second time; its gradients are freed by the first"
-            )
+            raise RuntimeError("chunked_cross_entropy: backward was run a second time; the first frees its gradients")
         grad_hidden, grad_weight, grad_bias = ctx.gradients
         ctx.gradients = None
         shape, hidden_dtype, weight_dtype, bias_dtype = ctx.like
@@ -172,14 +147,6 @@ def _losses_then_gradient_(logits: torch.Tensor, targets: torch.Tensor, ignore_i
     return losses.where(counted, 0)
 
 
-def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, where `total` may have a wider type than the factors."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-
-
 def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
     """Make `model(tokens, targets, positions=None, documents=None)` return the sum of cross-entropies (fp32), in place.
 
@@ -187,15 +154,7 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
     backbone alone would bypass the engine's hooks, and miss what the model's forward does to embeddings. `forward` is
     replaced on the two modules, so that parameters keep their names.
 
-    Args:
-        model: a transformers model with an output projection (`get_output_embeddings`).
-        loss_chunk_size: positions whose [chunk, vocab] logits exist at once; 0 = all, from the model's own forward.
-
-    The new forward takes:
-        tokens: [batch, seq].
-        targets: [batch, seq] classes, or [n] with `positions`; -100 is not counted. None: it returns logits.
-        positions: [n] indices into the flattened batch × seq at which to predict; None = all.
-        documents: the documents of a packed batch.
+    `loss_chunk_size`: positions whose [chunk, vocab] logits exist at once; 0 = all, from the model's own forward.
     """
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     model_forward, project = model.forward, head.forward
@@ -216,10 +175,10 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
         return summed_loss(project(hidden), targets)
 
     def forward(
-        tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        documents: DocumentLayout | None = None,
+        tokens: torch.Tensor,  # [batch, seq]
+        targets: torch.Tensor | None = None,  # [batch, seq], or [n] with `positions`; -100 is not counted; None: logits
+        positions: torch.Tensor | None = None,  # [n] indices into the flattened batch × seq to predict at; None = all
+        documents: DocumentLayout | None = None,  # those of a packed batch
     ) -> torch.Tensor:
         if positions is None and (targets is None or not loss_chunk_size):
             outputs = _run(model, model_forward, tokens, documents)  # freed after the loss, as in transformers
@@ -265,17 +224,21 @@ def check_loss_fits(model: nn.Module, fix: str) -> None:
         problem = f"its output projection is {type(head).__name__}, not a linear layer"
         raise ConfigError(f"{name} cannot compute its loss in chunks: {problem}", fix)
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    backbone: Any = model.base_model
     returned: list[torch.Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: returned.append(output))
     try:
         width = getattr(model.config, "hidden_size", head.in_features)
-        with _without_backbone(model, torch.empty(1, 2, width, device="meta")), torch.no_grad():
+        hidden = _Hidden(last_hidden_state=torch.empty(1, 2, width, device="meta"))
+        backbone.forward = lambda *args, **kwargs: hidden
+        with torch.no_grad():
             logits = model(input_ids=tokens).logits
     except Exception as error:
         problem = f"its forward cannot be followed ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
         raise ConfigError(f"{name} cannot compute its loss in chunks: {problem}", fix) from error
     finally:
         hook.remove()
+        vars(backbone).pop("forward", None)
     if len(returned) != 1 or logits is not returned[0] or logits.shape[:2] != tokens.shape:
         problem = "its forward changes the logits after the output projection"
         raise ConfigError(f"{name} cannot compute its loss in chunks: {problem}", fix)
@@ -289,13 +252,3 @@ class _Hidden(dict[str, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         return self.get("last_hidden_state") if key == 0 else None
-
-
-@contextmanager
-def _without_backbone(model: nn.Module, hidden: torch.Tensor) -> Iterator[None]:
-    backbone: Any = model.base_model
-    backbone.forward = lambda *args, **kwargs: _Hidden(last_hidden_state=hidden)
-    try:
-        yield
-    finally:
-        del backbone.forward

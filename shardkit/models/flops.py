@@ -13,21 +13,15 @@ from torch import nn
 from ..config.schema import ModelConfig
 
 
-def transformer_matmul_params(config: ModelConfig) -> int:
-    """Number of weights that multiply every token: 12 d² per block (qkv 3, projection 1, MLP 8), vocab × d in the head.
-
-    The head counts even if it is tied to the token embedding. Embedding look-ups, norms and biases do not count.
-    """
-    return 12 * config.n_layers * config.d_model**2 + config.vocab_size * config.d_model
-
-
 def transformer_flops_per_token(config: ModelConfig, seq_len: float) -> float:
     """Training FLOPs per token without recomputation: 6 N_matmul + 12 L d T (PaLM appendix B), one third in forward.
 
     12 L d T is attention's QKᵀ and its product with V over all T positions: the convention does not discount the causal
-    mask.
+    mask. Embedding look-ups, norms and biases do not count.
     """
-    return 6.0 * transformer_matmul_params(config) + 12.0 * config.n_layers * config.d_model * seq_len
+    # 12 d² per block (qkv 3, projection 1, MLP 8), and vocab × d in the head, even if it is tied to the embedding.
+    matmul_params = 12 * config.n_layers * config.d_model**2 + config.vocab_size * config.d_model
+    return 6.0 * matmul_params + 12.0 * config.n_layers * config.d_model * seq_len
 
 
 # Architectures in which each token meets every matrix of a block once, and each layer attends to the whole sequence.
@@ -38,10 +32,8 @@ def hf_flops_per_token(model: nn.Module, seq_len: float, adapter: int | None = N
     """Training FLOPs per token of a transformers causal LM: 6 N_matmul + 12 L (heads × head width) T.
 
     `adapter`: number of values of an adapter, if there is one. The frozen model then needs no gradients of its weights:
-    4 N_matmul, and 6 for each of the adapter's values.
-
-    Returns:
-        None if the formula does not fit: experts (a token meets few of them), state spaces, sliding windows.
+    4 N_matmul, and 6 for each of the adapter's values. Returns None if the formula does not fit: experts (a token meets
+    few of them), state spaces, sliding windows.
     """
     config: Any = model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])

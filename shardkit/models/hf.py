@@ -35,6 +35,8 @@ def init_as_the_model_does(model: nn.Module, fqn: str, full: torch.Tensor, gener
 
     `model`: a transformers model whose parameters are on meta. `full`: takes the values; has the parameter's shape.
     """
+    from transformers import PreTrainedModel
+
     path = fqn.split(".")
     around = [model.get_submodule(".".join(path[:end])) for end in range(len(path))]
     owner, name = around[-1], path[-1]
@@ -44,16 +46,11 @@ def init_as_the_model_does(model: nn.Module, fqn: str, full: torch.Tensor, gener
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.set_state(generator.get_state())
             for depth in reversed(range(len(around))):
-                init_weights_of(_rule_of(around[: depth + 1]), around[depth])
+                # Each part of a composite model has its own rule: that of the innermost transformers model.
+                models = (module for module in reversed(around[: depth + 1]) if isinstance(module, PreTrainedModel))
+                init_weights_of(next(models), around[depth])
     finally:
         setattr(owner, name, placeholder)
-
-
-def _rule_of(around: list[nn.Module]) -> Any:
-    """The innermost transformers model in nested modules: each part of a composite model has its own rule."""
-    from transformers import PreTrainedModel
-
-    return next(module for module in reversed(around) if isinstance(module, PreTrainedModel))
 
 
 MAPPINGS = {
@@ -97,10 +94,7 @@ class HFModel:
         self.resized = frozenset() if rows is None else self._parameters_with_rows()
 
     def _parameters_with_rows(self) -> frozenset[str]:
-        """Names of the parameters with a row for each token id: embedding, head, the head's bias.
-
-        They are found by building the model with one id more.
-        """
+        """Names of the parameters with a row for each token id, found by building the model with one id more."""
         larger = deepcopy(self.config)
         if hasattr(larger, "vocab_size"):
             larger.vocab_size += 1
@@ -181,10 +175,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def import_transformers(needed_by: str) -> Any:
-    """Import transformers and return it, with its warnings off.
-
-    `needed_by`: name of the task that needs it, for the error.
-    """
+    """Import transformers for a task and return it, with its warnings off."""
     with importing(f"task.name={needed_by} needs transformers", "pip install shardkit[hf]"):
         import transformers
     transformers.logging.set_verbosity_error()
@@ -203,9 +194,8 @@ def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any])
     model_type = keys.pop("model_type", None)
     config_classes = transformers.CONFIG_MAPPING
     if model_type is None and model.init_from is not None and not Path(model.init_from).expanduser().exists():
-        raise ConfigError(
-            f"model.init_from={model.init_from} does not exist", "name a folder of transformers, a run or a checkpoint"
-        )
+        cause = f"model.init_from={model.init_from} does not exist"
+        raise ConfigError(cause, "name a folder of transformers, a run or a checkpoint")
     if model_type is None:
         raise ConfigError(
             "model.hf has no model_type, and neither model.hf_config nor model.init_from names a config.json",

@@ -38,10 +38,7 @@ def file_name(fqn: str) -> str | None:
 
 
 def hf_model(config: RunConfig, task: str, attention: str | None = None, rows: int | None = None) -> HFModel:
-    """The task's transformers model, with the adapter that the config asks for.
-
-    `rows`: see `HFModel`; never set together with an adapter.
-    """
+    """The task's transformers model, with the adapter that the config asks for; `rows` (`HFModel`) go without one."""
     if config.adapter.type == "none":
         return HFModel(config.model, task, attention=attention, rows=rows)
     return AdaptedModel(config, task, attention)
@@ -146,10 +143,7 @@ class AdaptedModel(HFModel):
 
 
 def find_targets(model: nn.Module, targets: str | list[str], experts: Sequence[str] = ()) -> list[str]:
-    """The names of the linear layers that `adapter.targets` selects, in the model's order, then of experts' weights.
-
-    `experts`: names of the experts' weights that can be adapted, [experts, out, in] each.
-    """
+    """The names of the linear layers that `adapter.targets` selects, in the model's order, then `experts`' weights."""
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()  # type: ignore[operator]
     linear = [name for name, module in modules.items() if _is_linear(module) and module is not head]

@@ -29,17 +29,14 @@ _NO_PACKING = "set data.packing=none"
 
 
 class BatchDocuments:
-    """The documents of a batch of [rows, T] tokens. Every layer gets this one object, which no engine looks into.
-
-    Attributes:
-        lengths: tokens of each document, in the order of the flattened rows, which they cover; on the host.
-        bounds: int32 [n + 1], the index of each document's first token, and the end; on the tokens' device.
-        seen: ids of the attention modules that have used this object.
-    """
+    """The documents of a batch of [rows, T] tokens. Every layer gets this one object, which no engine looks into."""
 
     def __init__(self, bounds: torch.Tensor, lengths: Sequence[int]) -> None:
-        self.bounds, self.lengths, self.longest = bounds, lengths, max(lengths)
-        self.seen: set[int] = set()
+        # int32 [n + 1], the index of each document's first token, and the end; on the tokens' device
+        self.bounds = bounds
+        # tokens of each document, in the order of the flattened rows, which they cover; on the host
+        self.lengths, self.longest = lengths, max(lengths)
+        self.seen: set[int] = set()  # ids of the attention modules that have used this object
 
     @classmethod
     def whole_rows(cls, tokens: torch.Tensor) -> BatchDocuments:
@@ -50,23 +47,15 @@ class BatchDocuments:
 
 
 def document_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
+    query: torch.Tensor,  # [rows, T, heads, width]
+    key: torch.Tensor,  # may have fewer heads, as `value`, each shared by a group of query heads
     value: torch.Tensor,
     documents: BatchDocuments,
     dropout: float = 0.0,
-    scale: float | None = None,
-    window: int | None = None,
+    scale: float | None = None,  # factor of the scores; None = 1 / √width
+    window: int | None = None,  # most tokens that a token attends to, itself included; None = no limit
 ) -> torch.Tensor:
-    """Causal attention in which a token attends to tokens of its own document alone.
-
-    `query`: [rows, T, heads, width]; key and value may have fewer heads, each shared by a group of query heads.
-    `scale`: factor of the scores; None = 1 / √width. `window`: most tokens that a token attends to, itself included;
-    None = no limit.
-
-    Returns:
-        [rows, T, heads, width of a value].
-    """
+    """Causal attention of tokens to their own document alone; returns [rows, T, heads, width of a value]."""
     if torch.is_autocast_enabled(query.device.type):  # some models normalise queries and keys in fp32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -114,9 +103,8 @@ def _attend_to_itself(
         for start in range(0, length, QUERIES):
             stop = min(start + QUERIES, length)
             window_start = max(0, start - window + 1)
-            ago = torch.arange(start, stop, device=query.device)[:, None] - torch.arange(
-                window_start, stop, device=query.device
-            )
+            positions = torch.arange(window_start, stop, device=query.device)
+            ago = positions[start - window_start :, None] - positions
             parts.append(
                 F.scaled_dot_product_attention(
                     query[:, :, start:stop], key[:, :, window_start:stop], value[:, :, window_start:stop],

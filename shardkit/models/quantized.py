@@ -154,10 +154,7 @@ def stacked_weights(reference: nn.Module) -> list[str]:
 
 
 class PackedWeight(nn.Module):
-    """One weight of all experts, packed; the module of the experts multiplies by it.
-
-    `shape`: (experts, out, in) of the parameter that it replaces.
-    """
+    """One weight of all experts, packed, in place of a parameter [experts, out, in]; the experts multiply by it."""
 
     def __init__(self, shape: torch.Size, settings: QuantizeConfig) -> None:
         super().__init__()
@@ -176,10 +173,8 @@ class PackedWeight(nn.Module):
     def product(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Each row times the transposed weight of its expert, with the expert's LoRA if there is one.
 
-        `rows`: [n, in], sorted by expert. `counts`: rows of each expert; their sum is n.
-
-        Returns:
-            [n, out], in the compute type.
+        `rows`: [n, in], sorted by expert. `counts`: rows of each expert; their sum is n. Returns [n, out], in the
+        compute type.
         """
         state = [self.absmax, self.nested] if self.doubled else [self.absmax]
         product: torch.Tensor = _ExpertProducts.apply(rows.to(compute_dtype(rows)), self, counts, self.packed, *state)  # type: ignore[no-untyped-call]
@@ -259,37 +254,24 @@ def _spans(counts: list[int]) -> Iterator[tuple[int, slice]]:
         start += count
 
 
-def pack_experts(experts: nn.Module, settings: QuantizeConfig) -> None:
-    """Replace the 3-D parameters of a module of experts by packed ones without values, in place."""
-    for name in WEIGHTS:
-        shape = experts.get_parameter(name).shape
-        delattr(experts, name)
-        experts.add_module(name, PackedWeight(shape, settings))
-    experts.forward = MethodType(_forward, experts)
-
-
 def _forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The sum over each token's experts of weight · down(gate(up(token)))."""
     n_tokens, top_k = top_k_index.shape
     chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    counts = _rows_of_experts(chosen, self.gate_up_proj.n_experts)
+    n_experts = self.gate_up_proj.n_experts
+    if has_values(chosen):
+        counts: list[int] = torch.bincount(chosen, minlength=n_experts).tolist()
+    else:  # planning has no values: the rows are as even as can be
+        share, more = divmod(math.prod(chosen.shape), n_experts)
+        counts = [share + (expert < more) for expert in range(n_experts)]
     between = gated(self, self.gate_up_proj.product(hidden_states[order // top_k], counts))
     weighted = self.down_proj.product(between, counts) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
     total: torch.Tensor = weighted[back].view(n_tokens, top_k, -1).sum(dim=1)
     return total.to(hidden_states.dtype)
-
-
-def _rows_of_experts(chosen: torch.Tensor, n_experts: int) -> list[int]:
-    """The number of rows of each expert; as even as can be where planning has no values."""
-    if has_values(chosen):
-        counts: list[int] = torch.bincount(chosen, minlength=n_experts).tolist()
-        return counts
-    share, more = divmod(math.prod(chosen.shape), n_experts)
-    return [share + (expert < more) for expert in range(n_experts)]
 
 
 _OLDEST = (0, 48)
@@ -372,7 +354,12 @@ class BaseQuantizer:
 def pack_layers(model: nn.Module, quantizer: BaseQuantizer) -> None:
     """Replace the quantizer's layers by packed ones without values, in place."""
     for name in quantizer.experts:
-        pack_experts(model.get_submodule(name), quantizer.settings)
+        experts = model.get_submodule(name)
+        for weight in WEIGHTS:
+            shape = experts.get_parameter(weight).shape
+            delattr(experts, weight)
+            experts.add_module(weight, PackedWeight(shape, quantizer.settings))
+        experts.forward = MethodType(_forward, experts)
     for name, weight in quantizer.weights.items():
         if name != weight:  # not an expert's
             prefix, _, key = name.rpartition(".")

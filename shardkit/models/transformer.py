@@ -128,20 +128,13 @@ class Transformer(nn.Module):
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        documents: DocumentLayout | None = None,
-        positions: torch.Tensor | None = None,
+        tokens: torch.Tensor,  # [batch, seq] integers below `vocab_size`
+        targets: torch.Tensor | None = None,  # [batch, seq]
+        ignore_index: int = -100,  # targets that are not counted
+        documents: DocumentLayout | None = None,  # those of a packed batch
+        positions: torch.Tensor | None = None,  # [n] of the flattened batch × seq; only their logits are computed
     ) -> torch.Tensor:
-        """Compute logits [batch, seq, vocab], or with `targets` the sum of their cross-entropies (fp32 scalar).
-
-        Args:
-            tokens: [batch, seq] integers below `vocab_size`.
-            targets: [batch, seq]; positions equal to `ignore_index` are not counted.
-            documents: the documents of a packed batch: positions [batch, seq], bounds and lengths (`BatchDocuments`).
-            positions: [n] indices into the flattened batch × seq; only their logits [n, vocab] are computed.
-        """
+        """Compute logits [batch, seq, vocab], or with `targets` the sum of their cross-entropies (fp32 scalar)."""
         seq = tokens.shape[1] if documents is None else max(documents[2])
         if seq > self.config.max_seq_len:
             raise ConfigError(
@@ -173,9 +166,6 @@ def init_parameter(config: ModelConfig, fqn: str, full: torch.Tensor, generator:
 
     Linear layers and embeddings are normal with std 0.02, divided by sqrt(2 × n_layers) for the two projections that
     write to the residual stream. Biases are zero, and norm weights one.
-
-    Raises:
-        KeyError: `fqn` is not a parameter of `Transformer`.
     """
     with torch.no_grad():
         if _RESIDUAL.fullmatch(fqn):
