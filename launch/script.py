@@ -77,10 +77,8 @@ def from_json(text: str, file: str) -> Script:
 
 
 def check(script: Script, cwd: Path | None) -> None:
-    """Refuse a script that cannot start.
-
-    `cwd`: where it will start; None = in an image, whose files cannot be seen from here.
-    """
+    """Refuse a script that cannot start. `cwd`: where it will start; None = in an image, whose files cannot be seen
+    from here."""
     program = script.argv[0] if script.argv else ""
     if not program:
         raise LaunchError("nothing follows `--`", _HOW)

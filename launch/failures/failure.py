@@ -87,10 +87,8 @@ class Failure:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sort key, likely origin first: ends that cannot be a consequence of another rank's end, then by time.
-
-        From `UNSURE` on, the rank ended because of another one, of which nothing is known here.
-        """
+        """Sort key, likely origin first: ends that cannot be a consequence of another rank's end, then by time. From
+        `UNSURE` on, the rank ended because of another one, of which nothing is known here."""
         signum = exit_codes.signal_of(self.exit_code)
         misses_peer = bool(_MISSES_PEER.search(self.message))
         if self.is_error and not self.lost_peer and not misses_peer:
@@ -247,10 +245,8 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
 
 
 def in_srun_log(text: str) -> list[Failure]:
-    """Failed tasks in srun's log, in order. A task that a signal ended leaves no other trace.
-
-    srun ends those that still run after the first failure, by SIGTERM and SIGKILL.
-    """
+    """Failed tasks in srun's log, in order. A task that a signal ended leaves no other trace. srun ends those that
+    still run after the first failure, by SIGTERM and SIGKILL."""
     failures: list[Failure] = []
     for tasks, code, out_of_memory, ended in _SRUN_ENTRY.findall(text):
         number = signal.SIGKILL if out_of_memory else _SIGNALS.get(ended)
@@ -357,9 +353,7 @@ def _local(text: str) -> float:
 
 def ended_in_torchrun_log(text: str) -> list[tuple[int, str]]:
     """(local rank, `killed by SIGKILL (exit code -9)`) of the rank that torchrun blames in each attempt, in order.
-
-    torchrun compares times in whole seconds, and a rank's record of a lost peer may be dated before the peer's end.
-    """
+    torchrun compares times in whole seconds, and a rank's record of a lost peer may be dated before the peer's end."""
     matches = re.finditer(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
     return [(int(match[2]), exit_codes.describe(int(match[1]))) for match in matches]
 

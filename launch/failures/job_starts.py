@@ -87,10 +87,8 @@ def starts(run_dir: Path) -> list[Start]:
 
 
 def history(run_dir: Path, environ: Mapping[str, str] = os.environ) -> tuple[list[Start], list[Start]]:
-    """(the starts before the current one, the starts of other jobs that were refused or may still be).
-
-    The current start is the one that the environment names, else the last one that was not refused.
-    """
+    """(the starts before the current one, the starts of other jobs that were refused or may still be). The current
+    start is the one that the environment names, else the last one that was not refused."""
     current = environ.get("SLURM_JOB_ID"), int(environ.get("SLURM_RESTART_COUNT") or 0)
     rivals, runs = list[Start](), list[Start]()
     for start in starts(run_dir):
@@ -106,10 +104,8 @@ def start_folder(run_dir: Path, start: Start) -> Path:
 
 
 class InUse:
-    """Marks a folder of logs as in use until `close`, so that another job's `run.overwrite` leaves it.
-
-    A file in it is touched every few seconds. A process that is killed leaves the file, which then grows old.
-    """
+    """Marks a folder of logs as in use until `close`, so that another job's `run.overwrite` leaves it. A file in it is
+    touched every few seconds. A process that is killed leaves the file, which then grows old."""
 
     def __init__(self, folder: Path) -> None:
         self._mark = folder / _MARK

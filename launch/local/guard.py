@@ -104,9 +104,7 @@ def _stamp(path: Path) -> int | None:
 
 def _end_silent(torchrun: int, quiet: dict[int, str], attempt: Path) -> None:
     """End silent ranks of an attempt and record why, each with its stack; torchrun then ends or restarts the others.
-
-    SIGABRT makes Python write the stacks of a rank's threads (PYTHONFAULTHANDLER=1), whatever it is doing.
-    """
+    SIGABRT makes Python write the stacks of a rank's threads (PYTHONFAULTHANDLER=1), whatever it is doing."""
     start = attempt.name.removeprefix("attempt_")  # its ranks may have ended, and those of the next one begun
     ranks = {local: process for local, process in processes.ranks_of(torchrun, start).items() if local in quiet}
     pids = {pid for pid, _ in ranks.values()}
@@ -170,10 +168,8 @@ class Guard:
         self.preempted = True
 
     def look(self, process: subprocess.Popen[bytes]) -> bool:
-        """Pass a preemption on and end silent ranks; call it often.
-
-        Returns True if torchrun restarts the ranks of a preempted job, which should then be stopped.
-        """
+        """Pass a preemption on and end silent ranks; call it often. Returns True if torchrun restarts the ranks of a
+        preempted job, which should then be stopped."""
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + _LOOK_S

@@ -426,10 +426,8 @@ class Restarts:
         self.final: Path | None = None  # the attempt in which a rank reported an error that no restart can fix
 
     def look(self) -> bool:
-        """Record new restarts; returns whether a rank reported an error that no restart can fix.
-
-        torchrun may have restarted the ranks since the last look, before their error was seen.
-        """
+        """Record new restarts; returns whether a rank reported an error that no restart can fix. torchrun may have
+        restarted the ranks since the last look, before their error was seen."""
         attempts = failure.attempts(self._log_dir)
         for attempt in attempts[self._n_noted - 1 :]:
             errors = [end for end in failure.in_attempt(attempt) if end.exit_code in exit_codes.FINAL]

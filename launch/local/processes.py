@@ -115,10 +115,8 @@ def rank_processes(torchrun: int) -> set[int]:
 
 
 def sweep(timeout_s: float = 2.0) -> list[int]:
-    """Kill every process below this one; returns their ids. Only for a process that owns all its children.
-
-    `timeout_s`: for those that do not end of it, and for new ones; all are killed once, however late this one is.
-    """
+    """Kill every process below this one; returns their ids. Only for a process that owns all its children. `timeout_s`:
+    for those that do not end of it, and for new ones; all are killed once, however late this one is."""
     killed: list[int] = []
     deadline = time.monotonic() + timeout_s
     while living_pids := descendants():
@@ -214,10 +212,8 @@ class PatientFollower(Follower):
 
 
 class RankOutput:
-    """Copies one rank's output (default: rank 0's) below a torchrun log directory, attempt after attempt.
-
-    `patient`: hold back tracebacks, which ranks that run shardkit record in an error file.
-    """
+    """Copies one rank's output (default: rank 0's) below a torchrun log directory, attempt after attempt. `patient`:
+    hold back tracebacks, which ranks that run shardkit record in an error file."""
 
     def __init__(self, log_dir: Path, out: BinaryIO, err: BinaryIO, local_rank: int = 0, patient: bool = False) -> None:
         self._log_dir, self._local_rank = log_dir, local_rank

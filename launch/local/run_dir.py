@@ -38,10 +38,8 @@ def refuse_blocked(path: Path) -> None:
 
 
 def refuse_without_run(path: Path, resume: bool | str, environ: Mapping[str, str] = os.environ) -> None:
-    """Check that a run may begin in a directory that holds none.
-
-    `run.resume=true` is right at the first start of a scheduler's job, which has the same command at every start.
-    """
+    """Check that a run may begin in a directory that holds none. `run.resume=true` is right at the first start of a
+    scheduler's job, which has the same command at every start."""
     refuse_blocked(path)
     entries = foreign_entries(path)
     if entries:

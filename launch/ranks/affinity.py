@@ -113,10 +113,8 @@ def _part(cpus: Sequence[int], index: int, count: int) -> list[int]:
 
 
 def bind(env: RankEnv, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Bind this rank to its CPUs, before it has threads; returns a message, None if there is nothing to say.
-
-    The launcher's SHARDKIT_CPUS decides. An srun task takes its share itself, unless Slurm bound it (--cpu-bind).
-    """
+    """Bind this rank to its CPUs, before it has threads; returns a message, None if there is nothing to say. The
+    launcher's SHARDKIT_CPUS decides. An srun task takes its share itself, unless Slurm bound it (--cpu-bind)."""
     setting = environ.get(VARIABLE, "")
     if setting == OFF:
         return None

@@ -60,10 +60,8 @@ def first_set(environ: Mapping[str, str], *names: str) -> str | None:
 
 
 def node_of(rank: int, size: int, local_rank: int, local_size: int, names: str) -> tuple[int, int]:
-    """(node_rank, n_nodes), for launchers that number ranks but not nodes.
-
-    Assumes the same number of ranks on each node, numbered node after node or round-robin over nodes.
-    """
+    """(node_rank, n_nodes), for launchers that number ranks but not nodes. Assumes the same number of ranks on each
+    node, numbered node after node or round-robin over nodes."""
     n_nodes, remainder = divmod(size, local_size)
     if not remainder:
         if rank % local_size == local_rank:
@@ -77,10 +75,8 @@ def node_of(rank: int, size: int, local_rank: int, local_size: int, names: str) 
 
 
 def slurm_step(environ: Mapping[str, str]) -> Placement | None:
-    """This process as a task of an srun step with several tasks; None anywhere else.
-
-    A batch script and salloc's shell also see SLURM_PROCID=0 and SLURM_NTASKS=N, but they are not ranks.
-    """
+    """This process as a task of an srun step with several tasks; None anywhere else. A batch script and salloc's shell
+    also see SLURM_PROCID=0 and SLURM_NTASKS=N, but they are not ranks."""
     step = environ.get("SLURM_STEP_ID", "")
     if not re.fullmatch(r"[0-9]{1,10}", step) or int(step) >= _FIRST_RESERVED_STEP:
         return None

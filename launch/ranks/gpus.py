@@ -12,10 +12,8 @@ from ...errors import LaunchError
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """GPUs that a process started here would see: CUDA_VISIBLE_DEVICES, else the driver's devices.
-
-    The emulated GPUs of a rehearsal have no device files: there their number is a variable.
-    """
+    """GPUs that a process started here would see: CUDA_VISIBLE_DEVICES, else the driver's devices. The emulated GPUs of
+    a rehearsal have no device files: there their number is a variable."""
     emulated = environ.get("SHARDKIT_REHEARSAL") or environ.get("SHARDKIT_COMPUTED")
     if emulated and environ.get("EMUCUDA_DEVICES", "").isdecimal():
         return int(environ["EMUCUDA_DEVICES"])
@@ -34,18 +32,14 @@ def _is_device(entry: str, present: int) -> bool:
 
 def grow_segments(environ: MutableMapping[str, str], root: Path = Path("/")) -> None:
     """Let the segments of torch's CUDA allocator grow, against fragmentation, unless the user set the allocator up.
-
-    Call it before torch is imported. Does nothing without a GPU.
-    """
+    Call it before torch is imported. Does nothing without a GPU."""
     if visible_gpus(environ, root) and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def pci_addresses(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> list[str]:
     """PCI addresses of the GPUs that a process started here would see, in order; empty if the driver does not say.
-
-    CUDA's default order is by speed: on machines with different GPUs this order may differ.
-    """
+    CUDA's default order is by speed: on machines with different GPUs this order may differ."""
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
@@ -76,10 +70,8 @@ def _information(folder: Path) -> str:
 
 
 def flight_recorder(run_dir: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Settings that make NCCL's last collectives readable after a timeout, unless the user has set them.
-
-    torch 2.9 and later read them, and also the older names; it writes a file per rank, for `torchfrtrace`.
-    """
+    """Settings that make NCCL's last collectives readable after a timeout, unless the user has set them. torch 2.9 and
+    later read them, and also the older names; it writes a file per rank, for `torchfrtrace`."""
     defaults = {
         "TORCH_FR_BUFFER_SIZE": ("2000", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", ""),

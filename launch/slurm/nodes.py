@@ -94,10 +94,8 @@ def script_argv(word: str, python: str | None, packages: Sequence[str], folders:
 
 @contextmanager
 def _marked(folders: Sequence[Path]) -> Iterator[str]:
-    """Write a file with a random name into each folder, for the other nodes to find.
-
-    Another job may check the same folder at that moment: it has a file of its own.
-    """
+    """Write a file with a random name into each folder, for the other nodes to find. Another job may check the same
+    folder at that moment: it has a file of its own."""
     word = secrets.token_hex(8)
     with ExitStack() as written:
         for folder in folders:

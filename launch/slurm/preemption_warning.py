@@ -28,10 +28,8 @@ def longest_save_s(run_dir: Path) -> float | None:
 
 
 def needed_s(run_dir: Path) -> int | None:
-    """Seconds that a run needs for its end: twice the sum of a long step and its longest save, plus slack.
-
-    Twice, since a background save may have to finish first, and disks have bad days. None if nothing was saved.
-    """
+    """Seconds that a run needs for its end: twice the sum of a long step and its longest save, plus slack. Twice, since
+    a background save may have to finish first, and disks have bad days. None if nothing was saved."""
     longest_s = longest_save_s(run_dir)
     if longest_s is None:
         return None
@@ -43,9 +41,7 @@ def needed_s(run_dir: Path) -> int | None:
 
 def signal_s(option: int | None, run_dir: Path, source: str | None) -> int:
     """Seconds before the time limit at which Slurm should signal: as asked, else from the run that this one continues.
-
-    Slurm's clock rounds this up to a minute early, never late.
-    """
+    Slurm's clock rounds this up to a minute early, never late."""
     if option is not None:
         return option
     earlier = [run_dir, *([Path(source), *Path(source).parents[:2]] if source is not None else [])]
@@ -58,10 +54,8 @@ _CLOCK = re.compile(r"(?:(\d+):(?=\d+:))?(\d+)(?::(\d+))?")
 
 
 def limit_s(text: str) -> int | None:
-    """Seconds of a time limit in Slurm's format (`90`, `90:30`, `4:00:00`, `2-0`, …).
-
-    None for no limit, which is 0 in Slurm, and for any other word.
-    """
+    """Seconds of a time limit in Slurm's format (`90`, `90:30`, `4:00:00`, `2-0`, …). None for no limit, which is 0 in
+    Slurm, and for any other word."""
     if days := _DAYS.fullmatch(text):
         count, hours, minutes, seconds = (int(part or 0) for part in days.groups())
         return ((24 * count + hours) * 60 + minutes) * 60 + seconds or None

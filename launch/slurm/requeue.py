@@ -99,10 +99,8 @@ def outlook(job_id: str) -> Outlook:
 
 
 def end_by_slurm(job_id: str, restart: int, since: str) -> str | None:
-    """How a start ended, from Slurm's accounting, else from its messages in the job's output; None if unknown.
-
-    `since`: the start time, in Slurm's format.
-    """
+    """How a start ended, from Slurm's accounting, else from its messages in the job's output; None if unknown. `since`:
+    the start time, in Slurm's format."""
     arguments = ("--jobs", job_id, "--duplicates", "--allocations", "--noheader", "--parsable2", "--format=Start,State")
     process = commands.ask("sacct", *arguments)
     starts = sorted(line.split("|") for line in process.stdout.splitlines() if line.count("|") == 1)
@@ -121,10 +119,8 @@ def _announced_endings(job_id: str, since: str) -> list[str]:
 
 
 def _job_output(job_id: str) -> str:
-    """The text of the job's output: the file that scontrol names, else this process's own stderr.
-
-    scontrol garbles a path that holds a %.
-    """
+    """The text of the job's output: the file that scontrol names, else this process's own stderr. scontrol garbles a
+    path that holds a %."""
     shown = commands.ask("scontrol", "show", "job", job_id).stdout
     path = re.search(r"^\s*StdErr=(.*)$", shown, re.MULTILINE)
     for name in [*([path[1]] if path else []), "/proc/self/fd/2"]:
@@ -151,10 +147,8 @@ def kill_wait_s() -> int | None:
 
 
 def ending(job_id: str, restart: int) -> Ending | None:
-    """How Slurm is ending this start of a job, or has ended it; None while it lets the job run.
-
-    The job's state comes first: for a job that was cancelled, neither a preemption nor a time limit counts any more.
-    """
+    """How Slurm is ending this start of a job, or has ended it; None while it lets the job run. The job's state comes
+    first: for a job that was cancelled, neither a preemption nor a time limit counts any more."""
     now = outlook(job_id)
     if now.restarts > restart:
         return Ending(end_by_slurm(job_id, restart, _BEGAN) or TAKEN_BACK, comes_back=True)
@@ -251,10 +245,8 @@ def refusal(
 
 
 def queue_again(job_id: str, without: Iterable[str] = (), restart: int = 0) -> str:
-    """Requeue the job unless Slurm has; Slurm then ends this script with SIGTERM. Returns a message for the user.
-
-    Nodes can be excluded only while the job waits, as it does for a while after a requeue.
-    """
+    """Requeue the job unless Slurm has; Slurm then ends this script with SIGTERM. Returns a message for the user. Nodes
+    can be excluded only while the job waits, as it does for a while after a requeue."""
     nodes, now = list(without), outlook(job_id)
     if now.restarts > restart:
         return "Slurm has queued it again"

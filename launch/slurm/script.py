@@ -17,10 +17,8 @@ _TEMPLATE_OF = {"torchrun": "train.sbatch", "srun": "train_srun.sbatch"}
 
 
 def render_sbatch(spec: JobSpec) -> str:
-    """The whole script for sbatch: `#SBATCH` lines from the spec, then the template's own commands.
-
-    Everything from the user is quoted, for sbatch in the header and for bash below.
-    """
+    """The whole script for sbatch: `#SBATCH` lines from the spec, then the template's own commands. Everything from the
+    user is quoted, for sbatch in the header and for bash below."""
     for name, value in (("name", spec.name), ("run.dir", spec.run_dir), ("directory", spec.cwd)):
         _one_line(name, value)
     slurm = spec.slurm
@@ -96,10 +94,8 @@ CONTAINER_PYTHON = "python3"
 
 
 def srun_options(image: str, paths: Iterable[str], environ: Mapping[str, str]) -> list[str]:
-    """srun's options for `image`, with `paths` mounted at the same place as outside.
-
-    `environ`: SHARDKIT_CONTAINER_MOUNTS holds more mounts in pyxis' format, `SRC:DST[:ro],...`.
-    """
+    """srun's options for `image`, with `paths` mounted at the same place as outside. `environ`:
+    SHARDKIT_CONTAINER_MOUNTS holds more mounts in pyxis' format, `SRC:DST[:ro],...`."""
     mounts: list[str] = []
     for path in paths:
         if any(c in path for c in ":,"):

@@ -210,10 +210,8 @@ def _ready(spec: JobSpec, text: str, source: str | None, is_periodic: bool) -> S
 
 
 def submit(job: Submission, launch: str = commands.LAUNCH) -> tuple[str, Path]:
-    """Write the snapshot and hand its script to sbatch; returns the job's id and the snapshot's folder.
-
-    `launch`: the command that trains without Slurm, for the errors' fix.
-    """
+    """Write the snapshot and hand its script to sbatch; returns the job's id and the snapshot's folder. `launch`: the
+    command that trains without Slurm, for the errors' fix."""
     commands.require("sbatch", launch)
     folder = reserve(Path(job.spec.run_dir))
     job = replace(job, spec=replace(job.spec, config=str(folder / job.file_name)))

@@ -129,10 +129,8 @@ class _Packed:
 
 
 def _with_all_scales(packed: _Packed, n_blocks: int, group: dist.ProcessGroup, failed: bool) -> _Packed:
-    """The layer with the scales of all its blocks, which double quantisation needs together; collective.
-
-    Ranks that packed the same block have the same scale, and no scale is negative.
-    """
+    """The layer with the scales of all its blocks, which double quantisation needs together; collective. Ranks that
+    packed the same block have the same scale, and no scale is negative."""
     scales = torch.zeros(n_blocks + 1)
     scales[packed.first_block : packed.first_block + packed.scales.numel()] = packed.scales
     scales[n_blocks] = float(failed)
@@ -172,10 +170,8 @@ def _pack_layers(
     dtype: torch.dtype,
     group: dist.ProcessGroup,
 ) -> dict[str, int]:
-    """Fill this rank's bytes of every layer, and return the checksums of what it packed; collective.
-
-    Pieces of all layers are read as one sequence: a layer's first piece is read while the last one before it is packed.
-    """
+    """Fill this rank's bytes of every layer, and return the checksums of what it packed; collective. Pieces of all
+    layers are read as one sequence: a layer's first piece is read while the last one before it is packed."""
     pieces: dict[str, list[LayerPiece]] = {}
     for name, layer in layers.items():
         weight = name + quantizer.weights[layer].removeprefix(layer)

@@ -199,10 +199,8 @@ def stateless(manifest: Manifest) -> set[str]:
 
 
 def _rng_targets(manifest: Manifest, world: World) -> dict[str, Shard]:
-    """Memory for the states of this rank's random generators, by kind.
-
-    Empty if the world size has changed: a rank's sequence of random numbers then means nothing.
-    """
+    """Memory for the states of this rank's random generators, by kind. Empty if the world size has changed: a rank's
+    sequence of random numbers then means nothing."""
     if manifest.world_size != world.size:
         return {}
     prefix = f"rng.{world.rank}."

@@ -180,10 +180,8 @@ class Checkpointer:
         return seen_on_disk(self.root, rank, data_file_name(rank))
 
     def time_is_up(self) -> bool:
-        """Whether this rank's clock asks for a save (`every_minutes`); ranks have to agree before they `save`.
-
-        Rank 0 alone decides about an automatic interval, because ranks measure different times for a save.
-        """
+        """Whether this rank's clock asks for a save (`every_minutes`); ranks have to agree before they `save`. Rank 0
+        alone decides about an automatic interval, because ranks measure different times for a save."""
         minutes, passed_s = self._config.every_minutes, time.monotonic() - self._last_save
         if minutes == "auto":
             return self._config.is_automatic and self._world.is_main and passed_s >= self._interval_s()
@@ -353,10 +351,8 @@ class Checkpointer:
         )
 
     def close(self, failed: bool = False) -> None:
-        """Wait for the background save and destroy its process group.
-
-        `failed`: an error already ends the run; an error of this call is logged, not raised in its place.
-        """
+        """Wait for the background save and destroy its process group. `failed`: an error already ends the run; an error
+        of this call is logged, not raised in its place."""
         self._run_ends = True
         try:
             self.wait()

@@ -84,10 +84,8 @@ class StoredLayers:
         self._means = {name: self._check(name, shape) for name, shape in shapes.items()}
 
     def read_into(self, weight: str, part: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D, with bytes of a layer's parameter from byte `start` on.
-
-        `weight`: the layer's weight in the model without the adapter. `part`: packed, absmax or nested.
-        """
+        """Fill `out`, 1-D, with bytes of a layer's parameter from byte `start` on. `weight`: the layer's weight in the
+        model without the adapter. `part`: packed, absmax or nested."""
         fqn = self._weights[weight]
         if part == "nested":
             block_scales, levels = (self._whole(f"{fqn}.{name}") for name in ("nested_absmax", "nested_quant_map"))

@@ -28,10 +28,8 @@ _warned: set[str] = set()
 
 
 class _Lossy(io.FileIO):
-    """A file that accepts every write and drops the bytes that do not fit on the disk.
-
-    A pipe without a reader raises at the first write only: the flush at the interpreter's end would print a traceback.
-    """
+    """A file that accepts every write and drops the bytes that do not fit on the disk. A pipe without a reader raises
+    at the first write only: the flush at the interpreter's end would print a traceback."""
 
     _has_reader = True
 
@@ -153,10 +151,8 @@ def group_of_new_files(folder: Path) -> int:
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
-    """Open a file for reading without ever waiting, as a pipe would: OSError for all but regular files.
-
-    `flags`: further ones of `os.open`, such as O_NOFOLLOW.
-    """
+    """Open a file for reading without ever waiting, as a pipe would: OSError for all but regular files. `flags`:
+    further ones of `os.open`, such as O_NOFOLLOW."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -248,10 +244,8 @@ def extend_last_line(path: str | Path, fields: Mapping[str, Any]) -> None:
 
 
 def read_objects(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The objects on a file's lines; damaged lines are skipped, and a file that cannot be read has none.
-
-    `last_bytes`: read only the complete lines among this many bytes at the end.
-    """
+    """The objects on a file's lines; damaged lines are skipped, and a file that cannot be read has none. `last_bytes`:
+    read only the complete lines among this many bytes at the end."""
     try:
         with open_regular(path) as file:
             start = 0 if last_bytes is None else max(0, file.seek(0, os.SEEK_END) - last_bytes)

@@ -38,9 +38,7 @@ def load() -> dict[str, Constants]:
 
 def find(device: str, world_size: int) -> Constants | None:
     """A device's constants at the nearest world size; a job of several ranks prefers those measured with several.
-
-    `device`: a name from `torch.cuda.get_device_name`, or `cpu_name()`.
-    """
+    `device`: a name from `torch.cuda.get_device_name`, or `cpu_name()`."""
 
     def distance(constants: Constants) -> tuple[bool, float]:
         measured = int(constants["world_size"])

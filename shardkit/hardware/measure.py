@@ -37,9 +37,7 @@ _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 
 def measure(config: RunConfig) -> tuple[calibration.Constants, list[str]] | None:
     """Measure together with the other ranks; (constants, each rank's host) on rank 0, None on the others; collective.
-
-    Constants are medians over ranks, which all measure at once; docs/launch.md lists them.
-    """
+    Constants are medians over ranks, which all measure at once; docs/launch.md lists them."""
     env = rank_env()
     device = choose_device(config, env)
     context = _context(device)
@@ -100,9 +98,7 @@ def _all(world: World, value: float) -> list[float]:
 
 def _context(device: torch.device) -> int | None:
     """Bytes in use on the card outside torch's allocator, according to the driver, after torch's first computation.
-
-    Other processes' memory on the card counts too: `shardkit doctor` names them.
-    """
+    Other processes' memory on the card counts too: `shardkit doctor` names them."""
     if device.type != "cuda":
         return None
     for dtype in (torch.float32, torch.bfloat16):

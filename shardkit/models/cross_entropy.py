@@ -132,10 +132,8 @@ def _counted_rows(targets: torch.Tensor, ignore_index: int) -> torch.Tensor | No
 
 
 def _losses_then_gradient_(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Per-row loss [n]; on return `logits` [n, vocab] holds d(sum of losses)/d(logits), written in place.
-
-    loss = log Σ exp(z) - z_target and its gradient softmax(z) - onehot(target), both shifted by the row's maximum.
-    """
+    """Per-row loss [n]; on return `logits` [n, vocab] holds d(sum of losses)/d(logits), written in place. loss = log Σ
+    exp(z) - z_target and its gradient softmax(z) - onehot(target), both shifted by the row's maximum."""
     counted = targets != ignore_index
     columns = targets.where(counted, 0).unsqueeze(1).long()
     logits.sub_(logits.amax(dim=1, keepdim=True))

@@ -157,10 +157,8 @@ class HFModel:
 
 
 def _ends_of(model: Any) -> set[str]:
-    """Names of the weights of the input embedding and of the output head.
-
-    The set holds an empty name, which no parameter has, if the model does not say which modules these are.
-    """
+    """Names of the weights of the input embedding and of the output head. The set holds an empty name, which no
+    parameter has, if the model does not say which modules these are."""
     names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
     try:
         ends = [model.get_input_embeddings(), model.get_output_embeddings() or model.get_input_embeddings()]

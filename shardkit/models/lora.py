@@ -174,9 +174,7 @@ def find_targets(model: nn.Module, targets: str | list[str], experts: Sequence[s
 
 def _refuse_stacked_experts(model: nn.Module, linear: list[str], adaptable: Sequence[str]) -> None:
     """Refuse `all-linear` for a model whose experts are 3-D parameters, [experts, out, in], and no linear layers.
-
-    Convolutions hold 3-D parameters too, in torch's own modules; tokens and positions have a dimension of 1.
-    """
+    Convolutions hold 3-D parameters too, in torch's own modules; tokens and positions have a dimension of 1."""
     stacked = {
         f"{prefix}.{name}": param
         for prefix, module in model.named_modules()

@@ -129,9 +129,7 @@ def attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers' models call: from [rows, heads, T, width] to [rows, T, heads, width].
-
-    Without `documents`, each row is one document.
-    """
+    Without `documents`, each row is one document."""
     obstacle = next((name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None), None)
     if attention_mask is not None:
         obstacle = "a mask of its own"

@@ -92,10 +92,8 @@ def packed_shapes(rows: int, columns: int, settings: QuantizeConfig) -> dict[str
 
 
 def scales_of(absmax: torch.Tensor, nested: torch.Tensor, *, first_block: int = 0) -> torch.Tensor:
-    """The blocks' scales in fp32, 1-D, from a byte each and the numbers of `BaseQuantizer.state`.
-
-    `absmax`: bytes of the whole layer, or of whole blocks of 256 scales. `first_block`: the first of these blocks.
-    """
+    """The blocks' scales in fp32, 1-D, from a byte each and the numbers of `BaseQuantizer.state`. `absmax`: bytes of
+    the whole layer, or of whole blocks of 256 scales. `first_block`: the first of these blocks."""
     numbers = nested.view(torch.float32).view(-1)
     block_scales, mean, levels = torch.split(numbers, [numbers.numel() - 1 - _LEVELS, 1, _LEVELS])
     of_bytes = block_scales[first_block : first_block - (-absmax.numel() // NESTED_BLOCK)]

@@ -91,10 +91,8 @@ class _Folder:
         return _without_copies(source, {plain[fqn] for fqn, _ in states.values() if fqn in plain})
 
     def _model_prefix(self, trained: set[str], states: Mapping[str, object]) -> tuple[tuple[str | int, ...], list[str]]:
-        """Find the branch of the saved state that holds the model, and note the branches that are left out.
-
-        It is the one whose names are the optimizer's parameters, else the one that is called model, else the only one.
-        """
+        """Find the branch of the saved state that holds the model, and note the branches that are left out. It is the
+        one whose names are the optimizer's parameters, else the one that is called model, else the only one."""
         branches: dict[tuple[str | int, ...], set[str]] = {}
         for key, path in self._keys.items():
             if key not in states:

@@ -188,9 +188,7 @@ def _stage3(
     state: Mapping[str, Any], groups: list[Mapping[str, tuple[int, ...]]], rank: int, world: int
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield (parameter, sub-group, first element in its partition, length without padding) for one rank's ZeRO-3 parts.
-
-    A part never crosses the end of a sub-group.
-    """
+    A part never crosses the end of a sub-group."""
     flats: list[TensorRef] = state["fp32_flat_groups"]
     index, at = 0, 0
     for group in groups:

@@ -30,10 +30,8 @@ _MOST_RUNS = 2**22
 
 @dataclass(frozen=True)
 class Region:
-    """The elements of a model's tensor that one published tensor holds: a strided view into it.
-
-    A run is a stretch of consecutive elements of the model's tensor.
-    """
+    """The elements of a model's tensor that one published tensor holds: a strided view into it. A run is a stretch of
+    consecutive elements of the model's tensor."""
 
     name: str  # name of the model's tensor, in the model
     shape: tuple[int, ...]  # shape of the published tensor
@@ -122,10 +120,8 @@ def published(reference: Any) -> Published:
 
 
 def names_in_model(reference: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map a folder's names to the model's, as transformers does: old names, other prefixes, heads of another task.
-
-    A name that belongs to a part of a fused tensor, or to no tensor of the model, maps to itself.
-    """
+    """Map a folder's names to the model's, as transformers does: old names, other prefixes, heads of another task. A
+    name that belongs to a part of a fused tensor, or to no tensor of the model, maps to itself."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -145,9 +141,7 @@ def names_in_model(reference: Any, names: Iterable[str]) -> dict[str, str]:
 
 def as_the_model_names(source: Source, reference: Any) -> Source:
     """Present a folder's weights under the names and in the shapes of the model that reads them, without copying them.
-
-    `source`: weights of another tool. `reference`: a transformers model whose parameters are on meta.
-    """
+    `source`: weights of another tool. `reference`: a transformers model whose parameters are on meta."""
     saved = {name.partition(".")[2]: tensor for name, tensor in source.tensors.items()}
     files = {name: tensor for name, tensor in saved.items() if isinstance(tensor, FileTensor)}
     if len(files) < len(saved):

@@ -131,9 +131,7 @@ def load_weights(
 @contextmanager
 def opening(path: str | Path, model: nn.Module) -> Iterator[Callable[[], Source]]:
     """Gives a function that opens the weights at `path`, when it is called first, for all who read them until the end.
-
-    `path`: anything that `shardkit convert` reads. Weights of a transformers model come under the model's own names.
-    """
+    `path`: anything that `shardkit convert` reads. Weights of a transformers model come under the model's own names."""
     opened: list[Source] = []
 
     @cache

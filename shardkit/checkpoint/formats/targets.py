@@ -237,9 +237,7 @@ def write_safetensors(
     fill: Callable[[BinaryIO, Export, Sequence[str]], None] = write_numbers,
 ) -> int:
     """Write Hugging Face's layout: shards of at most `max_shard` bytes (one tensor may be larger), and their index.
-
-    `fill` writes the elements of a shard behind its header. Returns the number of shards.
-    """
+    `fill` writes the elements of a shard behind its header. Returns the number of shards."""
     shards = _shards(weights, max_shard)
     count, placed = len(shards), dict[str, str]()
     for index, names in enumerate(shards, 1):
@@ -301,9 +299,7 @@ _FIXED_HEADER, _ZIP64_EXTRA, _ALIGNMENT = 30, 20, 64
 
 def write_torch(weights: Export, folder: Path) -> None:
     """Write all weights as one state dict, `model.pt`, with every name of a tied weight, a piece at a time.
-
-    `torch.load(file, weights_only=True)` reads the file, also with `mmap=True`.
-    """
+    `torch.load(file, weights_only=True)` reads the file, also with `mmap=True`."""
     file, tensors = folder / "model.pt", weights.tensors
     # torch.save itself writes the pickle and the small entries, to a file of holes: the tensors are never touched.
     # That file cannot be filled in place: readers that look at checksums (llama.cpp's, unzip) would find wrong ones.
@@ -336,9 +332,7 @@ def write_torch(weights: Export, folder: Path) -> None:
 
 def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
     """Write a checkpoint folder of shardkit: masters, moments, buffers and step counters, bit for bit as in the source.
-
-    `dtype`: type of the floating tensors, allowed only without optimizer state; None keeps theirs.
-    """
+    `dtype`: type of the floating tensors, allowed only without optimizer state; None keeps theirs."""
     if dtype is not None and any(name.startswith("optim.") for name in source.tensors):
         raise CheckpointError(
             "--dtype with --to shardkit, but the source has optimizer state, which is never cast",

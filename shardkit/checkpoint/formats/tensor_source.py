@@ -178,9 +178,7 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
 
 def logical(fqn: str, dtype: torch.dtype) -> str:
     """shardkit's name of a tensor, `model.<fqn>` or `buffer.<fqn>`, from a source that does not tell them apart.
-
-    Batch-norm statistics and tensors that are not floats are buffers.
-    """
+    Batch-norm statistics and tensors that are not floats are buffers."""
     is_buffer = not dtype.is_floating_point or fqn.rpartition(".")[2] in _BUFFERS
     return f"{'buffer' if is_buffer else 'model'}.{fqn}"
 
@@ -190,10 +188,8 @@ Prefix = tuple[str, str]
 
 
 def find_prefix(names: list[str], saved: Mapping[str, object]) -> Prefix:
-    """The prefix change that turns every name of the model into a saved name; ("", "") if no change does.
-
-    `names`: the model's parameters. `saved`: the tensors of the file, by name.
-    """
+    """The prefix change that turns every name of the model into a saved name; ("", "") if no change does. `names`: the
+    model's parameters. `saved`: the tensors of the file, by name."""
     if any(name in saved for name in names):
         return "", ""
     for name in names:

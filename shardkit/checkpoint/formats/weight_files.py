@@ -52,10 +52,8 @@ def open_safetensors(path: Path) -> Source:
 def weights_source(
     kind: str, path: Path, tensors: Mapping[str, FileTensor], ties: Mapping[str, str] | None = None, **fields: Any
 ) -> Source:
-    """A source of weights and buffers, from tensors with the names that another tool gave them.
-
-    `ties`: further name of a tied weight → its name in `tensors`. `fields`: further attributes of the source.
-    """
+    """A source of weights and buffers, from tensors with the names that another tool gave them. `ties`: further name of
+    a tied weight → its name in `tensors`. `fields`: further attributes of the source."""
     ties = ties or {}
     plain = canonical([*tensors, *ties])
     by_logical_name = {logical(plain[name], tensor.dtype): tensor for name, tensor in tensors.items()}

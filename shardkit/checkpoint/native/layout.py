@@ -134,9 +134,7 @@ def _renamed(path: Path, suffix: str) -> Path:
 
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[Path]:
     """Delete all checkpoints but the newest `keep_last` and, with `keep_best`, the one with the lowest validation loss.
-
-    Returns the deleted checkpoints.
-    """
+    Returns the deleted checkpoints."""
     if keep_last is None:
         return []
     doomed = checkpoints(root)[keep_last:]

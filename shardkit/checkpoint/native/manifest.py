@@ -237,10 +237,8 @@ def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
 
 
 def find_hole(numel: int, ranges: list[tuple[int, int]]) -> int | None:
-    """The index of the first of `numel` elements that the ordered (start, length) ranges do not hold exactly once.
-
-    None if they hold all.
-    """
+    """The index of the first of `numel` elements that the ordered (start, length) ranges do not hold exactly once. None
+    if they hold all."""
     expected = 0
     for start, length in ranges:
         if start != expected or length < 1:

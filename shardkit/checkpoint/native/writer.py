@@ -57,10 +57,8 @@ class SavePlan:
 
 
 def plan_save(shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> tuple[SavePlan, list[torch.Tensor]]:
-    """Cut the ranges that this rank writes into chunks. Of ranks with the same range, replica 0 writes it.
-
-    Returns the plan, and the elements of each chunk.
-    """
+    """Cut the ranges that this rank writes into chunks. Of ranks with the same range, replica 0 writes it. Returns the
+    plan, and the elements of each chunk."""
     chunks, contents = [], []
     for shard in shards:
         if shard.replica == 0:
@@ -109,10 +107,8 @@ class RankFailure(Exception):
 
 
 def collect(group: dist.ProcessGroup, local: Callable[[], T], main: Callable[[list[T]], None]) -> None:
-    """Call `local` on every rank, then on rank 0 `main` with all that returned; collective.
-
-    If one of these calls raises, every rank gets a RankFailure.
-    """
+    """Call `local` on every rank, then on rank 0 `main` with all that returned; collective. If one of these calls
+    raises, every rank gets a RankFailure."""
     problem: Exception | None = None
     returned: T | None = None
     try:
