@@ -220,8 +220,14 @@ def read(paths: Iterable[Path]) -> list[Failure]:
         data = read_object(path)  # empty while it is being written, or if it is not ours
         if recorded := _own_record(data.get("shardkit")):
             failures.append(recorded)
-        elif isinstance(data.get("message"), dict):
-            failures.append(_torch_record(data["message"], path))
+        elif isinstance(message := data.get("message"), dict):
+            extra = message.get("extraInfo")
+            extra = extra if isinstance(extra, dict) else {}
+            seconds, local_rank = str(extra.get("timestamp", "")), path.parent.name
+            rank = int(local_rank) if local_rank.isdecimal() else 0
+            when = float(seconds) if seconds.isdecimal() and len(seconds) < 19 else 0.0
+            text, trace = str(message.get("message", "")), str(extra.get("py_callstack", ""))
+            failures.append(Failure(rank, exit_codes.FAILED, when, text, trace))
     return sorted(failures, key=lambda failure: failure.order)
 
 
@@ -440,20 +446,6 @@ def _own_record(data: object) -> Failure | None:
         isinstance(value, (int, float) if kinds[name] is float else kinds[name]) for name, value in fields.items()
     )
     return Failure(**fields) if is_valid and "rank" in fields and "exit_code" in fields else None
-
-
-def _torch_record(message: Mapping[str, Any], path: Path) -> Failure:
-    extra = message.get("extraInfo")
-    extra = extra if isinstance(extra, dict) else {}
-    seconds = str(extra.get("timestamp", ""))
-    local_rank = path.parent.name
-    return Failure(
-        rank=int(local_rank) if local_rank.isdecimal() else 0,
-        exit_code=exit_codes.FAILED,
-        when=float(seconds) if seconds.isdecimal() and len(seconds) < 19 else 0.0,
-        message=str(message.get("message", "")),
-        trace=str(extra.get("py_callstack", "")),
-    )
 
 
 def _error_file(environ: Mapping[str, str]) -> Path | None:

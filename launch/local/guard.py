@@ -183,20 +183,15 @@ class Guard:
             if self._beats is not None:
                 self._beats.begin()
         if self.preempted:
-            self._tell(process.pid)
+            ranks = {pid for pid, _ in processes.ranks_of(process.pid).values()}
+            number = SIGNALS.get(self._script.on_preempt)
+            if number is not None:
+                _signal(ranks - self._signalled, number)
+            self._signalled |= ranks
         elif self._beats is not None and attempts and (quiet := self._beats.quiet()):
             _end_silent(process.pid, quiet, attempts[-1])
             self._beats.pause()
         return False
-
-    def _tell(self, torchrun: int) -> None:
-        ranks = {pid for pid, _ in processes.ranks_of(torchrun).values()}
-        number = SIGNALS.get(self._script.on_preempt)
-        if number is not None:
-            for pid in ranks - self._signalled:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        self._signalled |= ranks
 
     def wind_down(self, process: subprocess.Popen[bytes]) -> None:
         """After SIGTERM to this launcher: tell the ranks, and give them time to end by themselves."""

@@ -91,7 +91,12 @@ def launch(spec: JobSpec, environ: Mapping[str, str] = os.environ, rendezvous_ti
         if not spec.is_elastic and _has_no_grace(spec, environ):
             save_s = math.inf
         ended = _run(argv, {**environ, **added}, log_dir, run_dir, shows_rank_0, patience, save_s, in_use, guard)
-        if endpoint is not None and _never_met(ended, Path(spec.log_dir)):
+        # torchrun ended before any rank began, because nodes were missing.
+        never_met = ended.signum is None and not failure.attempts(log_dir)
+        if never_met and not ended.unmet:
+            torchrun_log = _last_lines(log_dir / failure.TORCHRUN_LOG)
+            never_met = ended.code != 0 and _NO_MEETING.search(torchrun_log) is not None
+        if endpoint is not None and never_met:
             raise LaunchError(
                 f"no rank started: the nodes did not meet at {endpoint}: {rendezvous.trouble(endpoint)}",
                 "name a host that every node reaches and a free port on it (`ss -ltnp` lists those in use); start all "
@@ -157,15 +162,6 @@ def _with_meeting(
     else:
         endpoint = rendezvous.wait_for(path, timeout_s)
     return replace(spec, rendezvous=Rendezvous(endpoint, node_rank, node_rank == 0, run_id)), reserved
-
-
-def _never_met(ended: Ended, log_dir: Path) -> bool:
-    """Whether torchrun ended before any rank began because nodes were missing."""
-    if ended.signum is not None or failure.attempts(log_dir):
-        return False
-    return ended.unmet or (
-        ended.code != 0 and _NO_MEETING.search(_last_lines(log_dir / failure.TORCHRUN_LOG)) is not None
-    )
 
 
 def _run(

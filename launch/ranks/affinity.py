@@ -28,9 +28,7 @@ def default_omp_threads(local_world_size: int, environ: Mapping[str, str] = os.e
     if threads:
         outermost = threads.split(",")[0].strip()  # it may list one for each nesting level
         if not re.fullmatch(r"[0-9]{1,6}", outermost) or int(outermost) < 1:
-            raise LaunchError(
-                f"OMP_NUM_THREADS={shown(threads)} is not a positive integer", "correct or unset OMP_NUM_THREADS"
-            )
+            raise LaunchError(f"OMP_NUM_THREADS={shown(threads)} is not a positive integer", "correct or unset it")
         return int(outermost)
     cores = available_cores()
     if "SLURM_CPUS_PER_TASK" in environ and slurm_step(environ) is not None:

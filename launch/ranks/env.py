@@ -356,9 +356,7 @@ def _required_address(environ: Mapping[str, str]) -> str:
 def _port(environ: Mapping[str, str]) -> int:
     port = integer(environ, "MASTER_PORT")
     if not 1 <= port <= 65535:
-        raise LaunchError(
-            f"MASTER_PORT={port} is not a port", "set MASTER_PORT between 1 and 65535, or unset MASTER_ADDR too"
-        )
+        raise LaunchError(f"MASTER_PORT={port} is not a port", "set it between 1 and 65535, or unset MASTER_ADDR too")
     return port
 
 

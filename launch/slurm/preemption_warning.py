@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from ...files import TAIL, read_objects
 from . import commands, requeue
@@ -69,8 +68,7 @@ def doubts(left_s: float, lead_s: int | None, run_dir: Path, periodic: bool) -> 
     """Reasons why a job may lose its work at its time limit.
 
     `left_s`: seconds until the limit. `lead_s`: seconds before the limit at which Slurm warns; None if only sbatch
-    knows. Ranks are told to save earlier if known saves take longer. `periodic`: whether the run makes periodic
-    checkpoints.
+    knows. Ranks are told to save earlier if known saves take longer.
     """
     needed = needed_s(run_dir)
     told_s = max(lead_s or 0, needed or 0)
@@ -115,16 +113,13 @@ class PreemptionWarning:
         self._ends_at: float | None = None
         self._announced_s = DEFAULT_S
         for number in (signal.SIGUSR2, signal.SIGTERM):
-            signal.signal(number, self._note)
+            signal.signal(number, lambda came, _: self.came.append(signal.Signals(came)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})  # the template blocks it
 
     @property
     def is_late(self) -> bool:
         """Whether the time limit came after the ranks were told to save."""
         return self.told_at is not None and self.ending is not None and self.ending.how == requeue.TIME_LIMIT
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self.came.append(signal.Signals(number))
 
     def watch(self, job_id: str, run_dir: Path, restart: int = 0) -> None:
         """Check for a reason to save, and tell the ranks; call it often."""
@@ -135,25 +130,7 @@ class PreemptionWarning:
         if self._ends_at is not None and now >= self._ends_at and signal.SIGUSR2 not in self.came:
             say("the time limit is near")
             self.came.append(signal.SIGUSR2)
-        self._pass_on(job_id, restart, now)
-
-    def _look(self, job_id: str, run_dir: Path) -> None:
-        outlook, needed = requeue.outlook(job_id), needed_s(run_dir)
-        if outlook.is_ending:  # SIGTERM is on its way to every process of the job
-            self._ends_at = None
-            return
-        if outlook.preempted:
-            say("Slurm is preempting this job")
-            self.came.append(signal.SIGUSR2)
-        if outlook.ends_at is None or needed is None:
-            return
-        self._ends_at = outlook.ends_at - needed
-        if needed > self._announced_s:
-            self._announced_s = 2 * needed
-            say(f"warning: saves may take long: this run is told to save {needed} s before its time limit")
-
-    def _pass_on(self, job_id: str, restart: int, now: float) -> None:
-        """Send TERM once, USR2 repeatedly: agents ignore it, ranks save."""
+        # TERM is sent once, USR2 repeatedly: agents ignore it, ranks save.
         if signal.SIGUSR2 in self.came and now >= self._next_warning:
             if self._next_warning == 0:
                 self.told_at = now
@@ -170,6 +147,21 @@ class PreemptionWarning:
             if self.ending is None or not self.ending.kills:  # Slurm has sent it to this script alone
                 say("got SIGTERM: the ranks are told to save")
                 signal_steps("TERM", job_id)
+
+    def _look(self, job_id: str, run_dir: Path) -> None:
+        outlook, needed = requeue.outlook(job_id), needed_s(run_dir)
+        if outlook.is_ending:  # SIGTERM is on its way to every process of the job
+            self._ends_at = None
+            return
+        if outlook.preempted:
+            say("Slurm is preempting this job")
+            self.came.append(signal.SIGUSR2)
+        if outlook.ends_at is None or needed is None:
+            return
+        self._ends_at = outlook.ends_at - needed
+        if needed > self._announced_s:
+            self._announced_s = 2 * needed
+            say(f"warning: saves may take long: this run is told to save {needed} s before its time limit")
 
     def wait_for_term(self) -> None:
         """Wait for the SIGTERM with which Slurm ends the script of a requeued job, for two minutes at most."""

@@ -228,9 +228,7 @@ def check_adapter(base: FrozenBase | None, entry: Any) -> None:
     """Refuse a checkpoint with an adapter in a run without one (`base` is None), one without an adapter (`entry` is
     None) in a run with one, and one of another adapter or base."""
     if base is None and entry is not None:
-        raise ConfigError(
-            "the checkpoint holds an adapter, and this run has none", "set adapter.type and its keys as they were"
-        )
+        raise ConfigError("the checkpoint holds an adapter, and this run has none", "set adapter.type as it was")
     if base is not None and entry is None:
         raise ConfigError(
             "the checkpoint holds no adapter, but adapter.type is set",

@@ -113,9 +113,7 @@ def remove(run: Path, paths: Sequence[Path], force: bool = False) -> None:
     """Delete checkpoints."""
     remaining = [e for e in entries(run) if e.state == "complete" and e.path not in paths]
     if not remaining and not force:
-        raise CheckpointError(
-            f"{run} would be left without a checkpoint to resume from", "add --force to delete it all"
-        )
+        raise CheckpointError(f"{run} would be left without a checkpoint to resume from", "add --force to delete all")
     root = folder(run)
     try:
         for path in paths:

@@ -128,16 +128,6 @@ class _Packed:
     failed: bool = False  # whether a rank could not read the layer
 
 
-def _with_all_scales(packed: _Packed, n_blocks: int, group: dist.ProcessGroup, failed: bool) -> _Packed:
-    """The layer with the scales of all its blocks, which double quantisation needs together; collective. Ranks that
-    packed the same block have the same scale, and no scale is negative."""
-    scales = torch.zeros(n_blocks + 1)
-    scales[packed.first_block : packed.first_block + packed.scales.numel()] = packed.scales
-    scales[n_blocks] = float(failed)
-    dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
-    return _Packed(packed.checksum, 0, scales[:n_blocks].to(packed.scales.device), bool(scales[n_blocks]))
-
-
 @torch.no_grad()
 def _take_stored(stored: StoredLayers, weight: str, ranges: dict[str, _Range]) -> int:
     """Fill this rank's bytes of one layer with those of a folder; returns their checksum."""
@@ -184,9 +174,14 @@ def _pack_layers(
             packed = _pack_layer(pieces[name], content, ranges[name], quantizer, range_sum)
         except CheckpointError as error:
             problem = error
-        if quantizer.double:
+        if quantizer.double:  # it needs the scales of all blocks together; equal blocks have equal ones, none negative
             n_blocks = math.prod(quantizer.shapes[layer]) // quantizer.block_size
-            packed = _with_all_scales(packed, n_blocks, group, problem is not None)
+            scales = torch.zeros(n_blocks + 1)
+            scales[packed.first_block : packed.first_block + packed.scales.numel()] = packed.scales
+            scales[n_blocks] = float(problem is not None)
+            dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
+            of_all = scales[:n_blocks].to(packed.scales.device)
+            packed = _Packed(packed.checksum, 0, of_all, bool(scales[n_blocks]))
         if problem is not None:
             raise problem
         if packed.failed:

@@ -23,10 +23,7 @@ def module_command(module: str, python: str = sys.executable) -> list[str]:
     `python -m` searches the current directory first. In a folder that somebody else filled, that would run their
     `typing.py` instead of Python's. Python 3.10 has no option against it (`-P` came with 3.11), so the child removes
     the directory from its path before it imports anything. A task of the user's own is still found there:
-    `shardkit.tasks.load` adds the directory when a config names one.
-
-    `module`: a dotted name, such as `shardkit.plan.worker`. `python`: the interpreter; it finds this copy of shardkit
-    if it has none of its own.
+    `shardkit.tasks.load` adds the directory when a config names one. A `python` without shardkit finds this copy.
     """
     return [*code_command(_RUN_MODULE, python), module]
 

@@ -140,7 +140,9 @@ def _collective(world: World, name: str, n_bytes: int) -> float:
         "all_gather": lambda: _ALL_GATHER(full, part),
         "reduce_scatter": lambda: _REDUCE_SCATTER(part, full),
     }
-    return _together(world, works[name], 1 if n_bytes >= _SMALL else 20)
+    calls = 1 if n_bytes >= _SMALL else 20
+    times = [timed(world.device, works[name], calls) for _ in range(_ROUNDS + 1)]
+    return max(_all(world, statistics.median(times[1:])))  # the slowest rank's, after one round to warm up
 
 
 def _late(world: World) -> float:
@@ -165,12 +167,6 @@ def _late(world: World) -> float:
 # The names since torch 2.13, which warns about the older ones.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _together(world: World, work: Callable[[], object], calls: int = 1) -> float:
-    """The slowest rank's median, after one round to warm up."""
-    times = [timed(world.device, work, calls) for _ in range(_ROUNDS + 1)]
-    return max(_all(world, statistics.median(times[1:])))
 
 
 def _latency(world: World) -> list[float]:

@@ -136,9 +136,7 @@ def attend(
     elif not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         obstacle = "attention that is not causal"
     if obstacle is not None:
-        raise ConfigError(
-            f"data.packing: {type(module).__name__} asks for {obstacle}, which is not packed", _NO_PACKING
-        )
+        raise ConfigError(f"data.packing: {type(module).__name__} asks for {obstacle}, and is not packed", _NO_PACKING)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if documents is None:
         documents = BatchDocuments.whole_rows(query)

@@ -87,7 +87,10 @@ def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch
     with (folder / _FILE).open("xb") as out:
         out.write(header_of((name, spec) for name, (_, spec) in tensors.items()))
         for name, spec in tensors.values():
-            for piece in _peft_pieces(source, name, spec):
+            shape, pieces = source.tensors[name].shape, source.pieces(name, spec.dtype)
+            if len(shape) == 3 and ".lora_B." in name:  # peft counts experts last
+                pieces = iter([source.read(name).view(shape).permute(1, 2, 0).contiguous()])
+            for piece in pieces:
                 out.write(byte_view(piece))
     with importing("--to peft needs peft", "pip install 'shardkit[finetune]'", CheckpointError):
         import peft
@@ -108,15 +111,6 @@ def _wrapper(layer: str, experts: list[str]) -> str:
     prefix = layer.rpartition(".")[0]
     adapted = [f"{prefix}.{name}" for name in _EXPERT_WEIGHTS if f"{prefix}.{name}" in experts]
     return prefix + ".base_layer" * (len(adapted) - 1 - adapted.index(layer))
-
-
-def _peft_pieces(source: Source, name: str, spec: TensorSpec) -> Iterator[torch.Tensor]:
-    """The values of a factor in the order of peft's files, in pieces."""
-    shape = source.tensors[name].shape
-    if len(shape) == 3 and ".lora_B." in name:  # peft counts experts last
-        yield source.read(name).view(shape).permute(1, 2, 0).contiguous()
-    else:
-        yield from source.pieces(name, spec.dtype)
 
 
 def _targets(layers: list[str], model: Any) -> list[str]:

@@ -114,9 +114,7 @@ def _check_adapter(source: Source, has_adapter: bool, to: str, merge: bool, base
     if has_adapter and merge and to in ("shardkit", "peft"):
         raise CheckpointError(f"--merge with --to {to}: it writes a model", "pass --to safetensors or --to torch")
     if has_adapter and not merge and to in ("safetensors", "torch"):
-        raise CheckpointError(
-            f"{source.path} holds an adapter, not the model under it", "pass --merge for both, or --to peft"
-        )
+        raise CheckpointError(f"{source.path} holds an adapter, not the model under it", "pass --merge, or --to peft")
     if base is not None and not merge:
         raise CheckpointError("--base is for --merge", "pass --merge, or leave --base out")
 

@@ -96,9 +96,7 @@ def _chosen(path: Path, step: str) -> Path:
             )
         return tags[tag_name]
     if step != "latest":
-        raise CheckpointError(
-            f"--step {step}, but {path} does not hold several checkpoints", "leave --step out, or name a run"
-        )
+        raise CheckpointError(f"--step {step}, but {path} does not hold several checkpoints", "leave --step out")
     return path
 
 
@@ -114,9 +112,7 @@ def _of_run(path: Path, saved: list[Path], step: str) -> Path:
     matching = [p for p in saved if step.isdecimal() and layout.step_of(p) == int(step)]
     if not matching:
         steps = ", ".join(str(layout.step_of(p)) for p in reversed(saved))
-        raise CheckpointError(
-            f"{path} has no checkpoint of step {step}", f"pass --step latest, best, or one of {steps}"
-        )
+        raise CheckpointError(f"{path} has no checkpoint of step {step}", f"pass --step latest, best or one of {steps}")
     return matching[0]
 
 

@@ -175,9 +175,7 @@ def exported(source: Source, dtype: torch.dtype | None, facts: ModelFacts, avera
     instead of the weights.
     """
     if average and not any(name.startswith("ema.") for name in source.tensors):
-        raise CheckpointError(
-            f"{source.path} holds no moving average of the weights", "leave --ema out; train.ema_decay keeps one"
-        )
+        raise CheckpointError(f"{source.path} holds no moving average: train.ema_decay keeps one", "leave --ema out")
     names, tensors = {}, {}
     for name, tensor in source.tensors.items():
         kind, _, fqn = name.partition(".")
