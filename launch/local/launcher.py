@@ -63,7 +63,14 @@ def launch(spec: JobSpec, environ: Mapping[str, str] = os.environ, rendezvous_ti
         if reserved is not None:
             cleanup.callback(reserved.close)
         build_argv(spec)  # refuses contradictory options before anything is written
-        spec = replace(spec, log_dir=spec.log_dir or str(_new_log_dir(spec, environ)))
+        if not spec.log_dir:
+            name = f"{time.strftime('%Y%m%d-%H%M%S')}-node{spec.rendezvous.node_rank or 0}-{os.getpid()}"
+            # In a batch job the logs of all nodes share a folder.
+            path = Path(environ.get("SHARDKIT_LOG_ROOT") or Path(spec.run_dir).absolute() / "logs") / name
+            option = "run.dir" if spec.script is None else "--run-dir"
+            with system_errors(LaunchError, f"cannot make {path}", f"set {option} to a directory you can write"):
+                path.mkdir(parents=True)
+            spec = replace(spec, log_dir=str(path))
         in_use = job_starts.InUse(Path(spec.log_dir))
         cleanup.callback(in_use.close)
         is_bound = spec.bind_cpus and not environ.get(affinity.VARIABLE)
@@ -126,17 +133,6 @@ def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[
 def _has_no_grace(spec: JobSpec, environ: Mapping[str, str]) -> bool:
     """Whether a save has all the time until Slurm ends the step: nobody named a shorter one."""
     return "SLURM_STEP_ID" in environ and spec.script is None and spec.grace_s is None and not environ.get(GRACE)
-
-
-def _new_log_dir(spec: JobSpec, environ: Mapping[str, str]) -> Path:
-    node = 0 if spec.rendezvous.node_rank is None else spec.rendezvous.node_rank
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-node{node}-{os.getpid()}"
-    # In a batch job the logs of all nodes share a folder.
-    path = Path(environ.get("SHARDKIT_LOG_ROOT") or Path(spec.run_dir).absolute() / "logs") / name
-    option = "run.dir" if spec.script is None else "--run-dir"
-    with system_errors(LaunchError, f"cannot make {path}", f"set {option} to a directory you can write"):
-        path.mkdir(parents=True)
-    return path
 
 
 def _with_meeting(

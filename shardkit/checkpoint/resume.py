@@ -165,7 +165,12 @@ def _load(
         dist.all_gather_object(everyone, (world.env.node_rank, own), group=group)
         # All ranks' names are needed: with flat partitions, a rank knows only its own.
         refuse_leftovers(manifest.tensors, [name for _, ranges in everyone for name, _, _ in ranges])
-        generators = _rng_targets(manifest, world)
+        generators, prefix = dict[str, Shard](), f"rng.{world.rank}."
+        if manifest.world_size == world.size:  # else a rank's sequence of random numbers means nothing
+            for name, t in manifest.tensors.items():
+                if name.startswith(prefix):
+                    state = torch.empty(t.numel, dtype=getattr(torch, t.dtype))
+                    generators[name.removeprefix(prefix)] = Shard(name, t.shape, 0, state)
         together(group, lambda: [matching_entry(manifest.tensors, s) for s in (*shards, *generators.values())])
         holders = Counter(key for node, ranges in everyone if node == world.env.node_rank for key in set(ranges))
         alone = [shard for shard, key in zip(shards, own, strict=True) if holders[key] == 1]
@@ -196,19 +201,6 @@ def stateless(manifest: Manifest) -> set[str]:
         with_state |= {parameter, parameter.rpartition(".")[0]}
     saved = {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")}
     return saved - with_state if with_state else set()
-
-
-def _rng_targets(manifest: Manifest, world: World) -> dict[str, Shard]:
-    """Memory for the states of this rank's random generators, by kind. Empty if the world size has changed: a rank's
-    sequence of random numbers then means nothing."""
-    if manifest.world_size != world.size:
-        return {}
-    prefix = f"rng.{world.rank}."
-    return {
-        name.removeprefix(prefix): Shard(name, t.shape, 0, torch.empty(t.numel, dtype=getattr(torch, t.dtype)))
-        for name, t in manifest.tensors.items()
-        if name.startswith(prefix)
-    }
 
 
 def matching_entry(tensors: Mapping[str, TensorEntry], shard: Shard) -> TensorEntry:

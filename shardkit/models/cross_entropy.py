@@ -76,7 +76,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             flat_targets = targets.reshape(-1)
             matrix = weight.to(compute)
             loss = flat.new_zeros((), dtype=wide)
-            counted = _counted_rows(flat_targets, ignore_index)
+            counted = None  # indices of the rows whose targets count; None: all, or not known (on a GPU, in a plan)
+            if targets.device.type == "cpu" and type(flat_targets) is torch.Tensor:
+                indices = (flat_targets != ignore_index).nonzero().squeeze(1)
+                counted = indices if len(indices) < len(flat_targets) else None
             make = torch.empty_like if counted is None else torch.zeros_like
             grad_hidden = make(flat, dtype=compute) if want_hidden else None
             grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
@@ -121,14 +124,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = grad_bias.mul_(grad_loss).to(bias_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, grad_bias
-
-
-def _counted_rows(targets: torch.Tensor, ignore_index: int) -> torch.Tensor | None:
-    """Indices of the rows whose targets count; `None` if all do, or their number is not known: on a GPU, in a plan."""
-    if targets.device.type != "cpu" or type(targets) is not torch.Tensor:
-        return None
-    counted = (targets != ignore_index).nonzero().squeeze(1)
-    return counted if len(counted) < len(targets) else None
 
 
 def _losses_then_gradient_(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:

@@ -63,26 +63,20 @@ def document_attention(
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
     if window is not None and window >= documents.longest:
         window = None
-    if _flash_fits(query, value):
+    width = query.shape[-1]
+    has_fitting_sizes = width == value.shape[-1] and width % 8 == 0 and width <= 256
+    if (  # what torch's variable-length flash attention supports
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and has_fitting_sizes
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    ):
         out = flash_by_documents(query, key, value, documents.bounds, documents.longest, dropout, scale, window)
     else:
         queries, keys, values = (torch.split(tensor, list(documents.lengths)) for tensor in (query, key, value))
         parts = zip(queries, keys, values, strict=True)
         out = torch.cat([_attend_to_itself(q, k, v, dropout, scale, window) for q, k, v in parts])
     return out.view(*rows, *out.shape[1:])
-
-
-def _flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's variable-length flash attention supports these tensors on this device."""
-    width = query.shape[-1]
-    return (
-        query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and width == value.shape[-1]
-        and width % 8 == 0
-        and width <= 256
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
 
 
 def _attend_to_itself(

@@ -191,20 +191,17 @@ class PackedWeight(nn.Module):
     def unpacked(self, expert: int, dtype: torch.dtype, packed: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
         """The weight [out, in] of an expert."""
         first, end = expert * self.out_features, (expert + 1) * self.out_features
-        scales = self._scales(first, end, *state)
+        absmax, a_row = state[0], self.in_features // self.block_size  # blocks of a row
+        if not self.doubled:
+            scales = absmax[first:end].view(torch.float32).view(-1)
+        elif first * a_row % NESTED_BLOCK or end * a_row % NESTED_BLOCK:  # experts share a block of scales
+            scales = scales_of(*state)[first * a_row : end * a_row]
+        else:
+            scales = scales_of(absmax[first:end], state[1], first_block=first * a_row // NESTED_BLOCK)
         weight: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(
             packed[first:end], scales, self.block_size, self.kind, (self.out_features, self.in_features), dtype
         )
         return weight
-
-    def _scales(self, first: int, end: int, absmax: torch.Tensor, nested: torch.Tensor | None = None) -> torch.Tensor:
-        """The blocks' fp32 scales of rows first to end - 1, 1-D."""
-        if nested is None:
-            return absmax[first:end].view(torch.float32).view(-1)
-        a_row = self.in_features // self.block_size
-        if first * a_row % NESTED_BLOCK or end * a_row % NESTED_BLOCK:  # experts share a block of scales
-            return scales_of(absmax, nested)[first * a_row : end * a_row]
-        return scales_of(absmax[first:end], nested, first_block=first * a_row // NESTED_BLOCK)
 
 
 class _Factors(nn.ModuleDict):
@@ -286,7 +283,15 @@ class BaseQuantizer:
 
     def __init__(self, reference: nn.Module, settings: QuantizeConfig) -> None:
         self.settings = settings
-        _import_bitsandbytes()
+        try:
+            import bitsandbytes  # noqa: F401 - registers its operators
+        except Exception as error:  # its import loads a compiled library
+            cause = f"model.quantize needs bitsandbytes, which does not import: {error}"
+            raise ConfigError(cause, "pip install 'shardkit[quantize]'") from error
+        version = importlib.metadata.version("bitsandbytes")
+        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+            cause = f"model.quantize needs bitsandbytes 0.48 or later, and {version} is installed"
+            raise ConfigError(cause, "pip install --upgrade 'shardkit[quantize]'")
         linear = _candidates(reference)
         experts = stacked_weights(reference) if settings.experts else []
         names = _without([*linear, *experts], reference, settings.skip)
@@ -401,19 +406,3 @@ def _without(names: Sequence[str], reference: nn.Module, skip: Sequence[str]) ->
             "remove model.quantize, or shorten model.quantize.skip",
         )
     return layers
-
-
-def _import_bitsandbytes() -> None:
-    """Import bitsandbytes, which registers its operators."""
-    try:
-        import bitsandbytes  # noqa: F401
-    except Exception as error:  # its import loads a compiled library
-        raise ConfigError(
-            f"model.quantize needs bitsandbytes, which does not import: {error}", "pip install 'shardkit[quantize]'"
-        ) from error
-    version = importlib.metadata.version("bitsandbytes")
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        raise ConfigError(
-            f"model.quantize needs bitsandbytes 0.48 or later, and {version} is installed",
-            "pip install --upgrade 'shardkit[quantize]'",
-        )

@@ -140,20 +140,16 @@ class _Folder:
             if name in trained or name in ties or not isinstance(ref, TensorRef):
                 continue
             if name in frozen and ref.numel != math.prod(frozen[name]):
-                self._tensors[f"model.{name}"] = self._frozen(name, frozen[name])
+                extents, numel = [], math.prod(frozen[name])
+                for rank in sorted(self._models):
+                    part: TensorRef = self._models[rank].content["frozen_param_fragments"][name]
+                    start = min(numel, rank * part.numel)
+                    content = self._models[rank].elements(part, name)
+                    extents.append(Extent(content, (start,), min(part.numel, numel - start)))
+                self._tensors[f"model.{name}"] = FileTensor(frozen[name], part.dtype, tuple(extents))
             else:
                 kind = "buffer" if name in buffers else "model"
                 self._tensors[f"{kind}.{name}"] = self._models[0].tensor(ref, name)
-
-    def _frozen(self, name: str, shape: tuple[int, ...]) -> FileTensor:
-        """A frozen weight of ZeRO-3, put together from each rank's part."""
-        extents, numel = [], math.prod(shape)
-        for rank in sorted(self._models):
-            ref: TensorRef = self._models[rank].content["frozen_param_fragments"][name]
-            start = min(numel, rank * ref.numel)
-            length = min(ref.numel, numel - start)
-            extents.append(Extent(self._models[rank].elements(ref, name), (start,), length))
-        return FileTensor(shape, ref.dtype, tuple(extents))
 
 
 def _shapes(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -82,8 +82,20 @@ FOLDERS: tuple[tuple[Callable[[Path], bool], Callable[[Path, bool], Source]], ..
 def _chosen(path: Path, step: str) -> Path:
     """The checkpoint folder that `step` selects, if `path` holds several; otherwise `path` itself."""
     saved = [] if path.is_file() else [p for p in candidates(path) if p != path]
+    if saved and step == "latest":
+        return saved[0]
+    if saved and step == "best":
+        best = layout.best_of(saved)
+        if best is None:
+            raise CheckpointError(f"no checkpoint of {path} was evaluated, so none is the best", "name a step")
+        return best
     if saved:
-        return _of_run(path, saved, step)
+        matching = [p for p in saved if step.isdecimal() and layout.step_of(p) == int(step)]
+        if not matching:
+            steps = ", ".join(str(layout.step_of(p)) for p in reversed(saved))
+            fix = f"pass --step latest, best, or one of {steps}"
+            raise CheckpointError(f"{path} has no checkpoint of step {step}", fix)
+        return matching[0]
     tags = {p.name: p for p in path.glob("global_step*") if p.is_dir()}
     if tags:
         latest = path / layout.LATEST  # DeepSpeed's file of the same name
@@ -98,22 +110,6 @@ def _chosen(path: Path, step: str) -> Path:
     if step != "latest":
         raise CheckpointError(f"--step {step}, but {path} does not hold several checkpoints", "leave --step out")
     return path
-
-
-def _of_run(path: Path, saved: list[Path], step: str) -> Path:
-    """The checkpoint of a run that `step` selects."""
-    if step == "latest":
-        return saved[0]
-    if step == "best":
-        best = layout.best_of(saved)
-        if best is None:
-            raise CheckpointError(f"no checkpoint of {path} was evaluated, so none is the best", "name a step")
-        return best
-    matching = [p for p in saved if step.isdecimal() and layout.step_of(p) == int(step)]
-    if not matching:
-        steps = ", ".join(str(layout.step_of(p)) for p in reversed(saved))
-        raise CheckpointError(f"{path} has no checkpoint of step {step}", f"pass --step latest, best or one of {steps}")
-    return matching[0]
 
 
 def _open_shardkit(path: Path) -> Source:

@@ -228,6 +228,7 @@ def _check_fits(spec: TensorSpec, fqn: str, shard: Shard, source: Source, may_gr
         raise CheckpointError(f"{fqn} is {spec.dtype} in {source.path}, {shard.local.dtype} in this run", _FIX)
 
 
+@torch.no_grad()
 def _fill_new_rows(
     source: Source,
     new_rows: Mapping[str, _NewRows],
@@ -246,7 +247,10 @@ def _fill_new_rows(
                 problem = error
         dist.broadcast(mean, src=0, group=group)
         for start, target in new_rows[name].targets if name in new_rows else ():
-            _fill_with_row(mean, start, target)
+            # Copies of the mean, in phase: the target begins at element `start` of a tensor made of such rows.
+            row, end_of_rows = mean.roll(-(start % len(mean))), len(target) - len(target) % len(mean)
+            target[:end_of_rows].view(-1, len(row)).copy_(row)
+            target[end_of_rows:].copy_(row[: len(target) - end_of_rows])
     return problem
 
 
@@ -260,12 +264,3 @@ def _mean_row(source: Source, name: str) -> torch.Tensor:
         piece = source.read(name, start * row, min(rows_per_piece, n_rows - start) * row)
         total += piece.to(torch.float64).view(-1, row).numpy().sum(axis=0)
     return torch.from_numpy(total / n_rows)
-
-
-@torch.no_grad()
-def _fill_with_row(row: torch.Tensor, start: int, out: torch.Tensor) -> None:
-    """Fill `out` with copies of `row`, in phase: `out` begins at element `start` of a tensor made of such rows."""
-    row = row.roll(-(start % len(row)))
-    end_of_rows = len(out) - len(out) % len(row)
-    out[:end_of_rows].view(-1, len(row)).copy_(row)
-    out[end_of_rows:].copy_(row[: len(out) - end_of_rows])

@@ -50,25 +50,16 @@ class ModelFacts:
     note: str = ""  # why the facts are missing; empty if they are not
 
 
-def run_of(checkpoint: Path) -> Path | None:
-    """The run directory of a checkpoint at RUN/checkpoints/step_…, if it has a config.
-
-    Links are not followed, and no other directory counts: a config that merely lies near a checkpoint may be a
-    stranger's, and a config is code.
-    """
-    folder = checkpoint.absolute().parent
-    is_run = folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file()
-    return folder.parent if is_run else None
-
-
 def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
     """Build the run's model on the meta device and collect facts about it, or note why it cannot be built.
 
     `path`: the path that the user named. The config's `task.factory` is imported only if this is the run directory.
     `checkpoint`: the checkpoint folder that was chosen at this path.
     """
-    run = run_of(checkpoint)
-    if run is None:
+    # The run of a checkpoint at RUN/checkpoints/step_…. Links are not followed, and no other directory counts: a config
+    # that merely lies near a checkpoint may be a stranger's, and a config is code.
+    run = checkpoint.absolute().parent.parent
+    if checkpoint.absolute().parent.name != "checkpoints" or not (run / "config.yaml").is_file():
         return ModelFacts(note="it is not in a run's checkpoints/, so tied names and config.json are left out")
     config, is_named = run / "config.yaml", run == path.absolute()
     try:
