@@ -355,8 +355,8 @@ def test_the_ranks_are_told_again_until_they_end(tmp_path: Path, monkeypatch: py
     clock = Clock(monkeypatch, tmp_path, requeue.Outlook())
     clock.run(10)
     assert clock.sent == []
-    clock.warning._note(signal.SIGUSR2, None)
-    clock.warning._note(signal.SIGTERM, None)
+    clock.warning.came.append(signal.SIGUSR2)
+    clock.warning.came.append(signal.SIGTERM)
     clock.run(18)
     assert clock.warning.told_at == 11.0
     assert clock.sent == [(11.0, "USR2"), (11.0, "TERM"), (14.0, "USR2"), (17.0, "USR2")]
@@ -370,7 +370,7 @@ def test_the_end_time_of_a_cancelled_job_is_no_time_limit(tmp_path: Path, monkey
     clock.run(40)
     clock.outlook = requeue.Outlook(ends_at=40, state="COMPLETING")
     clock.run(100)
-    clock.warning._note(signal.SIGTERM, None)
+    clock.warning.came.append(signal.SIGTERM)
     clock.run(110)
     assert clock.sent == [] and clock.warning.ending == requeue.Ending("cancelled")
 
