@@ -571,18 +571,15 @@ def memory_words(failures: Iterable[Failure], post_mortems: Mapping[int, Mapping
             # Any rank of the host may have noticed; the rank's own record counts first.
             near = record or next((r for r in post_mortems.values() if r["kind"] == "host-risk"), None)
             if near is not None and near["kind"] == "host-risk":
-                lines[failure.rank] = [_pressure(near), *_changes(near), f"  post-mortem: {near['path']}"]
+                memory, row = near["memory"], near["row"]["host_mem"]
+                workers = f", its loader processes {gib(row['children_rss'], 1)}" if row["children_rss"] else ""
+                pressure = (
+                    f"  the host's memory was almost used up at step {near['step']}: "
+                    f"{gib(memory['limit'] - memory['free'], 1)} of {gib(memory['limit'], 1)} on {near['host']}; rank "
+                    f"{near['rank']} held {gib(row['rss'], 1)}{workers}"
+                )
+                lines[failure.rank] = [pressure, *_changes(near), f"  post-mortem: {near['path']}"]
     return lines
-
-
-def _pressure(record: Mapping[str, Any]) -> str:
-    memory, row = record["memory"], record["row"]["host_mem"]
-    used = memory["limit"] - memory["free"]
-    workers = f", its loader processes {gib(row['children_rss'], 1)}" if row["children_rss"] else ""
-    return (
-        f"  the host's memory was almost used up at step {record['step']}: {gib(used, 1)} of "
-        f"{gib(memory['limit'], 1)} on {record['host']}; rank {record['rank']} held {gib(row['rss'], 1)}{workers}"
-    )
 
 
 def _changes(record: Mapping[str, Any]) -> list[str]:

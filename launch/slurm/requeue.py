@@ -114,20 +114,16 @@ def end_by_slurm(job_id: str, restart: int, since: str) -> str | None:
 
 def _announced_endings(job_id: str, since: str) -> list[str]:
     """The endings that slurmstepd announced in the job's output since a time in Slurm's format, in order."""
-    announced = [reason or CANCELLED.upper() for when, reason in _KILLED.findall(_job_output(job_id)) if when >= since]
-    return [_ENDS[reason] for reason in announced if reason in _ENDS]
-
-
-def _job_output(job_id: str) -> str:
-    """The text of the job's output: the file that scontrol names, else this process's own stderr. scontrol garbles a
-    path that holds a %."""
-    shown = commands.ask("scontrol", "show", "job", job_id).stdout
-    path = re.search(r"^\s*StdErr=(.*)$", shown, re.MULTILINE)
+    path = re.search(r"^\s*StdErr=(.*)$", commands.ask("scontrol", "show", "job", job_id).stdout, re.MULTILINE)
+    text = ""
+    # The file that scontrol names, else this process's own stderr: scontrol garbles a path that holds a %.
     for name in [*([path[1]] if path else []), "/proc/self/fd/2"]:
         with suppress(OSError):  # not there, or no file
             if Path(name).is_file():
-                return Path(name).read_text(errors="replace")
-    return ""
+                text = Path(name).read_text(errors="replace")
+                break
+    announced = [reason or CANCELLED.upper() for when, reason in _KILLED.findall(text) if when >= since]
+    return [_ENDS[reason] for reason in announced if reason in _ENDS]
 
 
 def was_cancelled(job_id: str) -> bool:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...errors import ConfigError, LaunchError, system_errors
@@ -26,10 +25,6 @@ from . import commands
 from .preemption_warning import doubts, limit_s, signal_s
 from .requeue import MAX_IDLE_STARTS
 from .script import render_sbatch
-
-if TYPE_CHECKING:
-    from ...config.load import LoadedConfig
-
 
 FOLDER = "submit"
 CONFIG, SCRIPT, PATCH = "config.yaml", "script.json", "code.patch"
@@ -51,17 +46,14 @@ def write_snapshot(folder: Path, config: str, script: str, name: str = CONFIG) -
         files[PATCH] = patch + "\n"
     with system_errors(LaunchError, f"cannot write {folder}", _WRITABLE):
         if patch:
-            (folder / PATCH).touch(0o666 & mode_like(_changed_files(), group_of_new_files(folder)))
+            # Open to those who may read the working tree's root, and its files that differ from the last commit.
+            root = Path(read_git("rev-parse", "--show-toplevel") or ".")
+            changed = (read_git("diff", "HEAD", "--name-only", "-z") or "").split("\0")
+            sources = [root, *(root / path for path in changed if path and (root / path).exists())]
+            (folder / PATCH).touch(0o666 & mode_like(sources, group_of_new_files(folder)))
         for name, text in files.items():
             (folder / name).write_text(text)
     return [folder / name for name in files]
-
-
-def _changed_files() -> list[Path]:
-    """The working tree's root, and the files in it that differ from the last commit."""
-    root = Path(read_git("rev-parse", "--show-toplevel") or ".")
-    names = (read_git("diff", "HEAD", "--name-only", "-z") or "").split("\0")
-    return [root, *(root / name for name in names if name and (root / name).exists())]
 
 
 def reserve(run_dir: Path) -> Path:
@@ -156,7 +148,15 @@ def prepare(config: str, overrides: Sequence[str], request: Request) -> Submissi
     """Check the config for these nodes and GPUs, and render the script; writes nothing."""
     array = request.options.array
     by_index = [item for item in overrides if "%a" in item and array is not None]
-    loaded = _checked(config, [item for item in overrides if item not in by_index], by_index, request)
+    from ...config.load import load_config
+
+    fixed, path = [item for item in overrides if item not in by_index], None if config == "-" else config
+    loaded = load_config(path, fixed)
+    # The config has the overrides of all tasks; it is checked as the first task of an array has it.
+    first_index = re.match(r"\d+", request.options.array or "")
+    index = first_index[0] if first_index else "0"
+    first_task = load_config(path, [*fixed, *(item.replace("%a", index) for item in by_index)])
+    check_fits(first_task.config, request.nodes, request.ranks_per_node, request.gpus_per_node)
     run_dir = Path(loaded.config.run.dir).absolute()
     folders = [run_dir]
     if array is not None and loaded.config.run.resume is True:
@@ -198,8 +198,7 @@ def prepare_script(script: Script, run_dir: str, request: Request) -> Submission
 def _ready(spec: JobSpec, text: str, source: str | None, is_periodic: bool) -> Submission:
     """The job with this interpreter, this directory and the time of Slurm's warning.
 
-    `text`: the resolved config, or the script's description. `source`: the run that this one continues. `is_periodic`:
-    whether checkpoints are saved at intervals.
+    `text`: the resolved config, or the script's description. `source`: the run that this one continues.
     """
     run_dir = Path(spec.run_dir)
     lead = signal_s(spec.slurm.signal_s, run_dir, source)
@@ -233,20 +232,6 @@ def held_back(job: str) -> str | None:
     except LaunchError:
         return None
     return None if not reason or reason in _ITS_TURN else reason
-
-
-def _checked(config: str, fixed: Sequence[str], by_index: Sequence[str], request: Request) -> LoadedConfig:
-    """The config with the overrides of all tasks; it is checked as the first task of an array has it."""
-    from ...config.load import load_config
-
-    path = None if config == "-" else config
-    loaded = load_config(path, fixed)
-    first_index = re.match(r"\d+", request.options.array or "")
-    first_task = load_config(
-        path, [*fixed, *(item.replace("%a", first_index[0] if first_index else "0") for item in by_index)]
-    )
-    check_fits(first_task.config, request.nodes, request.ranks_per_node, request.gpus_per_node)
-    return loaded
 
 
 def array_indices(array: str) -> list[int]:

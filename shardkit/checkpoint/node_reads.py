@@ -6,7 +6,7 @@ Ranks that need the same ranges each read a part of a bucket and send it to the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -84,7 +84,12 @@ def read_ranges(
             for reader, low, high in parts:
                 try:
                     if reader == world.rank and problem is None:
-                        _read_between(read_into, pieces, low, high)
+                        for piece, elements in pieces:  # the part's elements of each piece
+                            size, last = elements.element_size(), min(high - piece.offset, elements.nbytes)
+                            start, end = max(low - piece.offset, 0) // size, last // size
+                            if start < end:
+                                name, range_start, _ = piece.source_range
+                                read_into(name, range_start + piece.start + start, elements[start:end])
                 except CheckpointError as error:
                     problem = error
             messages = list[dist.Work | None]()
@@ -142,13 +147,3 @@ def _parts(
         cuts.append(min(piece.offset + blocks * block_bytes, _aligned(piece.offset + size)))
     spans = zip(ranks, cuts, [*cuts[1:], end], strict=False)
     return [(reader, low, high) for reader, low, high in spans if low < high]
-
-
-def _read_between(read_into: ReadInto, pieces: Iterable[tuple[_Piece, torch.Tensor]], low: int, high: int) -> None:
-    """Read the elements that lie in the bytes [low, high) of the bucket; both are at element boundaries."""
-    for piece, elements in pieces:
-        size = elements.element_size()
-        start, end = max(low - piece.offset, 0) // size, min(high - piece.offset, elements.nbytes) // size
-        if start < end:
-            name, range_start, _ = piece.source_range
-            read_into(name, range_start + piece.start + start, elements[start:end])

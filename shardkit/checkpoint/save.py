@@ -267,26 +267,22 @@ class Checkpointer:
         try:
             writer.write(shards, self._chunk_bytes, self.group)
             if self._world.is_main:
-                self._after_save()
+                try:
+                    layout.point_latest(self.root)
+                    for path in layout.prune(self.root, self._config.keep_last, self._config.keep_best):
+                        _LOG.info("deleted %s", path.name)
+                except OSError as error:  # it does not harm the checkpoint that was just made
+                    _LOG.warning("%s: %s", self.root, error)
         except RankFailure as failure:
-            rank, error = failure.rank, failure.error
-            if self._world.is_main and not isinstance(error, SupersededError):  # its draft may be the new owner's
+            cause = failure.error
+            if self._world.is_main and not isinstance(cause, SupersededError):  # its draft may be the new owner's
                 shutil.rmtree(writer.draft, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise error from failure
-            problem = f"rank {rank}: {error.strerror or error}"
+            if not isinstance(cause, OSError):
+                raise cause from failure
+            problem = f"rank {failure.rank}: {cause.strerror or cause}"
         total = time.monotonic() - began
         staged = self._staging.n_bytes if self._config.async_save else 0
         return SaveReport(step, writer.final, total if blocking_s is None else blocking_s, total, staged, problem)
-
-    def _after_save(self) -> None:
-        """Update `latest` and delete old checkpoints; a failure does not harm the checkpoint that was just made."""
-        try:
-            layout.point_latest(self.root)
-            for path in layout.prune(self.root, self._config.keep_last, self._config.keep_best):
-                _LOG.info("deleted %s", path.name)
-        except OSError as error:
-            _LOG.warning("%s: %s", self.root, error)
 
     @property
     def saves_now(self) -> bool:

@@ -70,7 +70,16 @@ def convert(
         facts = model_facts(path, source.path) if source.kind == "shardkit" and to != "shardkit" else ModelFacts()
         notes = [*source.notes, *([facts.note] if facts.note else [])]
         adapter = saved_adapter(source)
-        _check_adapter(source, adapter is not None, to, merge, base)
+        if adapter is None and (merge or base is not None or to == "peft"):
+            option = "--to peft" if to == "peft" else "--merge" if merge else "--base"
+            raise CheckpointError(f"{option}, but {source.path} holds no adapter", "name a run with adapter.type=lora")
+        if adapter is not None and merge and to in ("shardkit", "peft"):
+            raise CheckpointError(f"--merge with --to {to}: it writes a model", "pass --to safetensors or --to torch")
+        if adapter is not None and not merge and to in ("safetensors", "torch"):
+            fix = "pass --merge for both, or --to peft"
+            raise CheckpointError(f"{source.path} holds an adapter, not the model under it", fix)
+        if base is not None and not merge:
+            raise CheckpointError("--base is for --merge", "pass --merge, or leave --base out")
         if adapter is not None and merge:
             if facts.pretrained is None or not facts.frozen:
                 raise CheckpointError(
@@ -104,19 +113,6 @@ def convert(
             source.close()
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return Converted(source.path, source.kind, len(written), sum(file.stat().st_size for file in files), files, notes)
-
-
-def _check_adapter(source: Source, has_adapter: bool, to: str, merge: bool, base: Path | None) -> None:
-    """Refuse options that do not suit a checkpoint with an adapter, or one without."""
-    if not has_adapter and (merge or base is not None or to == "peft"):
-        option = "--to peft" if to == "peft" else "--merge" if merge else "--base"
-        raise CheckpointError(f"{option}, but {source.path} holds no adapter", "name a run with adapter.type=lora")
-    if has_adapter and merge and to in ("shardkit", "peft"):
-        raise CheckpointError(f"--merge with --to {to}: it writes a model", "pass --to safetensors or --to torch")
-    if has_adapter and not merge and to in ("safetensors", "torch"):
-        raise CheckpointError(f"{source.path} holds an adapter, not the model under it", "pass --merge, or --to peft")
-    if base is not None and not merge:
-        raise CheckpointError("--base is for --merge", "pass --merge, or leave --base out")
 
 
 @contextmanager

@@ -242,7 +242,14 @@ def _fill_new_rows(
         mean = torch.zeros(math.prod(source.tensors[name].shape[1:]), dtype=torch.float64)
         if world.is_main and problem is None:
             try:
-                mean = _mean_row(source, name)
+                # In float64, summed in the rows' order by one thread: the same bits on any number of ranks.
+                n_saved, width = source.tensors[name].shape[0], len(mean)
+                rows_per_piece = max(1, PIECE_BYTES // (16 * width))  # a piece in float64, and its sum
+                total = np.zeros(width, dtype=np.float64)
+                for start in range(0, n_saved, rows_per_piece):
+                    piece = source.read(name, start * width, min(rows_per_piece, n_saved - start) * width)
+                    total += piece.to(torch.float64).view(-1, width).numpy().sum(axis=0)
+                mean = torch.from_numpy(total / n_saved)
             except CheckpointError as error:
                 problem = error
         dist.broadcast(mean, src=0, group=group)
@@ -252,15 +259,3 @@ def _fill_new_rows(
             target[:end_of_rows].view(-1, len(row)).copy_(row)
             target[end_of_rows:].copy_(row[: len(target) - end_of_rows])
     return problem
-
-
-def _mean_row(source: Source, name: str) -> torch.Tensor:
-    """The mean row of a tensor in float64, summed in the rows' order by one thread."""
-    spec = source.tensors[name]
-    n_rows, row = spec.shape[0], math.prod(spec.shape[1:])
-    rows_per_piece = max(1, PIECE_BYTES // (16 * row))  # a piece in float64, and its sum
-    total = np.zeros(row, dtype=np.float64)
-    for start in range(0, n_rows, rows_per_piece):
-        piece = source.read(name, start * row, min(rows_per_piece, n_rows - start) * row)
-        total += piece.to(torch.float64).view(-1, row).numpy().sum(axis=0)
-    return torch.from_numpy(total / n_rows)

@@ -69,7 +69,16 @@ def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
                 note=f"{config} names code (task.factory={loaded.task.factory}), which is imported only if the run is "
                 f"named (shardkit convert {run} --step …): tied names and config.json are left out"
             )
-        task = _task_of(loaded)
+        # The model as its files hold it: a quantised run packs weights unless the files do, and only packed experts can
+        # have an adapter.
+        without = {"model": {"quantize": None}, "adapter": {"type": "none"}}
+        plain = {section: getattr(loaded, section).model_copy(update=keys) for section, keys in without.items()}
+        try:
+            task = load_task(loaded.model_copy(update=plain))
+        except ConfigError:
+            if loaded.model.quantize is None:
+                raise
+            task = load_task(loaded)
         with parameters_on_meta():
             model = task.build_model()
     except ShardkitError as error:
@@ -82,22 +91,6 @@ def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
     names = [fqn if adapter is None else adapter.base_name(fqn) for fqn, _ in model.named_parameters()]
     frozen = tuple(name for name in names if name is not None) if adapter or loaded.adapter.type != "none" else ()
     return ModelFacts(ties_of(model), prefix, pretrained, frozen, loaded, run, is_named)
-
-
-def _task_of(config: RunConfig) -> Any:
-    """The task of a run, whose model is as its files hold it: a quantised run packs weights unless the files do, and
-    only packed experts can have an adapter.
-    """
-    without = {"model": {"quantize": None}, "adapter": {"type": "none"}}
-    plain = config.model_copy(
-        update={section: getattr(config, section).model_copy(update=keys) for section, keys in without.items()}
-    )
-    try:
-        return load_task(plain)
-    except ConfigError:
-        if config.model.quantize is None:
-            raise
-        return load_task(config)
 
 
 def _pretrained(model: nn.Module) -> tuple[str, Any]:
