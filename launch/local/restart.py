@@ -130,10 +130,7 @@ def grace_s(environ: Mapping[str, str] = os.environ) -> float:
 
 def how_to_continue(argv: Sequence[str], overwrites: bool, environ: Mapping[str, str] = os.environ) -> str:
     """The words for a run that saved and stopped: its job's next start continues it, or a command that one can paste.
-
-    `argv`: this process's `sys.argv`. `overwrites`: the config says `run.overwrite=true`, which the continuation must
-    not.
-    """
+    `overwrites`: the config says `run.overwrite=true`, which the continuation must not."""
     job = this_start(environ).job
     if job is not None:
         return f"the next start of {job} continues from there"

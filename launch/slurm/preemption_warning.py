@@ -65,11 +65,8 @@ def limit_s(text: str) -> int | None:
 
 
 def doubts(left_s: float, lead_s: int | None, run_dir: Path, periodic: bool) -> list[str]:
-    """Reasons why a job may lose its work at its time limit.
-
-    `left_s`: seconds until the limit. `lead_s`: seconds before the limit at which Slurm warns; None if only sbatch
-    knows. Ranks are told to save earlier if known saves take longer.
-    """
+    """Reasons why a job may lose its work at its time limit. `lead_s`: seconds before it at which Slurm warns, None if
+    only sbatch knows; long saves make it earlier."""
     needed = needed_s(run_dir)
     told_s = max(lead_s or 0, needed or 0)
     reasons = []

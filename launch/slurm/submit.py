@@ -196,10 +196,8 @@ def prepare_script(script: Script, run_dir: str, request: Request) -> Submission
 
 
 def _ready(spec: JobSpec, text: str, source: str | None, is_periodic: bool) -> Submission:
-    """The job with this interpreter, this directory and the time of Slurm's warning.
-
-    `text`: the resolved config, or the script's description. `source`: the run that this one continues.
-    """
+    """The job with this interpreter, this directory and the time of Slurm's warning. `text`: the resolved config, or
+    the script's description. `source`: the run that this one continues."""
     run_dir = Path(spec.run_dir)
     lead = signal_s(spec.slurm.signal_s, run_dir, source)
     spec = replace(spec, python=sys.executable, cwd=os.getcwd(), slurm=replace(spec.slurm, signal_s=lead))

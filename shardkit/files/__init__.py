@@ -123,11 +123,8 @@ def _lock(file: IO[str], wait_s: float | None) -> None:
 
 
 def mode_like(sources: Iterable[Path], group: int) -> int:
-    """The mode of a folder whose files derive from `sources`: open only to those who may read all of these.
-
-    `sources`: existing files or folders. `group`: the id of the new folder's group. A source that another group may
-    read is closed to this one, unless everybody may read it.
-    """
+    """The mode of a folder whose files derive from `sources`: open only to those who may read all of these. A source
+    that another group than the new folder's may read is closed to this one, unless everybody may read it."""
     mode, folders = 0o777, set[Path]()
     for path in sources:
         mode &= _shared(path.stat(), group, 0o4)
@@ -217,7 +214,6 @@ def extend_last_line(path: str | Path, fields: Mapping[str, Any]) -> None:
     """Add fields to the last object of a file of JSON lines, in one write: a reader finds the old line or the new one.
 
     A file that is missing or ends in no such line is left alone; so is one on a full or failing disk, with a warning.
-    ValueError if a number is not finite.
     """
     addition = b", " + json.dumps(fields, allow_nan=False).encode()[1:] + b"\n"
     try:

@@ -206,11 +206,8 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int =
 
 
 def check_loss_fits(model: nn.Module, fix: str) -> None:
-    """Refuse a model that changes its logits after the output projection, where chunks of the loss are computed.
-
-    Runs the model's own forward once, on meta and without the backbone, and checks its result. `model`: parameters on
-    meta; not changed.
-    """
+    """Refuse a model that changes its logits after the output projection, where chunks of the loss are computed. Runs
+    the model's own forward once, on meta and without the backbone, and checks its result."""
     name = type(model).__name__
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):

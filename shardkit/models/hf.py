@@ -32,8 +32,6 @@ def init_as_the_model_does(model: nn.Module, fqn: str, full: torch.Tensor, gener
     transformers calls `_init_weights(module)` for every module, children first, and a parent's call may overwrite a
     child's result (GPT-2's residual projections). So this function calls it for the parameter's module and for each
     module around it. Only this parameter is real in them: on parameters on meta, `_init_weights` draws nothing.
-
-    `model`: a transformers model whose parameters are on meta. `full`: takes the values; has the parameter's shape.
     """
     from transformers import PreTrainedModel
 

@@ -41,11 +41,8 @@ def is_packed(fqn: str) -> bool:
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with a packed weight, which forward and backward unpack into the compute type.
-
-    It is a subclass of `nn.Linear` so that peft adapts it as one. `linear`: the layer that it replaces; its bias is
-    taken over.
-    """
+    """A frozen linear layer with a packed weight, which forward and backward unpack into the compute type. It is a
+    subclass of `nn.Linear` so that peft adapts it as one. It takes the bias of `linear` over."""
 
     def __init__(self, linear: nn.Linear, settings: QuantizeConfig) -> None:
         nn.Module.__init__(self)
