@@ -85,8 +85,8 @@ def read_ranges(
                 try:
                     if reader == world.rank and problem is None:
                         for piece, elements in pieces:  # the part's elements of each piece
-                            size, last = elements.element_size(), min(high - piece.offset, elements.nbytes)
-                            start, end = max(low - piece.offset, 0) // size, last // size
+                            size, end_byte = elements.element_size(), min(high - piece.offset, elements.nbytes)
+                            start, end = max(low - piece.offset, 0) // size, end_byte // size
                             if start < end:
                                 name, range_start, _ = piece.source_range
                                 read_into(name, range_start + piece.start + start, elements[start:end])
