@@ -51,7 +51,7 @@ def write_pretended_weights(described_by: Path, folder: Path, dtype: str | None 
     except ConfigError as error:  # the key is not the user's word here
         raise ConfigError(error.cause.replace("model.hf_config=", ""), error.fix) from None
     named = getattr(described, "dtype", None)
-    default = next((known for known in DTYPES.values() if known == named), torch.bfloat16)
+    default = next((candidate for candidate in DTYPES.values() if candidate == named), torch.bfloat16)
     written_dtype = DTYPES[dtype] if dtype else default
     model_class = _class_of(described, described_by)
     with parameters_on_meta():

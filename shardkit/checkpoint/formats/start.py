@@ -138,7 +138,7 @@ def opening(path: str | Path, model: nn.Module) -> Iterator[Callable[[], Source]
     def open_once() -> Source:
         source = open_source(Path(path).expanduser(), weights_only=True)
         references = (reference_of(module) for module in model.modules() if hasattr(module, "config"))
-        if (reference := next((known for known in references if known is not None), None)) is not None:
+        if (reference := next((copy for copy in references if copy is not None), None)) is not None:
             source = as_the_model_names(source, reference)
         opened.append(source)
         return source
