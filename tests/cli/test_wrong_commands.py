@@ -219,7 +219,7 @@ WRONG = [
     (f"{LAUNCH} 2 --nnodes 1:2 --rdzv-endpoint head:1", "a lost node would end the job", "pass --max-restarts"),
     ("submit --to kubernetes --partition gpu -- -m there", "--partition applies to Slurm", "remove it"),
     ("submit --volume data:/data -- -m json.tool", "--volume applies to Kubernetes", "pass --to"),
-    ("submit --to kubernetes -- -m there", "needs an image", "image"),
+    ("submit --to kubernetes -- -m there", "needs an image", "--container"),
     ("submit --to jobset -- -m there", "--to jobset is written --to kubernetes now", "--to kubernetes: it prints"),
     (f"{PODS} --mem lots -- -m there", "--mem 'lots' is not a size", "64GiB"),
     (f"{PODS} --time soon -- -m there", "--time 'soon' is not a time limit", "H:MM:SS"),
