@@ -25,6 +25,7 @@ class Account {
   bool take(int card, size_t bytes);  // false when the card is full
   void give(int card, size_t bytes);
   void touch(int card);  // this process's context on it, once
+  bool is_touched(int card) const { return touched_[card]; }
   size_t used(int card);  // of all processes
   size_t held(int card, int index, unsigned* pid);  // of the index-th process that holds any; 0 past the last
 

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 
+#include "account.h"
 #include "errors.h"
 #include "memory.h"
 #include "settings.h"
@@ -89,9 +90,10 @@ EMU_EXPORT CUresult cuCtxGetDevice(CUdevice* device) {
   return CUDA_SUCCESS;
 }
 EMU_EXPORT CUresult cuCtxSynchronize(void) { return static_cast<CUresult>(cudaDeviceSynchronize()); }
-EMU_EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
+EMU_EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
   *flags = 0;
-  *active = 1;
+  // torch's guards go back to a device only if the process has a context there: else they would make one.
+  *active = account().is_touched(settings().visible[device]);
   return CUDA_SUCCESS;
 }
 EMU_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
