@@ -449,6 +449,8 @@ def _encoded(
     # The processes of `map` are forks, whose garbage collector must not run the destructors of this one's groups.
     was_frozen = gc.get_freeze_count() > 0
     gc.freeze()
+    # `map` leaves a copy in the place of os.environ and TOKENIZERS_PARALLELISM set; others hold the object itself.
+    environ, parallelism = os.environ, os.environ.get("TOKENIZERS_PARALLELISM")
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".building-") as scratch:
         try:
             table = numbers.map(
@@ -462,6 +464,11 @@ def _encoded(
                 "if it was killed, memory was short: lower data.tokenize_workers",
             ) from error
         finally:
+            os.environ = environ  # noqa: B003 - the same object, put back
+            if parallelism is None:
+                os.environ.pop("TOKENIZERS_PARALLELISM", None)
+            else:
+                os.environ["TOKENIZERS_PARALLELISM"] = parallelism
             if not was_frozen:
                 gc.unfreeze()
             if shows_bars:

@@ -155,7 +155,9 @@ def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pyt
     one = opened(tmp_path, folder)
     monkeypatch.setattr(RowFormat, "piece_bytes", 3000)
     monkeypatch.setattr(tokenize, "_SMALL", 0)
+    environ, variables = os.environ, dict(os.environ)
     several = opened(tmp_path, folder, cache_dir=str(tmp_path / "other"))
+    assert os.environ is environ and dict(environ) == variables, "modules hold os.environ, which datasets replaces"
     lengths = [
         data.documents("train").lengths.tolist() + data.documents("val").lengths.tolist() for data in (one, several)
     ]

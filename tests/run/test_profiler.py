@@ -97,7 +97,7 @@ def test_every_profiled_rank_writes_a_trace_with_ranges_and_tables(tmp_path: Pat
             assert text.startswith(f"rank {rank} of 2 on cpu") and "steps 3, 4\n" in text
             time, memory = (part.splitlines() for part in text.split("Operators by their own ")[1:])
             assert time[0] == "time" and memory[0] == "memory"
-            assert any("aten::addmm" in line for line in time) and any("CPU Mem" in line for line in memory)
+            assert any("aten::" in line for line in time) and any("CPU Mem" in line for line in memory)
     assert files(tmp_path / "one") == {"rank1_trace.json.gz", "rank1_tables.txt"}
     assert "Source Location" in tables(tmp_path / "one", 1) and "Input Shapes" in tables(tmp_path / "one", 1)
 
