@@ -40,16 +40,18 @@ def names() -> list[Private]:
 
 
 def table() -> str:
-    """The names as a table in Markdown: what is lost without each, and what would make it unnecessary."""
-    rows = ["| Name | Lost without it | Upstream |", "|---|---|---|"]
-    for name in sorted({*names()}, key=lambda name: (name.path, name.feature)):
+    """The features in a table in Markdown: the names that each needs, and what would make them unnecessary."""
+    cells: dict[tuple[str, str], dict[str, list[str]]] = {}  # (feature, upstream) → module or class → its names
+    for name in sorted({*names()}, key=lambda name: (name.feature, name.path)):
         _, _, address = name.upstream.partition("https://github.com/")
-        short = re.sub(r"/(issues|pull)/", "#", address)
-        upstream = f"[{short}]({name.upstream})" if address else "none known"
-        until = (
-            f", not needed from {name.until}" if name.until else f", seen from {name.since} on" if name.since else ""
-        )
-        rows.append(f"| `{name.path}` | {name.feature} | {upstream}{until} |")
+        upstream = f"[{re.sub(r'/(issues|pull)/', '#', address)}]({name.upstream})" if address else ""
+        owner, _, last = name.path.rpartition(".")
+        until = f" (until {name.until})" if name.until else f" (from {name.since})" if name.since else ""
+        cells.setdefault((name.feature, upstream), {}).setdefault(owner, []).append(f"`{last}`{until}")
+    rows = ["| Lost without them | Names | Upstream |", "|---|---|---|"]
+    for (feature, upstream), owners in cells.items():
+        shown = "; ".join(f"`{owner}`: {', '.join(lasts)}" for owner, lasts in owners.items())
+        rows.append(f"| {feature} | {shown} | {upstream} |")
     return "\n".join(rows)
 
 
@@ -148,7 +150,7 @@ def test_training_goes_on_without_what_planning_needs(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     page = REPO / "docs" / "adr" / "009-private-names.md"
-    head = page.read_text().partition("| Name |")[0]
+    head = page.read_text().partition("| Lost without them |")[0]
     page.write_text(head + table() + "\n")
 
 
