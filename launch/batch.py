@@ -20,18 +20,17 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import LaunchError, ShardkitError, report, system_errors
-from ..files import write_whole
-from ..files.children import module_command
+from ..files import module_command, write_whole
 from . import spec
 from .failures import exit_codes, failure, job_starts
 from .local.processes import Follower
-from .local.run_dir import has_run, refuse_without_run
+from .local.restart import has_run, refuse_without_run
 from .ranks.affinity import default_omp_threads
 from .ranks.env import integer
 from .script import PREEMPT_FILE, Script, from_json, newest_change
-from .slurm import nodes, preemption_warning, requeue, script, submit
+from .slurm import commands, preemption_warning, requeue, submit
 from .slurm.preemption_warning import PreemptionWarning, say
-from .slurm.script import output_pattern
+from .slurm.submit import output_pattern
 
 _POLL_S = 0.1
 # Slurm's warning goes to every process of a step: until a process listens, it must be ignored, or it kills.
@@ -199,8 +198,8 @@ def step_argv(batch: Batch, environ: Mapping[str, str]) -> list[str]:
         cpus = integer(environ, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in environ else None
     argv += [f"--cpus-per-task={cpus}"] if cpus else []
     image = environ.get("SHARDKIT_CONTAINER")
-    argv += script.srun_options(image, [os.getcwd(), str(batch.run_dir.absolute())], environ) if image else []
-    python = script.CONTAINER_PYTHON if image else sys.executable
+    argv += submit.srun_options(image, [os.getcwd(), str(batch.run_dir.absolute())], environ) if image else []
+    python = submit.CONTAINER_PYTHON if image else sys.executable
     if batch.style == "srun":
         argv += [f"--output={output_pattern(str(batch.log_dir))}/rank-%t.log", "--open-mode=append"]
         if batch.script is not None:  # unshielded: Lightning takes an ignored signal for one that the user handles
@@ -329,7 +328,7 @@ def _check_nodes(batch: Batch, environ: Mapping[str, str]) -> None:
     packages = ["shardkit", "torch"] if batch.script is None or batch.style == "torchrun" else []
     python = None if environ.get("SHARDKIT_CONTAINER") else sys.executable
     try:
-        warning = nodes.check(options, python, packages, folders, environ)
+        warning = commands.check(options, python, packages, folders, environ)
     except LaunchError as error:
         batch.note_end(f"failed: {error.cause}")
         raise

@@ -24,12 +24,10 @@ from typing import Any, Literal
 
 from ..config import libraries
 from ..errors import LaunchError
-from ..files.cgroups import memory_limits, text_of
-from ..files.children import code_command, module_command
+from ..files import code_command, memory_limits, module_command, text_of
 from .ranks import affinity
 from .ranks.affinity import available_cores
-from .ranks.env import detect
-from .ranks.gpus import visible_gpus
+from .ranks.env import detect, visible_gpus
 
 _GIB = 2**30
 _OLDEST = {"torch": (2, 9), "deepspeed": (0, 19), "accelerate": (1, 0), "psutil": (5, 9), "pydantic": (2, 11)}

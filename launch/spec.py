@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, LaunchError
-from ..files.children import RUN_MODULE
+from ..files import RUN_MODULE
 from .script import Script
 
 if TYPE_CHECKING:

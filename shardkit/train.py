@@ -16,8 +16,7 @@ from .files import outlive_full_disks
 from .launch.failures import failure
 from .launch.local import processes, restart
 from .launch.ranks import affinity
-from .launch.ranks.env import detect
-from .launch.ranks.gpus import grow_segments
+from .launch.ranks.env import detect, grow_segments
 from .run.preemption import note_early
 
 

@@ -24,10 +24,10 @@ import torch.utils.cpp_extension
 
 import shardkit.config.load
 import shardkit.run.trainer  # noqa: F401
-from shardkit.strategies.zero import cpu_adam
+from shardkit.strategies.zero import config
 
 torch.set_num_threads(1)
-cpu_adam.remember_cpu()
+config.remember_cpu()
 cpuinfo.get_cpu_info()
 # A rank's collections would go through everything above, and copy the pages of it.
 gc.collect()

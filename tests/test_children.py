@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.files.children import code_command, module_command, read_git
+from shardkit.files import code_command, module_command, read_git
 from shardkit.launch.batch import read_batch, step_argv
 from shardkit.launch.local.launcher import build_argv
-from shardkit.launch.slurm.nodes import script_argv
+from shardkit.launch.slurm.commands import script_argv
 from shardkit.launch.spec import JobSpec
 from tests.commands import environment
 from tests.data.chats import conversation, write_lines, write_tokenizer

@@ -8,7 +8,7 @@ from tests import touched
 
 
 def test_a_change_touches_the_tests_that_cover_it(request: pytest.FixtureRequest) -> None:
-    assert touched.touches({"shardkit/oom/cap.py"}, {"shardkit/oom"})
+    assert touched.touches({"shardkit/oom/shortage.py"}, {"shardkit/oom"})
     assert touched.touches({"setup.cfg"}, {"setup.cfg"})
     assert not touched.touches({"shardkit/oom_other.py", "docs/oom.md"}, {"shardkit/oom"})
     assert {"tests/test_order.py", "constraints.txt"} <= touched._covered(request.node)

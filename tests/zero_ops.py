@@ -28,9 +28,9 @@ def main() -> str:
     set_folder()
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    from shardkit.strategies.zero import cpu_adam
+    from shardkit.strategies.zero import config
 
-    return cpu_adam._load(CPUAdamBuilder)
+    return config._load(CPUAdamBuilder)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def overrides(model: Model) -> list[str]:
 
 def measure(model: Model, where: Where) -> Figures:
     from shardkit.errors import OutOfMemoryError
-    from shardkit.launch.ranks.gpus import grow_segments
+    from shardkit.launch.ranks.env import grow_segments
 
     grow_segments(os.environ)  # as `shardkit.train` does, before torch is imported
     from .mfu_arms import in_turns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from ...files.cgroups import cgroup_folders, text_of
+from ...files import cgroup_folders, text_of
 
 OK, FAILED, USER_ERROR, OUT_OF_MEMORY, UNSAVED, SUPERSEDED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 5, 6, 75, 130
 FINAL = (USER_ERROR, OUT_OF_MEMORY, UNSAVED, SUPERSEDED)

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...errors import LaunchError
-from ...files.cgroups import cgroup_folders, n_cpus, text_of
-from .env import RankEnv, integer, shown, slurm_step
-from .gpus import pci_addresses
+from ...files import cgroup_folders, n_cpus, text_of
+from .env import RankEnv, integer, pci_addresses, shown, slurm_step
 
 _ROOT = Path("/")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..config.schema import CheckpointConfig
 from ..errors import CheckpointError, SaveError, SupersededError
-from ..memory.state import page_locked
+from ..memory.probe import page_locked
 from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard

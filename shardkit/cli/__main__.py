@@ -18,8 +18,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..config.removed import COMMANDS
 from ..errors import ShardkitError, report
-from ..files import outlive_full_disks
-from ..files.children import module_command
+from ..files import module_command, outlive_full_disks
 from .program import JobCommand, UsageError, Words, with_option_groups
 
 PACKAGE = Path(__file__).parent.parent

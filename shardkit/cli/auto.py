@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..launch.ranks.gpus import visible_gpus
+from ..launch.ranks.env import visible_gpus
 from ..plan.model.cost import SPEED_ERROR
-from ..plan.search.axes import Combination
 from ..plan.search.ladder import Try
-from ..plan.search.search import INTERRUPTED, Search, SearchResult, Setting, named
+from ..plan.search.search import INTERRUPTED, Combination, Search, SearchResult, Setting, named
 from ..plan.search.show import Verified, show_found, show_verified
 from ..plan.search.trial import writing
 from ..plan.target import Target

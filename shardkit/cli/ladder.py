@@ -84,7 +84,7 @@ def max_model(
 ) -> None:
     """Find the largest model, or micro-batch, that CONFIG's settings can train, by prediction or real steps."""
     from ..config.load import resolve_batch
-    from ..plan.search.max_model import batch_sizes, largest, model_sizes
+    from ..plan.search.ladder import batch_sizes, largest, model_sizes
     from ..plan.target import target_here
 
     if find not in ("model", "batch"):

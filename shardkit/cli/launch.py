@@ -50,10 +50,10 @@ def launch(
     With --rehearse it runs on emulated cards first, and starts only if it fits them.
     """
     from ..launch import kubernetes
-    from ..launch.local import run_dir as run_dirs
+    from ..launch.local import restart as run_dirs
     from ..launch.local.launcher import check_elastic, check_ranks
     from ..launch.local.launcher import launch as run
-    from ..launch.ranks.gpus import ranks_per_node, visible_gpus
+    from ..launch.ranks.env import ranks_per_node, visible_gpus
     from ..launch.spec import JobSpec, Rendezvous, parse_nnodes
 
     rehearsal.check(ctx)

@@ -197,14 +197,14 @@ def plan(
 
 def _note_refused_start(run: RunSection) -> None:
     """Note on stderr why training would not start in this directory; a plan reads neither runs nor checkpoints."""
-    from ..launch.local import run_dir
+    from ..launch.local import restart
 
     path, cause = Path(run.dir), ""
     try:
         if run.source is not None and not Path(run.source).exists():
             cause = f"run.resume={run.source} does not exist"
-        elif not run_dir.has_run(path):
-            run_dir.refuse_without_run(path, run.resume)
+        elif not restart.has_run(path):
+            restart.refuse_without_run(path, run.resume)
     except (ConfigError, OSError) as error:
         cause = error.cause if isinstance(error, ConfigError) else str(error)
     if cause:

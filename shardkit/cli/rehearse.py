@@ -191,7 +191,7 @@ class RehearseHere:
 def card_here(config: RunConfig, spec: JobSpec, options: RehearseHere) -> Gpu:
     """The card that a job of `shardkit launch` is rehearsed on."""
     from ..hardware.cards import GPUS
-    from ..launch.ranks.gpus import model_names
+    from ..launch.ranks.env import model_names
     from ..plan.target import choose_target
 
     if not spec.on_gpus:

@@ -33,8 +33,7 @@ from ..config.libraries import is_first_rank
 from ..config.load import load_config
 from ..config.schema import DataConfig, RunConfig
 from ..errors import ConfigError, DataError, ShardkitError, importing, listed, printable, report
-from ..files import open_regular
-from ..files.cgroups import n_cpus
+from ..files import n_cpus, open_regular
 from .chat import (
     READS_CLOCK,
     Columns,

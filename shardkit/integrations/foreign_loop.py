@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from ..config.load import LoadedConfig, load_config
 from ..errors import ConfigError
+from ..memory.probe import local_tensors, module_state
 from ..memory.rows import StateKind
-from ..memory.state import local_tensors, module_state
 from ..oom.shortage import plain_name
 from ..strategies.base import Shard
 from ..strategies.zero import state as zero_state

@@ -24,8 +24,8 @@ from ..memory.loop_hooks import LoopHooks
 from ..memory.rows import RankRow
 from ..memory.table import write_jsonl
 from ..oom import shortage
-from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import Advice, PostMortem
+from ..oom.shortage import MemoryCap, memory_cap
 from ..parallel.world import rank_env
 from ..run import directory
 from ..run.owner import Owner

@@ -17,12 +17,20 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError, TrainingError
-from .growth import Growth
-from .limits import SHARE, HostRisk, tightest_limit
 from .phases import PhaseMeter, note_phase
-from .probe import DeviceProbe, HostProbe
-from .rows import PHASES, DeviceMemory, HostMemory, Identity, PhaseName, RankRow, StateBytes, StateKind, phase_name
-from .state import HasState, count_state, module_state
+from .probe import SHARE, DeviceProbe, HasState, HostProbe, HostRisk, count_state, module_state, tightest_limit
+from .rows import (
+    PHASES,
+    DeviceMemory,
+    Growth,
+    HostMemory,
+    Identity,
+    PhaseName,
+    RankRow,
+    StateBytes,
+    StateKind,
+    phase_name,
+)
 
 ROW_BYTES = 4096
 """Bytes that each rank sends: a row with every phase takes some 1,500, and long names of hosts and devices 500 more."""

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..files import append_jsonl
 from .ledger import MemoryLedger
+from .probe import HasState
 from .rows import PhaseName, gather_json
-from .state import HasState
 
 
 class Listener(Protocol):

@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from .probe import DeviceCounters, DeviceProbe, HostCounters, HostProbe
+from .probe import DeviceCounters, DeviceProbe, HasState, HostCounters, HostProbe
 from .rows import PhaseMemory, PhaseName
-from .state import HasState
 
 
 class Phases(Protocol):

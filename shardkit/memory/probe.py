@@ -1,16 +1,26 @@
-"""Read memory counters of the device and of this process; nothing here waits for the device."""
+"""Read the memory of the device, of this process, of its host and of its state; nothing here waits for the device."""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import resource
 import sys
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import psutil
 import torch
+from torch import nn
+
+from ..errors import gib
+from ..files import memory_limits
+from .rows import KINDS, RankRow, StateBytes, StateKind
 
 _KIB = 1024
 
@@ -180,3 +190,205 @@ def _pids(path: Path) -> list[int]:
         return [int(pid) for pid in path.read_text().split()]
     except OSError:
         return []
+
+
+@dataclass(frozen=True)
+class HostLimit:
+    """A limit on host memory."""
+
+    n_bytes: int  # the limit in bytes
+    folder: Path | None = None  # the cgroup that sets it; `None`: the machine
+
+    def in_use(self) -> int:
+        """Bytes that all processes under this limit hold and the kernel cannot reclaim; file caches do not count.
+
+        Takes 50 µs, or 70 µs for a cgroup. A cgroup that is gone counts as empty.
+        """
+        if self.folder is None:
+            memory = psutil.virtual_memory()
+            return int(memory.total - memory.available)
+        usage, caches = _COUNTERS[(self.folder / "memory.current").exists()]
+        try:
+            used = int((self.folder / usage).read_text())
+            stat = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        except OSError:
+            return 0
+        # The two files are read one after the other, so the caches may exceed the usage read before.
+        return max(0, used - sum(int(stat.get(name, 0)) for name in caches))
+
+
+# Is it a cgroup of version 2? → the file with its usage, and the counters of memory that the kernel can reclaim.
+_COUNTERS = {
+    True: ("memory.current", ("active_file", "inactive_file", "slab_reclaimable")),
+    False: ("memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+}
+
+
+def tightest_limit() -> HostLimit:
+    """The tightest cgroup limit above this process, or the machine's memory if that is less."""
+    machine = HostLimit(int(psutil.virtual_memory().total))
+    return min([*starmap(HostLimit, memory_limits()), machine], key=lambda limit: limit.n_bytes)
+
+
+_LOG = logging.getLogger(__name__)
+SHARE = 0.95
+"""Share of the host's limit above which the kernel may kill a rank at any moment."""
+
+
+class HostRisk:
+    """Checks the rows of each gather; it does nothing between gathers."""
+
+    def __init__(self, share: float = SHARE) -> None:
+        self.share = share  # share of the host's limit in use at which it warns
+        # called on a rank whose host gets near its limit, with the rank's row; again only after it was below
+        self.on_risk: Callable[[RankRow], None] | None = None
+        self._near = False
+        self._warned_hosts: set[str] = set()
+
+    def look(self, own_row: RankRow, rows: Sequence[RankRow]) -> None:
+        """Call on every rank; `rows` are all ranks' on rank 0, which warns once per host."""
+        near, self._near = self._near, self._is_near(own_row)
+        if self._near and not near and self.on_risk is not None:
+            self.on_risk(own_row)
+        for row in rows:
+            host = row.identity.host
+            if host not in self._warned_hosts and self._is_near(row):
+                self._warned_hosts.add(host)
+                _LOG.warning("%s", describe([neighbour for neighbour in rows if neighbour.identity.host == host]))
+
+    def _is_near(self, row: RankRow) -> bool:
+        host = row.host_mem
+        return host.in_use is not None and host.in_use >= self.share * host.limit
+
+
+def used_by(row: RankRow) -> int:
+    """Bytes that a rank and its loader processes have in memory; shared pages count for each process."""
+    return row.host_mem.rss + (row.host_mem.children_rss or 0)
+
+
+def describe(rows: Sequence[RankRow]) -> str:
+    """One line on the memory of one host, and on the rank that holds most of it."""
+    worst = max(rows, key=used_by)
+    memory = worst.host_mem
+    workers = f", {gib(memory.children_rss)} of it in loader processes" if memory.children_rss else ""
+    share = 100 * (memory.in_use or 0) / memory.limit
+    return (
+        f"host memory is almost used up on {worst.identity.host}: {gib(memory.in_use or 0)} of {gib(memory.limit)} "
+        f"({share:.0f} %); among its {len(rows)} rank(s), rank {worst.identity.rank} holds most: {gib(used_by(worst))}"
+        + workers
+    )
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_ORDER = {kind: order for order, kind in enumerate(KINDS)}
+
+
+class HasState(Protocol):
+    """Anything that can list its state, as every strategy can. Lower packages know nothing else of an engine."""
+
+    def state_tensors(self) -> Iterable[tuple[StateKind, torch.Tensor]]:
+        """Every local tensor that holds state; the same storage may come more than once."""
+
+
+def module_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    """State of a plain, DDP or FSDP2 module and of torch optimizers.
+
+    Parameters that only an optimizer holds (fp32 masters of a mixed-precision wrapper) are `master_params`.
+    """
+    model_params = set()
+    # The functions of the class, not the methods: Megatron's DDP has a list in place of the method `buffers`.
+    for param in nn.Module.parameters(model):
+        model_params.add(id(param))
+        yield from weight_state(param)
+        if param.grad is not None:
+            yield "grads", param.grad
+    for buffer in nn.Module.buffers(model):
+        yield "buffers", buffer
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in model_params:
+                    yield "master_params", param
+                    if param.grad is not None:
+                        yield "grads", param.grad
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer", value
+
+
+def weight_state(param: torch.Tensor) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    """A parameter with its category: `quantized` for integers, which are the packed bytes or the scales of a weight.
+
+    bitsandbytes keeps scales and levels in a `quant_state` beside its own parameters in 4 bits, whose packed bytes may
+    be stored in any type.
+    """
+    quantized = getattr(param, "quant_state", None)
+    is_plain = param.is_floating_point() or param.is_complex() or param.dtype == torch.bool
+    yield "params" if is_plain and quantized is None else "quantized", param
+    while quantized is not None:
+        for name in ("absmax", "code", "offset"):
+            tensor = getattr(quantized, name, None)
+            if isinstance(tensor, torch.Tensor):
+                yield "quantized", tensor
+        quantized = getattr(quantized, "state2", None)
+
+
+def local_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors of this rank inside a DTensor or another wrapper subclass; a plain tensor itself."""
+    flatten = None if type(tensor) in _PLAIN else getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    names, _ = flatten()
+    for name in names:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):
+            yield from local_tensors(inner)
+
+
+def page_locked(n_bytes: int) -> int:
+    """Bytes that torch's allocator of pinned memory takes for `n_bytes`: a power of two (torch 2.9 to 2.15).
+
+    PYTORCH_ALLOC_CONF may limit that: `pinned_max_round_threshold_mb`, `pinned_max_cached_size_mb`.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    limits = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb:(\d+)", settings)
+    if any(n_bytes > int(limit) << 20 for limit in limits):
+        return n_bytes
+    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
+
+
+def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch.device) -> dict[StateKind, StateBytes]:
+    """Bytes per category, on the training device and on the host.
+
+    A storage counts once and whole, however many views of it come: a flat buffer behind several parameters counts with
+    its padding, pinned memory as torch rounds it up. A storage in several categories belongs to the first of them in
+    the order of `KINDS`. Meta tensors and freed storages have no bytes.
+
+    `device`: where the model trains. If it is the CPU, tensors there count as `device`; otherwise tensors on the CPU,
+    pinned or not, count as `host`.
+    """
+    seen: dict[tuple[object, int], tuple[int, int, bool]] = {}
+    elsewhere = device.type != "cpu"
+    for kind, tensor in tensors:
+        order = _ORDER[kind]
+        for local in (tensor,) if type(tensor) in _PLAIN else local_tensors(tensor):
+            storage = local.untyped_storage()
+            n_bytes = storage.nbytes()
+            local_device = local.device
+            if n_bytes == 0 or local_device.type == "meta":
+                continue
+            # Two storages over the same memory (DLPack, set_) share the address; those of fakes, on meta, have none.
+            key = ("fake", id(storage)) if storage.device.type == "meta" else (local_device, storage.data_ptr())
+            # Pinned memory is rounded up once for each storage, as torch allocates it, not for each tensor.
+            counted = seen.get(key)
+            if counted is None or order < counted[0]:
+                on_host = elsewhere and local_device.type == "cpu"
+                if on_host and local.is_pinned():
+                    n_bytes = page_locked(n_bytes)
+                seen[key] = (order, n_bytes, on_host)
+    sums = {kind: [0, 0] for kind in KINDS}
+    for order, n_bytes, on_host in seen.values():
+        sums[KINDS[order]][on_host] += n_bytes
+    return {kind: StateBytes(*sums[kind]) for kind in KINDS}

@@ -65,7 +65,7 @@ else:
     from torch.distributed import Store as Store
     from torch.distributed import TCPStore as TCPStore
 
-    # In eager mode torch's own contexts return a kept product with later in-place writes (see activation/products.py).
+    # In eager mode torch's own contexts return a kept product with later writes (see activation/checkpoint.py).
     DispatchMode = PRODUCTS.take(
         "torch.utils._python_dispatch.TorchDispatchMode", "https://github.com/pytorch/pytorch/issues/119590"
     )

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from ..config.schema import RunConfig
 from ..errors import ConfigError, LaunchError
 from ..launch.local import rendezvous
-from ..launch.ranks.env import RankEnv, detect, job_name
-from ..launch.ranks.gpus import flight_recorder
+from ..launch.ranks.env import RankEnv, detect, flight_recorder, job_name
 from . import compat
 from .compat import FileStore, HashStore, PrefixStore, Store, TCPStore
 

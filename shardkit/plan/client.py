@@ -17,7 +17,7 @@ from .. import errors
 from ..config.libraries import NameGone
 from ..config.schema import RunConfig
 from ..errors import ShardkitError
-from ..files.children import module_command
+from ..files import module_command
 from .model.estimate import MemoryEstimate, Method
 from .target import Target
 

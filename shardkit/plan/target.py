@@ -104,7 +104,7 @@ def _card(gpu: str | None, memory: int | None) -> Gpu | None:
 
 def target_here(config: RunConfig, ranks: int, gpu: str | None, memory_cap: str | None) -> Target:
     """The target of real runs on this machine: its GPUs, or its CPUs with a cap on the memory of tensors."""
-    from ..launch.ranks.gpus import model_names, visible_gpus
+    from ..launch.ranks.env import model_names, visible_gpus
 
     if config.run.device != "cpu" and visible_gpus():
         names = model_names()

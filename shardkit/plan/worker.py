@@ -23,8 +23,7 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             answers.write(json.dumps(reply) + "\n")
             answers.flush()
 
-        from .model.depth import has_first_look, is_slow
-        from .model.predict import predict, prepare, ranks_alike
+        from .model.predict import has_first_look, is_slow, predict, prepare, ranks_alike
         from .simulate.unplannable import Untraceable, explained
         from .target import Target
 

@@ -16,8 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import BuildError
-from ..files import cache_dir, locked
-from ..files.children import code_command
+from ..files import cache_dir, code_command, locked
 from .environment import Torch
 
 PACKAGE = Path(__file__).parent

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import LaunchError, printable
-from ..files.children import code_command
+from ..files import code_command
 
 OLDEST = (2, 5)
 """Of torch's releases, those that the emulation has been built for begin here."""

@@ -21,9 +21,9 @@ from ..config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from ..data.rows import format_of
 from ..data.tokenizer import tokenizer_path
 from ..errors import SHOWN, CheckpointError, ConfigError, DataError, TrainingError, gib, listed
-from ..launch.local import run_dir
+from ..launch.local import restart
+from ..memory.probe import local_tensors
 from ..memory.rows import KINDS
-from ..memory.state import local_tensors
 from ..parallel.compat import graph_breaks
 from ..parallel.precision import master_dtype
 from ..parallel.world import World
@@ -47,7 +47,7 @@ def check_sources(config: RunConfig) -> None:
         _check_checkpoint(source)
     if config.model.init_from is None:
         return
-    goes_on = source is not None or (config.run.continues and run_dir.has_run(Path(config.run.dir)))
+    goes_on = source is not None or (config.run.continues and restart.has_run(Path(config.run.dir)))
     if config.adapter.type != "none" or not goes_on:  # a run that goes on has weights, unless for an adapter's base
         _check_weights(config.model.init_from)
     folder = Path(config.model.init_from).expanduser()

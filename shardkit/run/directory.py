@@ -21,10 +21,9 @@ import torch
 from ..checkpoint.native import layout
 from ..config.load import LoadedConfig, load_config
 from ..errors import ConfigError, ShardkitError, gib
-from ..files import open_regular, read_object, write_whole
-from ..files.children import read_git
+from ..files import open_regular, read_git, read_object, write_whole
 from ..launch.failures import job_starts
-from ..launch.local import rendezvous, restart, run_dir
+from ..launch.local import rendezvous, restart
 from . import owner
 from .owner import Owner
 
@@ -115,7 +114,7 @@ def _claim(path: Path, loaded: LoadedConfig, files_in_use: Sequence[str], exclus
         if loaded.config.run.overwrite:
             _refuse_to_lose(path, loaded)
             _clear(path, files_in_use)
-        elif not run_dir.has_run(path):
+        elif not restart.has_run(path):
             _rewind(path, 0)  # a start that failed before its first step may have left empty files
         rendezvous.sweep(path)
         for folder in (path / "logs", path / "checkpoints"):  # either may be a link to another disk
@@ -135,16 +134,16 @@ def _claim(path: Path, loaded: LoadedConfig, files_in_use: Sequence[str], exclus
 def _refuse(path: Path, loaded: LoadedConfig, exclusive: bool) -> None:
     """Raise if the directory's contents forbid this run."""
     run = loaded.config.run
-    run_dir.refuse_blocked(path)
+    restart.refuse_blocked(path)
     nearest = next((folder for folder in (path, *path.parents) if folder.exists()), path)
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(
             f"run.dir={path} cannot be written: no permission to write in {nearest}",
             "set run.dir to a directory you can write",
         )
-    if not run_dir.has_run(path):
+    if not restart.has_run(path):
         if exclusive:
-            run_dir.refuse_without_run(path, run.resume)
+            restart.refuse_without_run(path, run.resume)
         return
     run_files = ["metrics.jsonl"] * (path / "metrics.jsonl").exists()
     run_files += ["checkpoints"] * any((path / "checkpoints").glob("step_*"))

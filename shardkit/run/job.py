@@ -21,8 +21,8 @@ from ..data.tokenizer import with_local_folders
 from ..errors import ConfigError
 from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
-from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
+from ..oom.shortage import MemoryCap, memory_cap
 from ..parallel.blocks import find_blocks, packable_shares
 from ..parallel.optim import make_optimizer as default_optimizer
 from ..parallel.precision import set_matmul_precision

@@ -26,14 +26,13 @@ from ..strategies.step import tensors_of
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts
 from .checks import FirstUpdate, SumCheck, audit, say_graph_breaks
-from .evaluate import evaluate
+from .evaluate import evaluate, write_samples
 from .job import Job
 from .optimizer_step import OptimizerStep
 from .profiler import Profiler
 from .records import LoopStep, Record, Span, StepRecords
 from .requests import Requests
-from .samples import write_samples
-from .saves import Saves
+from .resume import Saves
 from .watchdog import Watchdog
 
 

@@ -27,7 +27,7 @@ from ..errors import ConfigError, SupersededError
 from ..files import open_regular, read_regular
 from ..launch.failures import job_starts
 from ..launch.local import restart
-from ..launch.local.run_dir import MARK
+from ..launch.local.restart import MARK
 
 FOLDER = MARK
 LOCK = "owner.json"

@@ -15,10 +15,9 @@ import torch
 
 from ..config.schema import RunConfig
 from ..errors import ShardkitError, gib
-from ..files.cgroups import n_cpus
+from ..files import n_cpus
 from ..hardware.cards import DEFAULT, GPUS
-from ..memory.limits import tightest_limit
-from ..memory.state import local_tensors
+from ..memory.probe import local_tensors, tightest_limit
 from ..oom.postmortem import Advice
 from ..plan.advise import changes_that_fit
 from ..plan.client import Planner

@@ -35,8 +35,7 @@ from .preemption import StopRequest
 from .profiler import Profiler
 from .records import Record, StepRecords, open_recorder
 from .requests import Requests
-from .resume import StartingPoint, position_of
-from .saves import Saves, note_save
+from .resume import Saves, StartingPoint, note_save, position_of
 from .watchdog import WATCHED_S, Watchdog
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from ..errors import CheckpointError
+from ..memory.probe import module_state
 from ..memory.rows import StateKind
-from ..memory.state import module_state
 from ..parallel.compat import is_persistent
 from ..parallel.weights import even_range
 from ..parallel.world import World

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from shardkit.activation import checkpoint_activations, offload_activations
-from shardkit.activation.products import keep_products
+from shardkit.activation.checkpoint import keep_products
 from shardkit.config.schema import ActivationConfig, ModelConfig
 from shardkit.errors import ConfigError, TrainingError
 from shardkit.memory import TensorTracker

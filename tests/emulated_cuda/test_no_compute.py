@@ -240,7 +240,7 @@ SIZES = [(4096, 1, 8, 8, 64), (4096, 16, 8, 2, 96), (2048, 8, 4, 4, 256)]
 
 def attend_by_documents() -> list[list[int]]:
     """Bytes that the kernel's backward takes beside its results, and the planner's count, for each of `SIZES`."""
-    from shardkit.memory.tracing.scratch import scratch
+    from shardkit.memory.tracing.tracker import scratch
     from shardkit.parallel.compat import flash_by_documents
 
     found = []

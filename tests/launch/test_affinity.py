@@ -10,8 +10,7 @@ import pytest
 from shardkit.errors import LaunchError
 from shardkit.launch.local.launcher import added_environment
 from shardkit.launch.ranks import affinity
-from shardkit.launch.ranks.env import RankEnv
-from shardkit.launch.ranks.gpus import flight_recorder, pci_addresses
+from shardkit.launch.ranks.env import RankEnv, flight_recorder, pci_addresses
 from shardkit.launch.spec import JobSpec
 from tests.launch.jobs import REPO, environment
 from tests.texts import write_files

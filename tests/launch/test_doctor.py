@@ -10,13 +10,13 @@ import torch
 
 from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError
-from shardkit.files.cgroups import memory_limits
+from shardkit.files import memory_limits
 from shardkit.hardware import calibration
 from shardkit.hardware import measure as hardware
 from shardkit.launch import doctor
 from shardkit.launch.doctor import Check
 from shardkit.launch.ranks import affinity
-from shardkit.launch.ranks.gpus import grow_segments, ranks_per_node, visible_gpus
+from shardkit.launch.ranks.env import grow_segments, ranks_per_node, visible_gpus
 from tests.commands import python_m
 from tests.launch.jobs import environment
 from tests.launch.test_affinity import fake_machine

@@ -17,7 +17,7 @@ from shardkit.config.load import load_config
 from shardkit.errors import ConfigError, LaunchError
 from shardkit.launch.batch import read_batch, step_argv
 from shardkit.launch.slurm import commands, submit
-from shardkit.launch.slurm.script import render_sbatch
+from shardkit.launch.slurm.submit import render_sbatch
 from shardkit.launch.spec import JobSpec, SlurmOptions
 from tests.launch.jobs import REPO, environment
 from tests.texts import write_files, write_program

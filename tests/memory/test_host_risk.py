@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from shardkit.memory import MemoryLedger
-from shardkit.memory.limits import HostRisk
+from shardkit.memory.probe import HostRisk
 from shardkit.memory.rows import HostMemory, Identity, RankRow
 
 GIB = 2**30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardkit.memory.limits import HostLimit, tightest_limit
+from shardkit.memory.probe import HostLimit, tightest_limit
 
 GIB = 2**30
 

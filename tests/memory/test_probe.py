@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardkit.files.cgroups import memory_limits
+from shardkit.files import memory_limits
 from shardkit.memory.probe import HostProbe
 from tests.texts import write_files
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit.memory.probe import count_state, module_state
 from shardkit.memory.rows import StateBytes
-from shardkit.memory.state import count_state, module_state
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

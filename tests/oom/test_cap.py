@@ -17,7 +17,7 @@ from shardkit.config import capability
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
 from shardkit.oom import shortage
-from shardkit.oom.cap import MemoryCap, memory_cap
+from shardkit.oom.shortage import MemoryCap, memory_cap
 from tests.ranks import REPO, run_ranks
 
 KIB = 1024
@@ -150,7 +150,7 @@ def test_a_cap_on_the_cpu_does_not_see_compiled_code_and_says_so() -> None:
 _ON_GPU = """
 import sys, torch
 from shardkit.oom import shortage
-from shardkit.oom.cap import memory_cap
+from shardkit.oom.shortage import memory_cap
 device = torch.device("cuda", 0)
 torch.zeros(1, device=device)
 shortage.observe(device)

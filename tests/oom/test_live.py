@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.memory.state import module_state
-from shardkit.oom.cap import Made
-from shardkit.oom.live import Live, biggest, snapshot_blocks
+from shardkit.memory.probe import module_state
+from shardkit.oom.postmortem import Live, biggest, snapshot_blocks
+from shardkit.oom.shortage import Made
 
 CPU = torch.device("cpu")
 BIG = 3_000_000

@@ -16,7 +16,7 @@ import shardkit
 from shardkit.config.load import load_config
 from shardkit.errors import OutOfMemoryError
 from shardkit.memory import MemoryLedger
-from shardkit.memory.state import module_state
+from shardkit.memory.probe import module_state
 from shardkit.oom import postmortem, shortage
 from shardkit.oom.postmortem import PostMortem
 from shardkit.oom.shortage import Shortage

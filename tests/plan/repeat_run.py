@@ -14,8 +14,7 @@ from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.memory.tracing.traced_step import Tracing
 from shardkit.plan.model.allocator import ROUND, replay
-from shardkit.plan.model.depth import edges
-from shardkit.plan.model.predict import Scenario, prepare, trace
+from shardkit.plan.model.predict import Scenario, edges, prepare, trace
 from shardkit.plan.target import choose_target
 
 SMALL = ["model.preset=debug", "train.grad_accum_steps=2", "train.micro_batch_size=2"]

@@ -21,8 +21,7 @@ from shardkit.errors import ConfigError, ShardkitError
 from shardkit.plan.model.cost import SPEED_ERROR, TimeEstimate
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
 from shardkit.plan.search import search as searching
-from shardkit.plan.search.axes import combinations, micro_batches
-from shardkit.plan.search.search import Search, SearchResult, pareto
+from shardkit.plan.search.search import Search, SearchResult, combinations, micro_batches, pareto
 from shardkit.plan.search.show import reasons, show_found
 from shardkit.plan.target import Target, choose_target
 

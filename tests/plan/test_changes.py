@@ -13,10 +13,10 @@ from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.errors import NotPlannedError, ShardkitError
 from shardkit.plan.advise import ROUGHLY, Changes, changes_that_fit, corrected
-from shardkit.plan.model.depth import is_slow
 from shardkit.plan.model.estimate import CategoryEstimate, MemoryEstimate, PeakEstimate, PhaseEstimate
+from shardkit.plan.model.predict import is_slow
 from shardkit.plan.show import show_changes
-from shardkit.plan.simulate.engines import planned_engine
+from shardkit.plan.simulate.step import planned_engine
 from shardkit.plan.target import choose_target
 
 GIB = 2**30

@@ -12,7 +12,7 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
 from shardkit.hardware import calibration
-from shardkit.launch.ranks.gpus import model_names
+from shardkit.launch.ranks.env import model_names
 from shardkit.memory.rows import DeviceMemory
 from shardkit.plan import history, target
 from shardkit.plan.target import choose_target
@@ -76,11 +76,11 @@ def test_the_card_of_this_machine_is_known_by_its_driver(tmp_path: Path, monkeyp
     folder.mkdir(parents=True)
     (folder / "information").write_text("Model: \t\t NVIDIA L4\nIRQ:   \t 103\n")
     assert model_names({}, tmp_path) == ["NVIDIA L4"]
-    monkeypatch.setattr("shardkit.launch.ranks.gpus.model_names", lambda: ["NVIDIA L4"])
-    monkeypatch.setattr("shardkit.launch.ranks.gpus.visible_gpus", lambda: 1)
+    monkeypatch.setattr("shardkit.launch.ranks.env.model_names", lambda: ["NVIDIA L4"])
+    monkeypatch.setattr("shardkit.launch.ranks.env.visible_gpus", lambda: 1)
     here = target.target_here(load_config(None, []).config, 1, None, None)
     assert here.gpu is not None and here.gpu.name == "l4"
-    monkeypatch.setattr("shardkit.launch.ranks.gpus.model_names", lambda: ["NVIDIA Whatever"])
+    monkeypatch.setattr("shardkit.launch.ranks.env.model_names", lambda: ["NVIDIA Whatever"])
     with pytest.raises(ConfigError, match=r"card \(NVIDIA Whatever\) is not one that planning knows"):
         target.target_here(load_config(None, []).config, 1, None, None)
     capped = target.target_here(load_config(None, []).config, 1, None, "10GiB")

@@ -20,8 +20,18 @@ from shardkit.errors import ConfigError
 from shardkit.models.transformer import Transformer
 from shardkit.plan.client import Planner
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
-from shardkit.plan.search.ladder import _stacked, climb, default_rungs, parse_rung, save, table
-from shardkit.plan.search.max_model import FINEST, batch_sizes, largest, model_sizes
+from shardkit.plan.search.ladder import (
+    FINEST,
+    _stacked,
+    batch_sizes,
+    climb,
+    default_rungs,
+    largest,
+    model_sizes,
+    parse_rung,
+    save,
+    table,
+)
 from shardkit.plan.search.trial import Trial, run_trial, trial_settings
 from shardkit.plan.target import Target
 from tests.commands import python_m

@@ -11,7 +11,7 @@ import pytest
 
 from shardkit.hardware.cards import Gpu
 from shardkit.launch.local import launcher
-from shardkit.launch.ranks import gpus as gpus_here
+from shardkit.launch.ranks import env as gpus_here
 from shardkit.rehearse import rehearsal
 from shardkit.rehearse.ranks import RehearsedWorld
 from shardkit.rehearse.verdict import DOES_NOT_FIT, FITS, Verdict

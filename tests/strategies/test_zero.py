@@ -14,8 +14,7 @@ import torch
 
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
-from shardkit.strategies.zero.config import build_ds_config
-from shardkit.strategies.zero.cpu_adam import first_compiler_error, remember_cpu, sole_builder
+from shardkit.strategies.zero.config import build_ds_config, first_compiler_error, remember_cpu, sole_builder
 from shardkit.strategies.zero.state import masters, share_rates, zero3_shards, zero_scalars
 from tests.commands import python_m
 from tests.run.test_train import REPO, user_error
@@ -94,7 +93,7 @@ def test_the_first_compiler_error_is_found() -> None:
 def test_a_build_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
     guard = tmp_path / "lock"  # torch's
     script = (
-        "import os, sys; from pathlib import Path; from shardkit.strategies.zero.cpu_adam import sole_builder\n"
+        "import os, sys; from pathlib import Path; from shardkit.strategies.zero.config import sole_builder\n"
         "with sole_builder(Path(sys.argv[1])):\n"
         "    Path(sys.argv[1], 'lock').touch(); os.kill(os.getpid(), 9)\n"
     )

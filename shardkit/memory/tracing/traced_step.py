@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..phases import Phases
+from ..probe import HasState, local_tensors
 from ..rows import CATEGORIES, Category, PhaseName
-from ..state import HasState, local_tensors
 from .events import EventLog, Peak, following_modules, repeat_last_step
 from .tracker import TensorTracker
 

@@ -1,15 +1,22 @@
-"""The ladder: techniques added one by one to the same model, each rung predicted and then tried."""
+"""What fits: techniques added one by one to the same model, and the largest model, each predicted and then tried."""
 
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Literal
 
-from ...config.schema import RunConfig
+from ...config.schema import ModelConfig, RunConfig
 from ...errors import ConfigError, ShardkitError, gib
 from ..client import Planner
+from ..model.estimate import DoesNotFit, MemoryEstimate
+from ..show import misfit
 from ..target import Target
 from .trial import Trial, writing
 
@@ -157,3 +164,158 @@ def save(steps: Sequence[Step], folder: Path, limit: int | None) -> Path:
         (folder / "ladder.json").write_text(json.dumps(contents, indent=1))
         path.write_text(table(steps) + "\n")
     return path
+
+
+FINEST = 1.02
+"""Neighbouring sizes differ by at most this factor, if layers, widths and heads allow."""
+_STEP = 0.004  # relative step of large widths and depths; squared for the width, it stays well below `FINEST`
+_LARGEST_BATCH = 65536
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, or a micro-batch, with the settings that make it."""
+
+    settings: tuple[str, ...]
+    amount: int  # number of parameters, or of samples
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The largest size that works and the next size, which does not."""
+
+    largest: Size
+    next_up: Size
+    predicted: int  # bytes on the device for the largest size
+    limited_by: Literal["device", "host"] = "device"  # the memory that the next size lacks
+    attempts: int = 0  # number of real runs
+
+
+def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size]:
+    """Reference transformers like `model` with other layers, width and heads, each at most 2 % larger than the last.
+
+    The next size is the model within reach whose depth/width ratio and heads are nearest to the config's: its memory
+    then grows with its size, as far as whole layers and heads allow. Heads stay multiples of 8 wide where that is
+    possible and the config's are: torch may keep whole attention weights of others. If a large vocabulary dominates a
+    small model, widening it by one can exceed 2 %. `most`: largest number of parameters. `multiple`: widths are
+    multiples of this; fp8 needs 16.
+    """
+    candidates = sorted(_around(model, most, multiple), key=lambda candidate: candidate[:3])
+    sizes: list[Size] = []
+    at = 0
+    while at < len(candidates):
+        amount = sizes[-1].amount if sizes else candidates[0][0]
+        reach = range(at, bisect_right(candidates, amount * FINEST, at, key=lambda candidate: candidate[0]))
+        halfway = amount * (1 + FINEST) / 2
+        chosen = min(reach or [at], key=lambda i: (candidates[i][1], candidates[i][0] <= halfway, candidates[i][2]))
+        sizes.append(candidates[chosen][3])
+        at = chosen + 1
+    return sizes
+
+
+def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[int, bool, float, Size]]:
+    """(parameters, whether its heads are less even than the config's, distance of its shape from the config's, model).
+
+    Widths are multiples of the heads; half to twice as many heads fill the gaps between the widths of small models.
+    """
+    rows = model.vocab_size * (1 if model.tie_weights else 2) + model.max_seq_len
+    seen_widths: set[int] = set()
+    even = math.gcd(model.d_model // model.n_heads, 8)
+    all_heads = range(-(-model.n_heads // 2), 2 * model.n_heads + 1)
+    by_distance = sorted(all_heads, key=lambda heads: abs(math.log(heads / model.n_heads)))
+    for factor, heads in product(dict.fromkeys((even, 1)), by_distance):
+        is_configs_heads = heads == model.n_heads
+        width = unit = math.lcm(heads * factor, multiple)
+        while rows * width <= most and (is_configs_heads or width <= model.n_heads / _STEP):
+            usual = width * model.n_layers / model.d_model
+            spread = 4.0 if usual < 12 else 1.3  # few widths and depths are small
+            depths = range(max(1, round(usual / spread)), max(2, round(usual * spread)) + 1, 1 + int(usual * _STEP))
+            for layers in depths if width not in seen_widths else ():
+                n_params = 12 * layers * width**2 + 13 * layers * width + (rows + 2) * width
+                if n_params > most:
+                    break
+                head_settings = () if is_configs_heads else (f"model.n_heads={heads}",)
+                size = Size((f"model.d_model={width}", f"model.n_layers={layers}", *head_settings), n_params)
+                distance = abs(math.log(layers / usual)) + abs(math.log(heads / model.n_heads))
+                yield n_params, width // heads % even > 0, distance, size
+            seen_widths.add(width)
+            width += unit * (1 + int(width * _STEP / unit))
+
+
+def batch_sizes(accumulated: int | None = None) -> list[Size]:
+    """Every micro-batch size up to 65536; a fixed `accumulated` replaces a global batch that only some divide."""
+    step = () if accumulated is None else (f"train.grad_accum_steps={accumulated}", "train.global_batch_size=null")
+    return [Size((f"train.micro_batch_size={n}", *step), n) for n in range(1, _LARGEST_BATCH + 1)]
+
+
+def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | None, look_ahead: int = 0) -> Boundary:
+    """Find the last size that fits and the first that does not.
+
+    Bisects sizes by prediction; real runs then step from the predicted boundary, up while they work or down while they
+    fail, until one size works and the next runs out of memory. `sizes`: smallest first. `try_it`: runs a size; `None`
+    only predicts. `look_ahead`: how many sizes to predict beyond the first misfit, since memory does not always grow
+    with size.
+    """
+    limit = target.device_memory
+    if limit is None:
+        raise ConfigError("there is no limit to find the largest size for", "pass --gpu, --gpu-memory or --memory-cap")
+    with Planner(target) as planner:
+
+        @cache
+        def estimate(size: Size) -> MemoryEstimate:
+            return planner.predict(load(size.settings))
+
+        def fits(index: int) -> bool:
+            return estimate(sizes[index]).verdict != "does not fit"
+
+        if not fits(0):
+            cause = f"not even {' '.join(sizes[0].settings)} fits: {misfit(estimate(sizes[0]))}"
+            raise DoesNotFit(cause, "use a larger card, or a setting that needs less memory")
+        low = _bisected(fits, len(sizes), sizes)
+        # A deep model may not fit although a larger, shallower one does.
+        while beyond := [i for i in range(low + 1, min(low + 1 + look_ahead, len(sizes) - 1)) if fits(i)]:
+            low = beyond[-1]
+        limited_by: Literal["device", "host"] = "host" if estimate(sizes[low + 1]).needed <= limit else "device"
+        boundary = Boundary(sizes[low], sizes[low + 1], estimate(sizes[low]).needed, limited_by)
+        if try_it is None:
+            return boundary
+        low, attempts = _confirmed(low, sizes, try_it)
+        return Boundary(sizes[low], sizes[low + 1], estimate(sizes[low]).needed, limited_by, attempts)
+
+
+def _bisected(fits: Callable[[int], bool], count: int, sizes: Sequence[Size]) -> int:
+    """The last index that fits, found by doubling and then halving: large sizes are slow to predict."""
+    low, step = 0, 1
+    while low + step < count and fits(low + step):
+        low += step
+        step *= 2
+    high = min(low + step, count - 1)
+    if low == count - 1 or (high == count - 1 and fits(high)):
+        raise ConfigError(f"even {' '.join(sizes[-1].settings)} fits", "the search ends at this size")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _confirmed(index: int, sizes: Sequence[Size], try_it: Try) -> tuple[int, int]:
+    """Step from the predicted boundary until one size works and the next does not: (its index, number of runs)."""
+    trials: dict[int, Trial] = {}
+
+    def works(at: int) -> bool:
+        if at not in trials:
+            trials[at] = trial = try_it(sizes[at].settings, len(trials))
+            if trial.outcome == "failed":
+                cause = f"{' '.join(sizes[at].settings)} failed: {trial.message}"
+                raise ShardkitError(cause, "look at its run directory")
+        return trials[at].outcome == "ok"
+
+    while not works(index):
+        index -= 1
+        if index < 0:
+            raise ConfigError("not even the smallest size could be trained", "use a setting that needs less memory")
+    while works(index + 1):
+        index += 1
+        if index + 2 == len(sizes):
+            raise ConfigError(f"even {' '.join(sizes[-1].settings)} works", "the search ends at this size")
+    return index, len(trials)

@@ -10,8 +10,7 @@ from ...hardware.cards import said_of
 from ..model.cost import SPEED_ERROR
 from ..show import columns, other_cards
 from ..target import Target
-from .axes import Combination
-from .search import SearchResult, Setting, named
+from .search import Combination, SearchResult, Setting, named
 from .trial import Trial
 
 _WAITS = {

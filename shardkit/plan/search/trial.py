@@ -15,7 +15,7 @@ from typing import Literal
 
 from ...config.schema import RunConfig
 from ...errors import ConfigError
-from ...files.children import module_command
+from ...files import module_command
 from ...memory import read_jsonl
 
 TRACED = 2  # step 1 creates the optimizer's state; step 2 is like all later steps

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...memory.state import page_locked
+from ...memory.probe import page_locked
 from ...memory.tracing.compat import DEVICE, schema
 from .compat import (
     ALL_GATHER,

@@ -29,8 +29,7 @@ from ..base import Facts, OptimizerFactory, Shard, StepRequest, Strategy, Update
 from ..states import buffer_shards, with_scalars
 from ..step import skipping
 from .chosen import ChosenParts
-from .config import build_ds_config
-from .cpu_adam import build_cpu_adam
+from .config import build_cpu_adam, build_ds_config
 from .gathers import (
     DifferingBlocks,
     KeepReused,

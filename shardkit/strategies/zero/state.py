@@ -12,8 +12,8 @@ from torch import nn
 
 from ...config.libraries import Feature
 from ...errors import CheckpointError
+from ...memory.probe import weight_state
 from ...memory.rows import StateKind
-from ...memory.state import weight_state
 from ...parallel.weights import even_range, exchange, parameters_on_meta, replace_parameters
 from ..base import Shard
 from ..states import create_states, flat, scalars_of, set_scalars

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardkit.memory.tracing import scratch
+from shardkit.memory.tracing import tracker
 from shardkit.memory.tracing.events import EventLog
 
 MIB = 2**20
@@ -23,9 +23,9 @@ def test_a_sum_over_rows_has_the_buffer_that_torch_allocates(
     card = SimpleNamespace(multi_processor_count=132, max_threads_per_multi_processor=2048)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     matrix = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
-    assert scratch._columns_summed((matrix, [0], True), None) == mib * MIB
-    assert scratch._columns_summed((matrix, [1], True), None) == 0
-    assert scratch._columns_summed((matrix.t(), [0], True), None) == 0
+    assert tracker._columns_summed((matrix, [0], True), None) == mib * MIB
+    assert tracker._columns_summed((matrix, [1], True), None) == 0
+    assert tracker._columns_summed((matrix.t(), [0], True), None) == 0
 
 
 def summed(recorded: bool) -> EventLog:

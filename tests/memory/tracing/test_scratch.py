@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from shardkit.memory.tracing.scratch import scratch
+from shardkit.memory.tracing.tracker import scratch
 
 aten = torch.ops.aten
 _BF16_ON_CPU = torch.ops.mkldnn._is_mkldnn_bf16_supported()
