@@ -26,11 +26,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        ConfigError: an option that does not exist, or one without its value.
-    """
+    """Read the command line."""
     parser = _Parser(prog="shardkit.train", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="wins over the file")
     parser.add_argument("--config", metavar="FILE", help="YAML configuration; defaults for everything without it")

@@ -83,11 +83,7 @@ def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def prepare_batchnorm(model: nn.Module, config: RunConfig, device: torch.device) -> None:
-    """Synchronise batch norms in place if `model.sync_batchnorm` is set, and warn once if their statistics are partial.
-
-    Raises:
-        ConfigError: `model.sync_batchnorm` is set, but the model has no batch norm.
-    """
+    """Synchronise batch norms if `model.sync_batchnorm` is set, and warn once if their statistics are partial."""
     sync = config.model.sync_batchnorm
     norms = [name for name, module in model.named_modules() if isinstance(module, _NORMS)]
     if sync and not norms:

@@ -173,18 +173,13 @@ def _is_tower(top: nn.Module, stack: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Modules whose parameters are sharded, gathered and freed together.
+    """Modules whose parameters are sharded, gathered and freed together."""
 
-    Attributes:
-        modules: one module, or several that hold one tied parameter.
-        kind: "block"; "shared": a module inside several units; "tied": modules whose tied parameters would belong to
-            several units; "rest": the model with all other parameters.
-        names: the names of its parameters, as in `named_parameters`.
-    """
-
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]  # one module, or several that hold one tied parameter
+    # "block"; "shared": a module inside several units; "tied": modules whose tied parameters would belong to several
+    # units; "rest": the model with all other parameters
     kind: Kind
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # the names of its parameters, as in `named_parameters`
 
 
 def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
@@ -192,9 +187,6 @@ def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
 
     Each block is a unit. A module inside two units becomes a unit of its own. Modules of two units that have a
     parameter in common become one unit together. The model owns the other parameters.
-
-    Raises:
-        ConfigError: a tied parameter has no such unit, because one of its modules is inside another.
     """
     users = _users(model, blocks)
     heads = {module: kind for module, (kind, _) in users.items() if kind is not None}
@@ -360,11 +352,7 @@ ATTENTION = ("attention", "attn")
 
 
 def chosen_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: ActivationConfig) -> list[nn.Module]:
-    """The blocks that `activation.block_classes` names, else the model's own.
-
-    Raises:
-        ConfigError: the model has no such block.
-    """
+    """The blocks that `activation.block_classes` names, else the model's own."""
     names = set(config.block_classes)
     setting = f"activation.policy={config.policy}" if config.recomputes else f"activation.offload={config.offload}"
     if missing := names - {type(module).__name__ for module in model.modules()}:
@@ -383,11 +371,7 @@ def chosen_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Activat
 
 def attention_modules(blocks: Sequence[nn.Module], classes: Sequence[type[nn.Module]], policy: str) -> list[nn.Module]:
     """The outermost attention modules of each block: those of `classes`, or else those with attention or attn in the
-    name of their class.
-
-    Raises:
-        ConfigError: a block has no attention module.
-    """
+    name of their class."""
     attention = []
     for block in blocks:
         inside = outermost([m for m in block.modules() if m is not block and _is_attention(m, classes)])
@@ -412,12 +396,7 @@ def compile_blocks(
     """Compile each block in place, or the whole model if the config says so or it has no blocks.
 
     Blocks are compiled one by one, so that equal ones share one compilation and an engine's wrapping stays outside.
-
-    Args:
-        hooks_outside: leave the hooks of the compiled modules out of the compilation.
-
-    Raises:
-        ConfigError: code for the CPU needs a C++ compiler, and none is on PATH.
+    `hooks_outside`: leave the hooks of the compiled modules out of the compilation.
     """
     if not config.enabled:
         return

@@ -198,11 +198,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def not_reduced(wrapped: nn.Module) -> list[int]:
-    """Indices of the trained parameters to which the backward that has just ended gave no gradient; DDP waits for them.
-
-    Raises:
-        RuntimeError: torch's, if it does not name them.
-    """
+    """Indices of the trained parameters to which the backward that just ended gave no gradient; DDP waits for them."""
     try:
         _check_reduced.find()(wrapped)
     except NameGone:
@@ -325,10 +321,8 @@ def flash_by_documents(
 ) -> torch.Tensor:
     """Causal variable-length flash attention on CUDA, of tensors [tokens, heads, width].
 
-    Args:
-        bounds: int32 [documents + 1], the index of each document's first token, and the end.
-        longest: tokens of the longest document.
-        window: most tokens that a token attends to, itself included; None = no limit.
+    `bounds`: int32 [documents + 1], the index of each document's first token, and the end. `longest`: tokens of the
+    longest document. `window`: most tokens that a token attends to, itself included; None = no limit.
     """
     out: torch.Tensor = _flash_varlen(
         query, key, value, bounds, bounds, longest, longest, dropout, True, False, scale=scale,

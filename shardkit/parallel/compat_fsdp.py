@@ -44,11 +44,7 @@ REACH.use(f"{_FSDP}._fsdp_param.FSDPParam.sharded_param")
 def shard(modules: Any, **options: Any) -> None:
     """torch's `fully_shard`. Integer parameters before torch 2.13, too: it would ask for their gradients and cast them.
 
-    Args:
-        modules: a module, or several that become one unit.
-
-    Raises:
-        NameGone: torch no longer has a name that this needs.
+    `modules`: a module, or several that become one unit.
     """
     if not _nn_of_fsdp.needed():
         fully_shard(modules, **options)
@@ -107,8 +103,7 @@ def reduce_gradients(module: Any) -> None:
 def before_reduction(module: Any, note: Callable[[list[Any]], None]) -> None:
     """Call `note` each time FSDP2 is about to reduce the gradients of its unit `module`.
 
-    Args:
-        note: takes the trained parameters, sharded, that have no gradient to reduce.
+    `note`: takes the trained parameters, sharded, that have no gradient to reduce.
     """
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:

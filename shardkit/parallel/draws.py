@@ -30,20 +30,14 @@ CHUNK = 2**18
 
 @dataclass(frozen=True)
 class InitCall:
-    """One recorded call, on the range [start, end) of a flattened tensor.
+    """One recorded call, on the range [start, end) of a flattened tensor."""
 
-    Attributes:
-        run: the function, called with the range's elements, then `args`.
-        random: whether it draws random numbers, and takes a generator.
-        overwrites: whether its results do not depend on the old values.
-    """
-
-    run: Callable[..., Any]
+    run: Callable[..., Any]  # the function, called with the range's elements, then `args`
     args: tuple[Any, ...]
     start: int
     end: int
-    random: bool
-    overwrites: bool
+    random: bool  # whether it draws random numbers, and takes a generator
+    overwrites: bool  # whether its results do not depend on the old values
 
 
 class InitRecipe:
@@ -71,8 +65,7 @@ class InitRecipe:
     def fill(self, seed: int, out: torch.Tensor, start: int = 0) -> int:
         """Write the values [start, start + out.numel()) of the flattened tensor into `out`.
 
-        Args:
-            out: 1-D, of any dtype and device.
+        `out`: 1-D, of any dtype and device.
 
         Returns:
             The number of random values drawn: at most those of two chunks more than `out` has.
@@ -136,11 +129,7 @@ def record(
 ) -> InitRecipe:
     """Record what `init` does to an fp32 CPU tensor of this shape, without computing or touching memory.
 
-    Args:
-        generator: the generator from which `init` draws; a replay draws from its own instead.
-
-    Raises:
-        Uncut: `init` makes a call that cannot be recorded, or does not write every element.
+    `generator`: the generator from which `init` draws; a replay draws from its own instead.
     """
     # With deterministic algorithms, `torch.empty` would fill the memory, and so take it.
     setting: Any = torch.utils.deterministic

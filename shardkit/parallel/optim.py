@@ -19,11 +19,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that the config names, over the model's trainable parameters. All hyperparameters are explicit.
 
-    Args:
-        block_classes: the module types that are blocks for Muon, as in `find_blocks`.
-
-    Raises:
-        ConfigError: the model has no trainable parameter, or the optimizer is not available here.
+    `block_classes`: the module types that are blocks for Muon, as in `find_blocks`.
     """
     groups = parameter_groups(config, model)
     if not groups:
@@ -80,11 +76,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon for some matrices, AdamW for everything else, as one optimizer with one state.
 
     Muon's updates are rescaled to AdamW's usual size (Liu et al. 2025, section 2.2): one learning rate and one weight
-    decay serve both.
-
-    Args:
-        matrices: ids of the parameters that Muon updates.
-        settings: AdamW's lr, betas, eps, weight_decay; Muon uses the same lr and weight_decay.
+    decay serve both. `matrices`: ids of the parameters that Muon updates. `settings`: AdamW's lr, betas, eps,
+    weight_decay; Muon uses the same lr and weight_decay.
     """
 
     def __init__(

@@ -92,11 +92,7 @@ def engine_forward(
     """Adapt the forward for an engine that casts weights: run it under autocast if the config says so, or else explain
     errors about mixed dtypes.
 
-    Args:
-        cast_inputs: cast the forward's floating inputs to the compute type, for an engine that does not cast them.
-
-    Raises (from the forward):
-        ConfigError: an operator got tensors of two dtypes.
+    `cast_inputs`: cast the forward's floating inputs to the compute type, for an engine that does not cast them.
     """
     if config.autocast:
         autocast_forward(model, device, config)
@@ -134,13 +130,8 @@ _as_fp32 = partial(_as_type, torch.float32)
 def convert_to_fp8(model: nn.Module, config: PrecisionConfig, *, emulate: bool = False) -> None:
     """fp8: let torchao's `Float8Linear` compute the products of the model's linear layers, in place.
 
-    Layers whose sizes are not multiples of 16 (the hardware's unit) and output heads stay bf16.
-
-    Args:
-        emulate: imitate the hardware in fp32 on any device; for tests.
-
-    Raises:
-        ConfigError: torchao is not installed, or no layer qualifies.
+    Layers whose sizes are not multiples of 16 (the hardware's unit) and output heads stay bf16. `emulate`: imitate the
+    hardware in fp32 on any device; for tests.
     """
     if config.mode != "fp8":
         return

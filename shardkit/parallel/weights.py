@@ -77,11 +77,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def refuse_uninitialised(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Refuse a parameter of a lazy module (`nn.LazyLinear`), which has no size before the first forward.
-
-    Raises:
-        ConfigError: the parameter has no size.
-    """
+    """Refuse a parameter of a lazy module (`nn.LazyLinear`), which has no size before the first forward."""
     if is_lazy(param):
         raise ConfigError(
             f"{name} of {type(module).__name__} has no size before the first forward, so nothing can hold or draw it",
@@ -141,10 +137,7 @@ class Weights:
     """
 
     def __init__(self, seed: int, init_parameter: Init | None = None, drawn: bool = True) -> None:
-        """
-        Args:
-            drawn: False if the caller overwrites every parameter later; until then, all are zero.
-        """
+        """`drawn`: False if the caller overwrites every parameter later; until then, all are zero."""
         self.seed = seed
         self.init_parameter = init_parameter
         self.scalars: set[str] = set()
@@ -162,12 +155,8 @@ class Weights:
     ) -> nn.Module:
         """Build the model. With `init_parameter`, its parameters get no values yet.
 
-        Args:
-            construction: a context in which the engine wants a model to be built whose weights are drawn later.
-            cut_up: whether the engine shards parameters along a dimension, so that none may be 0-d.
-
-        Raises:
-            ConfigError: the task put a buffer on meta, where its values are lost, or a parameter that nothing draws.
+        `construction`: a context in which the engine wants a model to be built whose weights are drawn later. `cut_up`:
+        whether the engine shards parameters along a dimension, so that none may be 0-d.
         """
         if self.init_parameter is None:
             with torch.random.fork_rng(devices=[]):
@@ -212,14 +201,8 @@ class Weights:
         """Write a range of a parameter's initial values into `out`, with a few MiB of further host memory at most.
 
         If the initialisation of a large parameter cannot be cut, the parameter is drawn whole, with as much memory;
-        rank 0 warns once.
-
-        Args:
-            shape: shape of the whole parameter.
-            out: takes the values [start, start + out.numel()) of the flattened parameter; 1-D, of any type and device.
-
-        Raises:
-            ConfigError: nothing initialises the parameter.
+        rank 0 warns once. `shape`: shape of the whole parameter. `out`: takes the values [start, start + out.numel())
+        of the flattened parameter; 1-D, of any type and device.
         """
         if not out.numel():
             return
@@ -270,9 +253,8 @@ class Weights:
     def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
         """Move an unsharded model to `device` and draw the parameters on meta; tied parameters stay tied.
 
-        Args:
-            world: the ranks that call this together, if they do. Each then draws an even range of a large parameter,
-                and they exchange the ranges.
+        `world`: the ranks that call this together, if they do. Each then draws an even range of a large parameter, and
+        they exchange the ranges.
         """
         real: dict[int, nn.Parameter] = {}
         shared: list[torch.Tensor] = []
@@ -331,9 +313,7 @@ def exchange(tensors: Sequence[torch.Tensor]) -> None:
     """Give every rank the ranges that the other ranks have written, bit for bit; collective on the default group.
 
     On CPUs it sends at most one message for every `BUCKET_BYTES`, and one more, for any number of tensors and ranks.
-
-    Args:
-        tensors: flat tensors on one device, the same on every rank. Each rank has written its `even_range` of each.
+    `tensors`: flat tensors on one device, the same on every rank. Each rank has written its `even_range` of each.
     """
     if not tensors:
         return

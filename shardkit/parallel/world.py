@@ -31,21 +31,15 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class World:
-    """This rank's position in the job, its device, and the process groups for bookkeeping.
+    """This rank's position in the job, its device, and the process groups for bookkeeping."""
 
-    Attributes:
-        env: rank, number of ranks, and how the launcher said so.
-        device: the device on which the model is trained.
-        control_group: gloo group for bookkeeping (token counts, flags, loss), separate from the engine's group.
-        ledger: gloo group for the memory ledger, whose gathers must not interleave with the step's reduction.
-        foreign_groups: groups that the caller had made before.
-    """
-
-    env: RankEnv
-    device: torch.device
+    env: RankEnv  # rank, number of ranks, and how the launcher said so
+    device: torch.device  # the device on which the model is trained
+    # gloo group for bookkeeping (token counts, flags, loss), separate from the engine's group
     control_group: dist.ProcessGroup
+    # gloo group for the memory ledger, whose gathers must not interleave with the step's reduction
     ledger: dist.ProcessGroup
-    foreign_groups: tuple[dist.ProcessGroup, ...] = ()
+    foreign_groups: tuple[dist.ProcessGroup, ...] = ()  # groups that the caller had made before
 
     @property
     def rank(self) -> int:
@@ -90,12 +84,7 @@ class World:
 
 
 def choose_device(config: RunConfig, env: RankEnv) -> torch.device:
-    """The device on which this rank trains, as `run.device` says.
-
-    Raises:
-        ConfigError: `run.device` is cuda, but torch sees no GPU.
-        LaunchError: this machine has more ranks than GPUs.
-    """
+    """The device on which this rank trains, as `run.device` says."""
     kind = config.run.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -148,9 +137,6 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
     """Join the job's ranks, yield the world, and leave no group behind on success, error or Ctrl-C.
 
     A default group that already exists is used unchanged and not destroyed.
-
-    Raises:
-        LaunchError: the rendezvous port is taken, or ranks did not arrive within `run.init_timeout_s`.
     """
     device = choose_device(config, env)
     if device.type == "cuda":
@@ -178,11 +164,7 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
 
 
 def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timedelta) -> None:
-    """Make the default process group together with all ranks.
-
-    Raises:
-        LaunchError: the port is taken, rank 0 cannot be reached, or not all ranks came in time.
-    """
+    """Make the default process group together with all ranks."""
     backend, device_id = _backend(config, env, device)
     try:
         dist.init_process_group(
@@ -276,9 +258,6 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Sto
 
     The file also has a random word, which the store must know: an address that an earlier run left may lead to another
     server.
-
-    Raises:
-        LaunchError: no address appeared in time.
     """
     path = _meeting_place(config)
     if env.rank == 0:
@@ -305,11 +284,9 @@ def _reached(address: str, timeout: timedelta, silent: dict[str, list[Store]]) -
     """The store at an address `HOST PORT WORD`; None if no server listens there, or none has answered that knows the
     word.
 
-    A thread asks, because a TCPStore client would wait forever for the answer of a server of another kind.
-
-    Args:
-        silent: addresses whose servers did not answer at once, each with the store that comes late: rank 0's, if its
-            machine is busy. They are not asked again.
+    A thread asks, because a TCPStore client would wait forever for the answer of a server of another kind. `silent`:
+    addresses whose servers did not answer at once, each with the store that comes late: rank 0's, if its machine is
+    busy. They are not asked again.
     """
     if address in silent:
         return silent[address][0] if silent[address] else None

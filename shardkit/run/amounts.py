@@ -24,17 +24,11 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Amount:
-    """A data set's size.
+    """A data set's size."""
 
-    Attributes:
-        n: the number of what its source holds: conversations, documents, rows.
-        noun: the name of what is counted.
-        tokens: None if the data have none, or nobody has counted them.
-    """
-
-    n: int
-    noun: str
-    tokens: int | None = None
+    n: int  # the number of what its source holds: conversations, documents, rows
+    noun: str  # the name of what is counted
+    tokens: int | None = None  # None if the data have none, or nobody has counted them
 
 
 def amount(data: Dataset) -> Amount:
@@ -82,9 +76,7 @@ def describe_split(config: RunConfig, data: Dataset, val_parts: Mapping[str, Dat
 def last_step(train: TrainConfig, schedule: BatchSchedule, step: int, at: State) -> int:
     """The run's last step: `train.max_steps`, or earlier the step that completes `train.epochs`.
 
-    Args:
-        step: steps that were taken before, perhaps on another number of ranks.
-        at: the position in the data after them.
+    `step`: steps that were taken before, perhaps on another number of ranks. `at`: the position in the data after them.
     """
     if train.epochs is None:
         return train.max_steps
@@ -128,11 +120,7 @@ def without_validation(config: RunConfig) -> RunConfig:
 
 
 def make_schedule(config: RunConfig, world: World, samples: Dataset) -> BatchSchedule:
-    """Divide the training split into the micro-batches of steps and ranks.
-
-    Raises:
-        DataError: the split is too small for a step.
-    """
+    """Divide the training split into the micro-batches of steps and ranks."""
     train, data, accum = config.train, config.data, resolve_batch(config, world.size)
     if train.micro_batch_size > len(samples):
         raise DataError(

@@ -31,15 +31,8 @@ class BlockCalls:
     In the first two steps the ranks compare every call of a gathered module before the call, and before backward the
     parameters that the loss depends on. Later each rank only notes its calls: `flags` sends a checksum of them, and of
     the parameters that got no gradient, with the step's reduction. For compiled blocks only the parameters of the loss
-    are compared, since hooks on their modules would be compiled with them.
-
-    Args:
-        strategy: the engine, which is set up.
-        blocks: the model's repeated blocks by name.
-    Attributes:
-        waits: the waits of forward for gathered parameters.
-        may_differ: names of the parameters that ranks may use differently.
-        allowed: names of the parameters that ranks were found to use differently, in blocks that every rank calls.
+    are compared, since hooks on their modules would be compiled with them. `strategy`: the engine, which is set up.
+    `blocks`: the model's repeated blocks by name.
     """
 
     def __init__(self, strategy: Strategy, blocks: Mapping[str, nn.Module], config: RunConfig, world: World) -> None:
@@ -61,8 +54,10 @@ class BlockCalls:
         sharded = [module for module in model.modules() if is_sharded(module)]
         gathering = [*model.modules()] if facts.gathers_by_layer else sharded
         unknown = compiles and bool(gathering) and not alone  # hooks would be compiled with the blocks
+        # the waits of forward for gathered parameters
         self.waits = GatherWaits(None if unknown else [] if alone else gathering, world.device)
         counts_as_zero = facts.counts_unused_as_zero
+        # names of the parameters that ranks may use differently
         self.may_differ = {plain(fqn) for fqn in chosen_by_data(model, self._blocks)} if counts_as_zero else set[str]()
         if parts and facts.needs_same_calls:
             self.may_differ = {plain(fqn) for fqn, param in model.named_parameters() if param.requires_grad}
@@ -70,6 +65,7 @@ class BlockCalls:
         members = chosen_members(model, self._blocks).values() if counts_as_zero and not sharded else ()
         self._not_gathered_alone = {id(module) for member in members for module in member.modules()}
         self._differing_blocks: list[nn.Module] = []
+        # names of the parameters that ranks were found to use differently, in blocks that every rank calls
         self.allowed: set[str] = set()
         self._allows = counts_as_zero
         self._rows = RowChoice(blocks if self._allows and not compiles and not alone else {})
@@ -184,9 +180,7 @@ class BlockCalls:
 
         A part that some rank enters is gathered by all of them. Calls inside a block may differ where the engine can
         gather that part of the block on every rank. Then this rank's next call is compared with those of the others.
-
-        Args:
-            enters: this is the entry of a part of a model with towers.
+        `enters`: this is the entry of a part of a model with towers.
         """
         while not self._agreed(f"{name} {enters}"):
             called: list[Any] = self._world.gather((name, enters))
@@ -245,11 +239,7 @@ class BlockCalls:
         return plain_class(modules[holder]) if holder else None
 
     def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
-        """The loss function; in the first steps it ends by comparing its calls and the parameters it depends on.
-
-        Raises (from the loss):
-            ConfigError: ranks differ, or the loss bypassed the wrapped model.
-        """
+        """The loss function; in the first steps it ends by comparing its calls and the parameters it depends on."""
 
         def compared(*args: Any) -> Loss:
             self._forwards = 0
@@ -349,11 +339,7 @@ class BlockCalls:
         return [name for name in self._engine.unused() if name not in self.may_differ]
 
     def agree(self, sums: Sequence[float]) -> None:
-        """Compare this step's calls by the sums of `flags`, and begin the next step; collective if they differ.
-
-        Raises:
-            ConfigError: ranks called different blocks, or used different parameters.
-        """
+        """Compare this step's calls by the sums of `flags`, and begin the next step; collective if they differ."""
         called, self._called = self._called, self._called[-1:]
         if not self._equal(*sums):
             everyone: list[Any] = self._world.gather(([self._order[index] for index in called], self._unused_alike()))
@@ -374,8 +360,7 @@ class BlockCalls:
 def advice(strategy: StrategyName, shared: str | None) -> str:
     """The fix for a model whose ranks use different parts.
 
-    Args:
-        shared: name of a class around those parts that every rank calls; `None` if there is none.
+    `shared`: name of a class around those parts that every rank calls; `None` if there is none.
     """
     if strategy == "ddp":  # the words name settings, which differ by the name of the strategy
         return "remove parallel.find_unused"
@@ -417,17 +402,11 @@ def _fsdp_reduces_unused() -> bool:
 class RowChoice:
     """Notes modules inside blocks that are called with fewer rows than their block, and otherwise with its shape.
 
-    Such a module is a branch for some rows: in another step a rank may have none for it.
-
-    Args:
-        blocks: by name.
-
-    Attributes:
-        modules: names of the modules → names of their blocks.
+    Such a module is a branch for some rows: in another step a rank may have none for it. `blocks`: by name.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
-        self.modules: dict[str, str] = {}
+        self.modules: dict[str, str] = {}  # names of the modules → names of their blocks
         self._shapes: dict[str, torch.Size] = {}
         self._hooks: list[Any] = []
         for name, block in blocks.items():

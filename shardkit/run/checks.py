@@ -37,10 +37,6 @@ def check_sources(config: RunConfig) -> None:
     """Refuse a path to start from that is not there or holds nothing to load, and a model folder without a tokenizer.
 
     Only names of files are looked at: what they hold is judged when they are read.
-
-    Raises:
-        ConfigError: names the missing file and the folder.
-        CheckpointError: the checkpoint that `run.resume` names is not there.
     """
     source = config.run.source
     if source is not None:
@@ -100,11 +96,7 @@ def _check_tokenizer(config: RunConfig, folder: Path) -> None:
 
 
 def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized]) -> None:
-    """Refuse data of different sizes: ranks would take different numbers of steps and wait for each other; collective.
-
-    Raises:
-        DataError: the sizes differ; names the ranks' numbers of samples.
-    """
+    """Refuse data of different sizes: ranks would take different numbers of steps and wait for others; collective."""
     everyone: list[Any] = world.gather(
         [None if train is None else len(train), sum(map(len, val.values())) if val else None]
     )
@@ -120,13 +112,7 @@ def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized])
 def check_same_digests(world: World, digests: Mapping[str, str]) -> None:
     """Refuse ranks whose data differ at the same size, or are tokenised differently: they would train on a mixture.
 
-    Collective.
-
-    Args:
-        digests: of this rank's data, by name, as `Task.digests` gives them.
-
-    Raises:
-        DataError: the digests differ; names the ranks and hosts with each.
+    Collective. `digests`: of this rank's data, by name, as `Task.digests` gives them.
     """
     everyone: list[Any] = world.gather((platform.node(), dict(digests)))
     for name in sorted({name for _, rank_digests in everyone for name in rank_digests}):
@@ -153,13 +139,9 @@ def refuse_unused(
 ) -> None:
     """Before each update, raise if a trained parameter got no gradient and the strategy cannot leave it alone.
 
-    Args:
-        chosen: names of the parameters that a rank may skip in a step. Unless `parallel.find_unused` is false, they
-            are left out of the check.
-        allowed: names that are left out too, of which more may be found in a step (`BlockCalls.allowed`).
-
-    Raises (from the optimizer's step):
-        ConfigError: parameters got no gradient; names them.
+    `chosen`: names of the parameters that a rank may skip in a step. Unless `parallel.find_unused` is false, they are
+    left out of the check. `allowed`: names that are left out too, of which more may be found in a step
+    (`BlockCalls.allowed`).
     """
     strategy = config.strategy
     reason = CAPABILITIES["unused_params"].reasons.get(strategy)
@@ -201,11 +183,7 @@ Bytes = dict[str, dict[str, int]]
 
 
 def check_masters(config: PrecisionConfig, strategy: Strategy) -> None:
-    """Check that the optimizer updates weights in the dtype of the precision mode.
-
-    Raises:
-        ConfigError: the model was built in another dtype.
-    """
+    """Check that the optimizer updates weights in the dtype of the precision mode."""
     masters = [tensor for kind, tensor in strategy.state_tensors() if kind == "master_params"]
     if not masters:
         masters = [param for group in strategy.optimizer.param_groups for param in group["params"]]
@@ -258,14 +236,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class FirstUpdate:
-    """Refuses a training whose first update changes no parameter on any rank.
-
-    Attributes:
-        is_checked: whether there is nothing left to do.
-    """
+    """Refuses a training whose first update changes no parameter on any rank."""
 
     def __init__(self, world: World, strategy: Strategy) -> None:
-        self.is_checked = False
+        self.is_checked = False  # whether there is nothing left to do
         self._world, self._strategy = world, strategy
         self._before: list[torch.Tensor] = []
 
@@ -275,11 +249,7 @@ class FirstUpdate:
             self._before = self._fingerprint()
 
     def check(self, lr: float) -> None:
-        """Compare the weights after an update that was not skipped; collective the first time.
-
-        Raises:
-            TrainingError: no weight changed, though the learning rate is not 0.
-        """
+        """Compare the weights after an update that was not skipped; collective the first time."""
         if self.is_checked:
             return
         self.is_checked = True
@@ -314,10 +284,8 @@ _SUMS_MIN, _SUMS_MAX, _SUMS_SPREAD = 8, 64, 1.5
 class SumCheck:
     """Warns once if a loss that should be a sum over targets does not grow with their number: it may be a mean.
 
-    Looks at rank 0's first micro-batches, if their numbers of targets differ.
-
-    Args:
-        loss_name, fix: words for the warning.
+    Looks at rank 0's first micro-batches, if their numbers of targets differ. `loss_name`, `fix`: words for the
+    warning.
     """
 
     def __init__(self, loss_name: str, fix: str) -> None:

@@ -55,11 +55,7 @@ class Ranks(Protocol):
 
 
 def check(loaded: LoadedConfig, world: Ranks) -> None:
-    """Check, before data are read, that `run.dir` may become this run's; writes nothing. Collective.
-
-    Raises:
-        ConfigError: the directory holds a run that this one may not replace or continue, or other things.
-    """
+    """Check, before data are read, that `run.dir` may become this run's; writes nothing. Collective."""
     path = Path(loaded.config.run.dir)
     on_main(world, path, lambda: _refuse(path, loaded, exclusive=True))
 
@@ -67,17 +63,11 @@ def check(loaded: LoadedConfig, world: Ranks) -> None:
 def prepare(loaded: LoadedConfig, world: Ranks, exclusive: bool = True) -> tuple[Path, Owner | None]:
     """Claim `run.dir` for this run. Collective: every rank stops if rank 0 may not write.
 
-    Args:
-        exclusive: refuse a directory that holds other things than a run; False where another tool trains and may use
-            the directory too.
+    `exclusive`: refuse a directory that holds other things than a run; False where another tool trains and may use the
+    directory too.
 
     Returns:
         The directory, and on rank 0 its `Owner`, which the caller must close.
-
-    Raises:
-        ConfigError: the directory already holds a run or other things, another run is writing there, or it cannot be
-            written.
-        SupersededError: a later start of this job is writing there.
     """
     path, claimed = Path(loaded.config.run.dir), list[Owner]()
     files_in_use = [str(names) for names in world.gather(os.environ.get("SHARDKIT_KEEP", ""))]  # each node has its own
@@ -234,11 +224,7 @@ def _last_step(path: Path, loaded: LoadedConfig) -> int:
 
 
 def go_on(loaded: LoadedConfig, world: Ranks, path: Path, step: int) -> None:
-    """Prepare the directory for a run resumed after `step`: new settings, and later records dropped; collective.
-
-    Raises:
-        ConfigError: the directory cannot be written.
-    """
+    """Prepare the directory for a run resumed after `step`: new settings, and later records dropped; collective."""
 
     def change() -> None:
         _write_settings(path, loaded)
@@ -294,10 +280,8 @@ def _of_rivals(path: Path) -> list[Path]:
 def _clear_folder(path: Path, name: str, files_in_use: Sequence[str] = ()) -> list[Path]:
     """Delete a run's files in one of its folders, and the folder once it is empty; returns the entries left.
 
-    A link is deleted, never followed.
-
-    Args:
-        files_in_use: absolute paths that launchers write to, as in each rank's SHARDKIT_KEEP. They stay.
+    A link is deleted, never followed. `files_in_use`: absolute paths that launchers write to, as in each rank's
+    SHARDKIT_KEEP. They stay.
     """
     folder = path / name
     retained_files = [Path(entry).resolve() for names in files_in_use for entry in names.split(os.pathsep) if entry]

@@ -36,12 +36,9 @@ def evaluate(
 
     The samples are the same whatever the ranks and the micro-batch size, and so are the means, to rounding.
 
-    Keys: `val_loss`, and `val_<name>` for each further metric of the task; with several parts, which share the
-    samples by size, also `val_<name>_<part>`. Tasks whose `perplexity` is true get it as a metric: exp(loss).
-
-    Args:
-        is_over: called before every micro-batch, with the same answer on every rank; True ends the evaluation with no
-            means.
+    Keys: `val_loss`, and `val_<name>` for each further metric of the task; with several parts, which share the samples
+    by size, also `val_<name>_<part>`. Tasks whose `perplexity` is true get it as a metric: exp(loss). `is_over`: called
+    before every micro-batch, with the same answer on every rank; True ends the evaluation with no means.
     """
     limit, size = job.config.train.eval_samples, sum(map(len, parts.values()))
     means: dict[str, float] = {}
@@ -129,10 +126,8 @@ def write_samples(
     """Continue every prompt by at most `train.sample_tokens` tokens; collective.
 
     Temperature 0 takes the likeliest token. Above it, tokens are drawn by (train.seed, step, prompt), whatever the
-    number of ranks.
-
-    Args:
-        is_over: called before every token, with the same answer on every rank; True leaves the answers as they are.
+    number of ranks. `is_over`: called before every token, with the same answer on every rank; True leaves the answers
+    as they are.
 
     Returns:
         On rank 0, in the order of the prompts, {"step", "prompt", "text", "tokens"}; the tokens are new ones.

@@ -219,11 +219,7 @@ class Job:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """If memory runs out inside, write `RUN_DIR/oom/rank{r}.json` and raise an error that suggests changes.
-
-        Raises:
-            OutOfMemoryError: replaces torch's error, which is its cause.
-        """
+        """If memory runs out inside, write `RUN_DIR/oom/rank{r}.json` and raise an error that suggests changes."""
         try:
             yield
         except Exception as error:

@@ -42,27 +42,18 @@ class Loop:
 
     On a GPU the record of a step comes after the forward of the next step, so that the host does not wait for the
     device, unless something between the two steps has to wait for it anyway.
-
-    Attributes:
-        config: the job's, with the run's last step as `train.max_steps`.
-        run_dir: where rank 0 writes `memory.jsonl`.
-        step: the step that runs, or ran last; at first the step that the run resumes from.
-        loss_fn: (model, batch) → summed loss.
-        val_parts: the validation data by name; empty without an evaluation.
-        prompts: what the model continues at an evaluation.
-        texts: what it wrote at the last evaluation, on rank 0, until somebody records it.
     """
 
     job: Job
-    config: RunConfig
-    run_dir: Path
+    config: RunConfig  # the job's, with the run's last step as `train.max_steps`.
+    run_dir: Path  # where rank 0 writes `memory.jsonl`.
     task: Task
-    step: int
-    loss_fn: Any
+    step: int  # the step that runs, or ran last; at first the step that the run resumes from
+    loss_fn: Any  # (model, batch) → summed loss
     sums: SumCheck
     loader: StepLoader
-    val_parts: Mapping[str, Dataset]
-    prompts: Prompts | None
+    val_parts: Mapping[str, Dataset]  # the validation data by name; empty without an evaluation
+    prompts: Prompts | None  # what the model continues at an evaluation
     watchdog: Watchdog
     requests: Requests
     checkpoints: Checkpointer
@@ -70,6 +61,7 @@ class Loop:
     records: StepRecords
     first_update: FirstUpdate
     profiler: Profiler | None
+    # what it wrote at the last evaluation, on rank 0, until somebody records it
     texts: list[dict[str, Any]] = field(default_factory=list)
 
     first_step: int = field(init=False)

@@ -43,11 +43,7 @@ class Reduction:
         return self._end is not None
 
     def add(self, name: str, values: Sequence[float], on_sums: OnSums) -> None:
-        """Send `values` with the reduction; `on_sums` gets their sums over all ranks.
-
-        Raises:
-            ValueError: there is a part of this name, or the reduction is under way.
-        """
+        """Send `values` with the reduction; `on_sums` gets their sums over all ranks."""
         if self.has_begun or name in self._parts:
             raise ValueError(f"part {name!r} of a reduction was added twice, or too late")
         self._parts[name] = list(values), on_sums
@@ -78,29 +74,21 @@ class OptimizerStep:
 
     `compute` its gradients, `update` the weights, begin the agreement on the step between the two or after them.
     `refuse_bad_loss` and `finite_norm` end the run before anything is saved.
-
-    Attributes:
-        number: the first step is 1.
-        micro_batches: this rank's.
-        n_targets: target tokens of all ranks.
-        loss_fn: (model, batch) → the loss summed over the batch's targets.
-        reduction: the ranks' agreement on this step; others may add their parts until it begins.
-        loss_sum: this rank's summed loss, once its gradients are computed.
-        output: this rank's results, once the step is taken.
-        gather_waits: the waits of forward for other ranks; `None` if they are not watched in this step.
-        loss: mean over the targets of all ranks; NaN before the ranks agree, and if it is not finite.
     """
 
     job: Job
-    number: int
-    micro_batches: Sequence[MicroBatch]
-    n_targets: float
-    loss_fn: Callable[[Any, Any], torch.Tensor]
+    number: int  # the first step is 1
+    micro_batches: Sequence[MicroBatch]  # this rank's
+    n_targets: float  # target tokens of all ranks
+    loss_fn: Callable[[Any, Any], torch.Tensor]  # (model, batch) → the loss summed over the batch's targets
+    # the ranks' agreement on this step; others may add their parts until it begins
     reduction: Reduction = field(init=False)
-    loss_sum: HostValue = field(init=False)
-    output: StepOutput = field(init=False)
+    loss_sum: HostValue = field(init=False)  # this rank's summed loss, once its gradients are computed
+    output: StepOutput = field(init=False)  # this rank's results, once the step is taken
+    # the waits of forward for other ranks; `None` if they are not watched in this step
     gather_waits: Stopwatch | None = field(init=False, default=None)
     _turns: list[Mark] = field(init=False)
+    # mean over the targets of all ranks; NaN before the ranks agree, and if it is not finite
     loss: float = field(init=False, default=math.nan)
 
     def __post_init__(self) -> None:
@@ -109,9 +97,8 @@ class OptimizerStep:
     def compute(self, phases: Phases, watches_gathers: bool) -> None:
         """Forward and backward of all micro-batches; the device may still work on them afterwards.
 
-        Args:
-            phases: where the memory of the step's phases is accounted.
-            watches_gathers: whether to time forward's waits for other ranks, even if that costs something.
+        `phases`: where the memory of the step's phases is accounted. `watches_gathers`: whether to time forward's waits
+        for other ranks, even if that costs something.
         """
         job, world = self.job, self.job.world
         with job.calls.waits.watching(watches_gathers) as self.gather_waits:
@@ -149,20 +136,12 @@ class OptimizerStep:
         return self.output.busy_s(self.gather_waits)
 
     def refuse_bad_loss(self) -> None:
-        """End the run if the loss is not finite on some rank; collective then.
-
-        Raises:
-            TrainingError: names the ranks.
-        """
+        """End the run if the loss is not finite on some rank; collective then."""
         if not math.isfinite(self.loss):
             raise not_finite_loss(self.job.world, self.number, self.loss_sum.item())
 
     def finite_norm(self) -> float:
-        """The norm of the gradient, once it has arrived; infinite or NaN only if loss scaling skipped the update.
-
-        Raises:
-            TrainingError: the gradient is not finite; names the ranks and parameters. Collective then.
-        """
+        """The norm of the gradient, once it has arrived; infinite or NaN only if loss scaling skipped the update."""
         norm = self.output.grad_norm.item()
         if not math.isfinite(norm) and self.job.config.precision.mode != "fp16":
             raise not_finite_gradient(self)

@@ -44,30 +44,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Record:
-    """A start of a run.
+    """A start of a run."""
 
-    Attributes:
-        token: random; differs between any two starts.
-        host: the machine's name.
-        space: the machine's boot and process namespace, in which `pid` is valid.
-        born: start time of the process in kernel ticks: another process may get the same `pid` later.
-        job: name of the job or torchrun agent, the same after a restart; None for a process by itself.
-        restart: how often Slurm or another supervisor has started the job again.
-        step: Slurm's number of the step within the job.
-        attempt: how often torchrun has restarted the ranks.
-        ended: whether the owner recorded its end.
-    """
-
-    token: str
-    host: str
+    token: str  # random; differs between any two starts
+    host: str  # the machine's name
     pid: int
-    space: str = ""
-    born: int = 0
-    job: str | None = None
-    restart: int = 0
-    step: str = ""
-    attempt: int = 0
-    ended: bool = False
+    space: str = ""  # the machine's boot and process namespace, in which `pid` is valid
+    born: int = 0  # start time of the process in kernel ticks: another process may get the same `pid` later
+    job: str | None = None  # name of the job or torchrun agent, the same after a restart; None for a process by itself
+    restart: int = 0  # how often Slurm or another supervisor has started the job again
+    step: str = ""  # Slurm's number of the step within the job
+    attempt: int = 0  # how often torchrun has restarted the ranks
+    ended: bool = False  # whether the owner recorded its end
 
     @property
     def name(self) -> str:
@@ -128,11 +116,7 @@ class Owner:
         return self._lost
 
     def fence(self) -> None:
-        """Check ownership now, before something is published.
-
-        Raises:
-            SupersededError: another start owns the directory.
-        """
+        """Check ownership now, before something is published."""
         with self._busy:
             self._look()
         if self._lost is not None:
@@ -184,13 +168,7 @@ def superseded(reason: str) -> SupersededError:
 
 
 def claim(run_dir: Path, record: Record | None = None, stale_s: float = STALE_S) -> Owner:
-    """Become the owner of a run directory.
-
-    Raises:
-        ConfigError: another live run owns it.
-        SupersededError: a later start of this job owns it.
-        OSError: the directory cannot be written.
-    """
+    """Become the owner of a run directory."""
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     record = this_process() if record is None else record
@@ -234,12 +212,7 @@ def claim(run_dir: Path, record: Record | None = None, stale_s: float = STALE_S)
 
 
 def _give_way(run_dir: Path, path: Path, record: Record, stale_s: float) -> Record | None:
-    """Return the record of a lock that `record`'s start may replace.
-
-    Raises:
-        ConfigError: another live run owns it.
-        SupersededError: a later start of this job owns it.
-    """
+    """Return the record of a lock that `record`'s start may replace."""
     holder = _read(path)
     if holder is not None and record.is_earlier_start(holder):
         raise superseded(f"{holder.name} owns it")

@@ -142,11 +142,7 @@ def describe(estimate: MemoryEstimate) -> str:
 
 
 def planned_advice(config: RunConfig, target: Target, run_dir: Path) -> list[Advice]:
-    """Planned changes of a job that ran out of memory, those that fit first; only on the first rank that asks.
-
-    Raises:
-        ShardkitError: the job cannot be planned.
-    """
+    """Planned changes of a job that ran out of memory, those that fit first; only on the first rank that asks."""
     try:
         (run_dir / CLAIM).touch(exist_ok=False)
     except OSError:

@@ -22,14 +22,10 @@ def note_early() -> None:
 
 
 class StopRequest:
-    """Notes SIGTERM, SIGUSR2 and SIGHUP between `listen` and `close`; the handlers do nothing else.
-
-    Attributes:
-        agreed: name of the signal that the ranks agreed to stop for; `None` until then.
-    """
+    """Notes SIGTERM, SIGUSR2 and SIGHUP between `listen` and `close`; the handlers do nothing else."""
 
     def __init__(self) -> None:
-        self.agreed: str | None = None
+        self.agreed: str | None = None  # name of the signal that the ranks agreed to stop for; `None` until then
         self._seen: set[int] = set()
         self._previous: dict[int, object] = {}
 

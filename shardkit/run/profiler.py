@@ -30,8 +30,7 @@ _HISTORY = 200_000
 class Profiler:
     """Profiles some steps of a run; it does not affect the others.
 
-    Args:
-        run_dir: the run directory; files go to its `profile/`.
+    `run_dir`: the run directory; files go to its `profile/`.
     """
 
     def __init__(self, config: RunConfig, world: World, ledger: MemoryLedger, run_dir: Path) -> None:

@@ -35,37 +35,26 @@ Span = tuple[Mark, Mark]
 
 @dataclass(kw_only=True)
 class LoopStep(OptimizerStep):
-    """A step of the training loop, with the further figures of its record.
+    """A step of the training loop, with the further figures of its record."""
 
-    Attributes:
-        batch: its data; `micro_batches` are those of the batch.
-        n_positions: positions that the model computes for the targets, over all ranks; 0 if the task does not tell.
-        lr: the learning rate.
-        reads: when the host began to read data, and when it had them, between the ends of the last update and of this.
-        early_read: such a span that lies between the step's forward and its update.
-    """
-
-    batch: StepBatch
-    n_positions: float
-    lr: float
+    batch: StepBatch  # its data; `micro_batches` are those of the batch
+    n_positions: float  # positions that the model computes for the targets, over all ranks; 0 if the task does not tell
+    lr: float  # the learning rate
+    # when the host began to read data, and when it had them, between the ends of the last update and of this
     reads: list[Span] = field(default_factory=list)
-    early_read: Span | None = None
+    early_read: Span | None = None  # such a span that lies between the step's forward and its update
 
 
 class StepRecords:
     """Makes the record of each step, once the device has finished it.
 
-    The times of steps and pauses follow one another without gaps: their sum is the time of the run.
-
-    Attributes:
-        tokens_total: target tokens of all steps so far.
-        n_skipped: steps that loss scaling skipped in this start of the run.
-        pauses: seconds of pauses after the last record; they go into the next one.
+    The times of steps and pauses follow one another without gaps: their sum is the time of the run. `tokens_total`:
+    target tokens of all steps so far. `n_skipped`: steps that loss scaling skipped in this start of the run.
     """
 
     def __init__(self, job: Job, watchdog: Watchdog, tokens_total: int) -> None:
         self.tokens_total, self.n_skipped = tokens_total, 0
-        self.pauses: Record = {}
+        self.pauses: Record = {}  # seconds of pauses after the last record; they go into the next one
         self._job, self._watchdog, self._device = job, watchdog, job.world.device
         self._pause_limit_s = job.config.run.init_timeout_s
         self._waiting: LoopStep | None = None
@@ -80,21 +69,13 @@ class StepRecords:
         self._waiting = step
 
     def postponed(self) -> Iterator[Record]:
-        """The record that `postpone` left, if any. A loss of a later step has arrived: nothing is waited for.
-
-        Raises:
-            TrainingError: the gradient of that step is not finite.
-        """
+        """The record that `postpone` left, if any. A loss of a later step has arrived: nothing is waited for."""
         step, self._waiting = self._waiting, None
         if step is not None:
             yield self._record(step, step.output.ended)
 
     def finish(self, step: LoopStep) -> Record:
-        """The record of a step that ends now: waits for the device.
-
-        Raises:
-            TrainingError: the step's gradient is not finite.
-        """
+        """The record of a step that ends now: waits for the device."""
         return self._record(step, Mark(self._device).wait())
 
     def _record(self, step: LoopStep, ended: Mark) -> Record:
@@ -141,12 +122,7 @@ class StepRecords:
 class Recorder:
     """`metrics.jsonl`, TensorBoard, the terminal and the Prometheus endpoint of a run; on rank 0 only.
 
-    Args:
-        n_recorded: steps that the resumed run has already recorded.
-        last_step: the run's last step.
-
-    Raises:
-        ConfigError: Weights & Biases cannot start, or the endpoint's port is taken.
+    `n_recorded`: steps that the resumed run has already recorded. `last_step`: the run's last step.
     """
 
     def __init__(self, job: Job, task: Task, run_dir: Path, n_recorded: int, last_step: int) -> None:

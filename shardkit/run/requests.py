@@ -13,13 +13,8 @@ from .preemption import StopRequest
 class Requests:
     """Requests to single ranks, on which all ranks agree in the step's reduction.
 
-    Args:
-        owner: of the run directory, on rank 0.
-        time_is_up: whether the interval between two saves has passed; asked on every rank.
-
-    Attributes:
-        stop: the signals.
-        save: whether the ranks agreed to save after this step.
+    `owner`: of the run directory, on rank 0. `time_is_up`: whether the interval between two saves has passed; asked on
+    every rank. `stop`: the signals. `save`: whether the ranks agreed to save after this step.
     """
 
     def __init__(self, world: World, stop: StopRequest, owner: Owner | None, time_is_up: Callable[[], bool]) -> None:
@@ -32,11 +27,7 @@ class Requests:
         reduction.add("save", [float(self._time_is_up())], self._agree_to_save)
 
     def stops_now(self) -> bool:
-        """Whether some rank was asked to stop; collective, between two steps.
-
-        Raises:
-            SupersededError: another start owns the run directory.
-        """
+        """Whether some rank was asked to stop; collective, between two steps."""
         reduction = Reduction(self._world)
         self._add_urgent(reduction)
         reduction.begin()

@@ -31,20 +31,15 @@ if TYPE_CHECKING:
 class StartingPoint:
     """The start of a run: new weights, those of `model.init_from`, or a checkpoint that suits the run.
 
-    Args:
-        n_samples: of the training split.
-        digests: of the data that the task names.
-
-    Attributes:
-        loads_weights: whether every weight comes from a checkpoint or from `model.init_from`, so that none is drawn.
-        base: the model under the task's adapter; `None` if the whole model is trained.
+    `n_samples`: of the training split. `digests`: of the data that the task names.
     """
 
     def __init__(self, job: Job, task: Task, run_dir: Path, n_samples: int, digests: Mapping[str, str]) -> None:
         self._job, self._task, self._run_dir = job, task, run_dir
         self._n_samples, self._digests = n_samples, digests
         self._adapter = getattr(task, "adapter", None)
-        self.base: FrozenBase | None = None
+        self.base: FrozenBase | None = None  # the model under the task's adapter; `None` if the whole model is trained
+        # whether every weight comes from a checkpoint or from `model.init_from`, so that none is drawn.
         self.loads_weights = self._will_load()
 
     def _will_load(self) -> bool:
@@ -69,12 +64,7 @@ class StartingPoint:
                 say(describe(self._job.model, adapter.quantizer, adapter.quantizer.settings.type))
 
     def resume(self, checkpoints: Checkpointer) -> RunState:
-        """Load the weights, and the checkpoint that `run.resume` asks for; returns the state of the run then.
-
-        Raises:
-            CheckpointError: there is no checkpoint where `run.resume` names one.
-            ConfigError, DataError: the checkpoint does not suit this run.
-        """
+        """Load the weights, and the checkpoint that `run.resume` asks for; returns the state of the run then."""
         run, world, base = self._job.config.run, self._job.world, self.base
         if run.resume is False or base is not None:
             self.fill(checkpoints)
@@ -156,11 +146,7 @@ class StartingPoint:
         return about | ({"adapter": self.base.about} if self.base else {})
 
     def _accept(self, saved: RunState) -> None:
-        """Refuse a checkpoint whose data, data order or adapter are not those of this run.
-
-        Raises:
-            ConfigError, DataError: name the setting or the data that differ.
-        """
+        """Refuse a checkpoint whose data, data order or adapter are not those of this run."""
         config = self._job.config
         seed = config.train.seed
         if saved.seed != seed and "imported" not in saved.extra:  # another tool's data order does not apply here
@@ -210,12 +196,7 @@ def note_save(run_dir: Path, report: SaveReport) -> None:
 
 
 class Saves:
-    """The saves of a run.
-
-    Args:
-        about: what a resume compares: see `RunState.extra`.
-        n_samples: of the training split.
-    """
+    """The saves of a run. `about`: what a resume compares: see `RunState.extra`. `n_samples`: of the training split."""
 
     def __init__(
         self,

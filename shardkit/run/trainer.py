@@ -41,43 +41,29 @@ from .watchdog import WATCHED_S, Watchdog
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        steps: optimizer steps done.
-        loss: mean loss of the last step.
-        val_loss: mean validation loss at the end; `None` without validation data.
-        stopped_by: the signal that ended the run before `train.max_steps`; `None` if none did.
-    """
-
-    steps: int
-    loss: float
-    val_loss: float | None
-    stopped_by: str | None = None
+    steps: int  # optimizer steps done
+    loss: float  # mean loss of the last step
+    val_loss: float | None  # mean validation loss at the end; `None` without validation data
+    stopped_by: str | None = None  # the signal that ended the run before `train.max_steps`; `None` if none did.
 
 
 class Trainer:
-    """Trains `task` of the config under the job's strategy and writes the run directory.
-
-    Attributes:
-        config: the job's; `train.max_steps` is the run's last step, which `train.epochs` may set.
-        data: the training split.
-        val_data: the validation split by the names of its parts.
-        owner: of the run directory, on rank 0.
-    """
+    """Trains `task` of the config under the job's strategy and writes the run directory."""
 
     job: Job
-    config: RunConfig
+    config: RunConfig  # the job's; `train.max_steps` is the run's last step, which `train.epochs` may set.
     world: World
 
     task: Task
-    data: Dataset
-    val_data: dict[str, Dataset]
+    data: Dataset  # the training split
+    val_data: dict[str, Dataset]  # the validation split by the names of its parts
     prompts: Prompts | None
     schedule: BatchSchedule
 
     run_dir: Path
-    owner: Owner | None
+    owner: Owner | None  # of the run directory, on rank 0
     start: StartingPoint
 
     stop: StopRequest
@@ -208,12 +194,7 @@ class Trainer:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     def fit(self) -> Outcome:
-        """Train to `train.max_steps`.
-
-        Raises:
-            TrainingError: a loss or gradient is not finite (names step and rank), or no parameter changes in the first
-                step.
-        """
+        """Train to `train.max_steps`."""
         loop = self.loop
         outcome = Outcome(loop.step, math.nan, None)
         record: Record = {}

@@ -33,30 +33,24 @@ WATCHED_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a run, and how long it may go on without a beat.
-
-    Attributes:
-        key: the setting of the limit.
-        signs: called when the limit has passed; a new value counts as progress and restarts the limit.
-        phase: rank → what that rank is doing in this part, as far as this rank can tell.
-    """
+    """A part of a run, and how long it may go on without a beat."""
 
     limit_s: float
-    key: str = "run.step_timeout_s"
+    key: str = "run.step_timeout_s"  # the setting of the limit
+    # called when the limit has passed; a new value counts as progress and restarts the limit
     signs: Callable[[], object] = lambda: None
+    # rank → what that rank is doing in this part, as far as this rank can tell
     phase: Callable[[int], str] | None = None
 
 
 class Watchdog:
     """Watches one rank between `start` and `stop`.
 
-    Args:
-        folder: where the ranks write their stacks; on a file system that they share.
-        limit_s: longest time without a `beat`; time in which the process is suspended does not count.
-        settle_s: how long rank 0 waits for the other ranks' files before it names the missing ones.
-        hosts: the host of each rank.
-        block: returns the name of the block that this rank called last; empty if there is none.
-        pulse: called every `pulse_s` seconds of a step that goes on, with its number, its part and its seconds so far.
+    `folder`: where the ranks write their stacks; on a file system that they share. `limit_s`: longest time without a
+    `beat`; time in which the process is suspended does not count. `settle_s`: how long rank 0 waits for the other
+    ranks' files before it names the missing ones. `hosts`: the host of each rank. `block`: returns the name of the
+    block that this rank called last; empty if there is none. `pulse`: called every `pulse_s` seconds of a step that
+    goes on, with its number, its part and its seconds so far.
     """
 
     def __init__(
@@ -250,8 +244,7 @@ def innermost(frame: FrameType | None) -> tuple[str, bool]:
 def behind(states: list[dict[str, Any] | None], name: Callable[[int], str] = str) -> str:
     """The ranks that the others wait for: those without an answer, else those with the least progress.
 
-    Args:
-        name: words for a rank that did not answer.
+    `name`: words for a rank that did not answer.
     """
     silent = [name(rank) for rank, state in enumerate(states) if state is None]
     if silent:

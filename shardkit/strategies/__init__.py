@@ -30,8 +30,7 @@ EngineFactory = Callable[[RunConfig, World], Strategy]
 def make_strategy(config: RunConfig, world: World, make_engine: EngineFactory | None = None) -> Strategy:
     """The config's strategy, not yet set up; imports only the module of its engine.
 
-    Args:
-        make_engine: makes another engine than training's; planning has engines that work on fake tensors.
+    `make_engine`: makes another engine than training's; planning has engines that work on fake tensors.
     """
     engine = (make_engine or _engine)(config, world)
     return engine if config.train.ema_decay is None else EMA(engine, config.train.ema_decay)

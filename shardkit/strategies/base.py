@@ -18,76 +18,51 @@ OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Shard:
-    """The contiguous range of one flattened logical tensor that this rank holds.
+    """The contiguous range of one flattened logical tensor that this rank holds."""
 
-    Attributes:
-        name: `model.<fqn>` for weights (the fp32 master if there is one), `optim.<fqn>.<state>` for moments,
-            `buffer.<fqn>` for persistent buffers.
-        shape: shape of the whole tensor.
-        start: index of the first local element in the flattened whole.
-        local: 1-D view into the engine's own memory (writing to it changes the engine's state); padding stripped.
-        replica: 0 if this rank writes the range to checkpoints, > 0 if another rank writes it.
-    """
-
+    # `model.<fqn>` for weights (the fp32 master if there is one), `optim.<fqn>.<state>` for moments, `buffer.<fqn>` for
+    # persistent buffers.
     name: str
-    shape: tuple[int, ...]
-    start: int
+    shape: tuple[int, ...]  # shape of the whole tensor
+    start: int  # index of the first local element in the flattened whole
+    # 1-D view into the engine's own memory (writing to it changes the engine's state); padding stripped
     local: torch.Tensor
-    replica: int = 0
+    replica: int = 0  # 0 if this rank writes the range to checkpoints, > 0 if another rank writes it
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What callers need to know about an engine, where they would otherwise compare names.
+    """What callers need to know about an engine, where they would otherwise compare names."""
 
-    Attributes:
-        shards_state: a rank holds a part of the weights or of their optimizer state.
-        shards_parameters: a rank holds a part of each parameter, so forward gathers them.
-        gathers_by_layer: every module gathers the parameters that it holds itself (ZeRO-3).
-        hooks_modules: the engine's hooks on modules have to stay outside of compiled blocks.
-        hooks_model: the engine hooks into the call of the whole model, so the loss must call it.
-        needs_same_calls: collectives are paired by their order: ranks must call the same blocks.
-        reduces_missing_grads: gradients that only some ranks have are averaged as they should be.
-        counts_unused_as_zero: a parameter that this rank did not use has a gradient of zero.
-        waits_in_backward: the host waits for the device in `finish_backward`, and has time for other work before it.
-    """
-
-    shards_state: bool = False
-    shards_parameters: bool = False
-    gathers_by_layer: bool = False
-    hooks_modules: bool = False
-    hooks_model: bool = True
-    needs_same_calls: bool = False
-    reduces_missing_grads: bool = False
-    counts_unused_as_zero: bool = False
+    shards_state: bool = False  # a rank holds a part of the weights or of their optimizer state
+    shards_parameters: bool = False  # a rank holds a part of each parameter, so forward gathers them
+    gathers_by_layer: bool = False  # every module gathers the parameters that it holds itself (ZeRO-3)
+    hooks_modules: bool = False  # the engine's hooks on modules have to stay outside of compiled blocks
+    hooks_model: bool = True  # the engine hooks into the call of the whole model, so the loss must call it
+    needs_same_calls: bool = False  # collectives are paired by their order: ranks must call the same blocks
+    reduces_missing_grads: bool = False  # gradients that only some ranks have are averaged as they should be
+    counts_unused_as_zero: bool = False  # a parameter that this rank did not use has a gradient of zero
+    # the host waits for the device in `finish_backward`, and has time for other work before it
     waits_in_backward: bool = False
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The options of one step: an option for engines is a field here, which `OptimizerStep` sets.
+    """The options of one step: an option for engines is a field here, which `OptimizerStep` sets."""
 
-    Attributes:
-        max_norm: clip the gradient to this global norm; `None` = no clipping.
-    """
-
-    max_norm: float | None = None
+    max_norm: float | None = None  # clip the gradient to this global norm; `None` = no clipping
 
 
 @dataclass(frozen=True)
 class Update:
-    """The figures of one step.
+    """The figures of one step."""
 
-    Attributes:
-        grad_norm: global norm of the gradient before clipping; 0-d, not synced to the host.
-        updated: False if loss scaling skipped the update, on every rank. Without loss scaling the device decides by the
-            norm, and a norm that is not finite ends the run: True then.
-        figures: further figures by name, 0-d and not synced to the host; rank 0 writes its own to the step's line of
-            `metrics.jsonl`.
-    """
-
-    grad_norm: torch.Tensor
+    grad_norm: torch.Tensor  # global norm of the gradient before clipping; 0-d, not synced to the host
+    # False if loss scaling skipped the update, on every rank. Without loss scaling the device decides by the norm, and
+    # a norm that is not finite ends the run: True then.
     updated: bool
+    # further figures by name, 0-d and not synced to the host; rank 0 writes its own to the step's line of
+    # `metrics.jsonl`.
     figures: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -145,8 +120,7 @@ class Strategy:
     def weights_changed(self, replicas_equal: bool = False) -> None:
         """Make the model compute with weights written through `shards` or `load_targets`; collective.
 
-        Args:
-            replicas_equal: every rank has written its `load_targets` from the same bytes: replicated weights are equal.
+        `replicas_equal`: every rank has written its `load_targets` from the same bytes: replicated weights are equal.
         """
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
@@ -164,8 +138,7 @@ class Strategy:
     def create_optimizer_state(self, stateless: Collection[str] = ()) -> None:
         """Create the optimizer state that exists from the first step on: a load writes into it.
 
-        Args:
-            stateless: names of parameters that had no state when it was saved (no step had used them): they get none.
+        `stateless`: names of parameters that had no state when it was saved (no step had used them): they get none.
         """
         raise NotImplementedError
 

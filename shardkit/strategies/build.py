@@ -46,12 +46,7 @@ def parallelize(
 
 
 def refuse_parameters(model: nn.Module, strategy: Strategy) -> nn.Module:
-    """Return the model if the engine can hold each of its parameters.
-
-    Raises:
-        ConfigError: a parameter has no size yet, is complex, has several elements at one address of memory, or gets
-            sparse gradients; names it and its module.
-    """
+    """Return the model if the engine can hold each of its parameters."""
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             fqn = f"{prefix}.{name}".lstrip(".")
@@ -78,11 +73,7 @@ def refuse_parameters(model: nn.Module, strategy: Strategy) -> nn.Module:
 
 
 def make_contiguous(model: nn.Module, strategy: Strategy) -> None:
-    """Lay out parameters and saved buffers in memory in the order of their elements, as engines and checkpoints do.
-
-    Raises:
-        ConfigError: the parameter is a view of another one, which a sharding engine would separate.
-    """
+    """Lay out parameters and saved buffers in memory in the order of their elements, as engines and checkpoints do."""
     plain = {fqn: param for fqn, param in model.named_parameters() if not hasattr(param, "ds_id")}
     addresses = Counter(param.untyped_storage().data_ptr() for param in plain.values() if not param.is_meta)
     for fqn, param in plain.items():

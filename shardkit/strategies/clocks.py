@@ -48,9 +48,6 @@ class HostValue:
     """A 0-d device tensor on its way to the host; reading it waits for the copy only, not for later work of the device.
 
     `arrived` marks the end of the copy on the device; `time.perf_counter` would mark its launch.
-
-    Attributes:
-        arrived: the moment at which the value is on the host.
     """
 
     _free: ClassVar[dict[torch.dtype, list[torch.Tensor]]] = {}
@@ -66,7 +63,7 @@ class HostValue:
                 self._pool = self._free.setdefault(value.dtype, self._pool)
             self._host = self._pool.pop() if self._pool else torch.empty((), dtype=value.dtype, pin_memory=True)
             self._host.copy_(value, non_blocking=True)
-        self.arrived = Mark(device or value.device)
+        self.arrived = Mark(device or value.device)  # the moment at which the value is on the host
 
     def item(self) -> float:
         if self._number is None:
@@ -105,11 +102,9 @@ class GatherWaits:
     """Seconds that forward waits for other ranks, where an engine gathers parameters before a module's forward.
 
     The device waits, not the host, which `time.perf_counter` would time: a watched step has a hook before and a hook
-    after the engine's own on each such module, and both mark moments of the device.
-
-    Args:
-        modules: the modules whose parameters are gathered; empty if the engine gathers none in forward, `None` if the
-            waits cannot be told from forward.
+    after the engine's own on each such module, and both mark moments of the device. `modules`: the modules whose
+    parameters are gathered; empty if the engine gathers none in forward, `None` if the waits cannot be told from
+    forward.
     """
 
     def __init__(self, modules: Sequence[nn.Module] | None, device: torch.device) -> None:

@@ -119,9 +119,6 @@ class DDP(TorchStates):
 
         The other ranks wait for it. The zeros are negative: their sum over ranks is negative zero only where no rank
         has another gradient, and such a parameter is left without one, as in one process.
-
-        Raises:
-            ConfigError: `parallel.find_unused=false` says that every parameter gets a gradient.
         """
         indices = not_reduced(self._wrapped)
         if not indices:

@@ -22,10 +22,8 @@ class EMA(Strategy):
 
     A rank averages only the ranges that it writes to checkpoints (of the fp32 masters, if there are any). Evaluation
     exchanges the values of weights and averages, not the tensors, so that engines and compiled code keep their tensors.
-    Checkpoints hold the averages as `ema.<fqn>`.
-
-    Args:
-        decay: share of the average that a step keeps; a weight's half-life is ln 2 / (1 - decay) steps.
+    Checkpoints hold the averages as `ema.<fqn>`. `decay`: share of the average that a step keeps; a weight's half-life
+    is ln 2 / (1 - decay) steps.
     """
 
     def __init__(self, inner: Strategy, decay: float) -> None:

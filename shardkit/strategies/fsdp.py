@@ -218,9 +218,6 @@ class FSDP(TorchStates):
 
         Parameters that ranks may choose are counted over ranks, which is collective. Of the others, `BlockCalls`
         compares the names over ranks.
-
-        Raises:
-            ConfigError: only some ranks used a parameter, and this torch would mix up its gradients with another's.
         """
         names = unused.names()
         unused.end_step()
@@ -344,11 +341,7 @@ def _gather_ahead(
 
 
 def take_hooks(model: nn.Module) -> dict[str, list[Hook]]:
-    """The hooks that the model's own code has put on its parameters, by name: sharding replaces the parameters.
-
-    Raises:
-        ConfigError: a hook waits for the complete gradient, which is sharded.
-    """
+    """The hooks that the model's own code has put on its parameters, by name: sharding replaces the parameters."""
     for fqn, param in model.named_parameters():
         if accumulated_hooks_of(param):
             raise ConfigError(
@@ -360,11 +353,7 @@ def take_hooks(model: nn.Module) -> dict[str, list[Hook]]:
 
 
 def refuse_plain_parameters(model: nn.Module, strategy: str) -> None:
-    """Raise if a parameter is in no unit: its gradient would never be reduced.
-
-    Raises:
-        ConfigError: names the parameter.
-    """
+    """Raise if a parameter is in no unit: its gradient would never be reduced."""
     for fqn, param in model.named_parameters():
         if not isinstance(param, DTensor):
             raise ConfigError(

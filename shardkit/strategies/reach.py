@@ -38,11 +38,7 @@ OBSERVED_STEPS = 2
 class Reach(TorchFunctionMode):
     """Holds the units of a model that are not gathered and freed by their own calls.
 
-    Args:
-        observes: look in the first steps for a backward inside of forward, and for late gradients.
-
-    Attributes:
-        gathered: called when a unit was gathered outside of its forward.
+    `observes`: look in the first steps for a backward inside of forward, and for late gradients.
     """
 
     def __init__(self, model: nn.Module, strategy: str, observes: bool) -> None:
@@ -59,7 +55,7 @@ class Reach(TorchFunctionMode):
         self._hooked: set[int] = set()
         self._observes = observes
         self._steps = 0
-        self.gathered: Callable[[], None] = lambda: None
+        self.gathered: Callable[[], None] = lambda: None  # called when a unit was gathered outside of its forward
 
     def watch(self, model: nn.Module) -> None:
         """Watch the forward of the model, which is sharded by now."""
@@ -114,8 +110,7 @@ class Reach(TorchFunctionMode):
     def release(self, reshards: bool) -> None:
         """Let the units of `hold_now` be gathered and freed by their own calls again.
 
-        Args:
-            reshards: whether a unit's gathered parameters are freed after its forward.
+        `reshards`: whether a unit's gathered parameters are freed after its forward.
         """
         for unit in self._passing:
             self.held_units.remove(unit)
@@ -291,10 +286,8 @@ class UnusedParameters:
     """Counts, for each parameter of a sharded model, the reductions of a step to which this rank gave no gradient.
 
     Ranks that use different parameters of a unit must still reduce the same ones: FSDP2 packs the gradients of a unit
-    into one buffer, without their names.
-
-    Args:
-        model: the sharded model; its units count missing gradients as zero from now on, where torch can.
+    into one buffer, without their names. `model`: the sharded model; its units count missing gradients as zero from now
+    on, where torch can.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -27,10 +27,8 @@ class TorchStates(Strategy):
     """Methods shared by single, ddp and fsdp, whose optimizer is torch's own over the model's own parameters.
 
     The methods of a step (`accumulate`, `backward`, `step`) are in the engine's file. Shards here suit engines whose
-    ranks hold whole parameters; an engine that shards parameters overrides these methods.
-
-    Attributes:
-        elementwise: refuse state that is not one value per element of its parameter, since each rank holds a shard.
+    ranks hold whole parameters; an engine that shards parameters overrides these methods. `elementwise`: refuse state
+    that is not one value per element of its parameter, since each rank holds a shard.
     """
 
     elementwise = False
@@ -128,11 +126,7 @@ def is_elementwise(value: object, param: torch.Tensor) -> bool:
 
 
 def scalars_of(fqn: str, param: torch.Tensor, state: Mapping[str, Any], elementwise: bool = True) -> dict[str, float]:
-    """`optim.<fqn>.<key>` of every state that is one number.
-
-    Raises:
-        CheckpointError: with `elementwise`, a state is neither one number nor one value per element of the parameter.
-    """
+    """`optim.<fqn>.<key>` of every state that is one number."""
     numbers: dict[str, float] = {}
     for key, value in state.items():
         if is_scalar(key, value, param):
@@ -154,11 +148,7 @@ def _describe(value: object) -> str:
 
 
 def set_scalars(fqn: str, param: torch.Tensor, state: dict[str, Any], scalars: Mapping[str, float]) -> None:
-    """Write saved numbers into a parameter's existing state.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a number.
-    """
+    """Write saved numbers into a parameter's existing state."""
     for key, value in state.items():
         if not is_scalar(key, value, param):
             continue
@@ -190,11 +180,7 @@ def create_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
 
 
 def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D view of a tensor.
-
-    Raises:
-        CheckpointError: the tensor is not contiguous (channels_last, a transpose).
-    """
+    """A 1-D view of a tensor."""
     if not tensor.is_contiguous():
         raise CheckpointError(
             f"{name} is not contiguous: strides {tensor.stride()} for shape {tuple(tensor.shape)}",

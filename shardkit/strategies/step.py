@@ -28,23 +28,15 @@ MicroBatch = tuple[Any, bool]
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One rank's results of a step, still on their way from the device.
+    """One rank's results of a step, still on their way from the device."""
 
-    Attributes:
-        loss_sum: this rank's summed loss, before division by the global target count.
-        grad_norm: global gradient norm before clipping.
-        updated: False if loss scaling skipped the update.
-        turns: the moments at which each micro-batch's forward and its backward begin, alternating, and then the update.
-        ended: the end of the update.
-        figures: the engine's further figures, by name.
-    """
-
-    loss_sum: HostValue
-    grad_norm: HostValue
-    updated: bool
+    loss_sum: HostValue  # this rank's summed loss, before division by the global target count
+    grad_norm: HostValue  # global gradient norm before clipping
+    updated: bool  # False if loss scaling skipped the update
+    # the moments at which each micro-batch's forward and its backward begin, alternating, and then the update
     turns: list[Mark]
-    ended: Mark
-    figures: dict[str, HostValue] = field(default_factory=dict)
+    ended: Mark  # the end of the update
+    figures: dict[str, HostValue] = field(default_factory=dict)  # the engine's further figures, by name
 
     def arrived(self) -> StepOutput:
         """Declare that the device has ended this step, as it has ended later work: reading waits for nothing then."""
@@ -65,8 +57,7 @@ class StepOutput:
     def times(self, elsewhere_s: float = 0.0) -> dict[str, float]:
         """Seconds of forward, backward and update, which follow one another without gaps, once `ended` is past.
 
-        Args:
-            elsewhere_s: seconds between the first forward and the update that belong to none of them.
+        `elsewhere_s`: seconds between the first forward and the update that belong to none of them.
         """
         forward, update = self.forward_s, self.turns[-1]
         backward = update - self.turns[0] - forward - elsewhere_s
@@ -146,11 +137,7 @@ def update(
 
 
 def one_number(loss: Any) -> torch.Tensor:
-    """A loss function's result in fp32.
-
-    Raises:
-        ConfigError: the result is not a 0-d tensor.
-    """
+    """A loss function's result in fp32."""
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss.float()
     kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -169,12 +156,10 @@ def clip_and_step(
 ) -> Update:
     """Unscale, clip the total 2-norm over all ranks, update, drop gradients.
 
-    With loss scaling, a gradient that is not finite on any rank makes all ranks skip the update.
-
-    Args:
-        parameters: all of the model's. A list, because walking through the modules takes a large model's host 1 ms.
-        unused: parameters that are not updated. They have gradients of zero, so that ranks that disagree about them
-            still compute the norm of the same tensors.
+    With loss scaling, a gradient that is not finite on any rank makes all ranks skip the update. `parameters`: all of
+    the model's. A list, because walking through the modules takes a large model's host 1 ms. `unused`: parameters that
+    are not updated. They have gradients of zero, so that ranks that disagree about them still compute the norm of the
+    same tensors.
     """
     scaler.unscale_(optimizer)
     # Kept until the update has ended: torch creates a new Python object of a gradient at each access.
@@ -233,11 +218,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on `device` (asynchronously from pinned memory); containers keep their types.
-
-    Raises:
-        ConfigError: see `map_tensors`.
-    """
+    """The batch with every tensor in it on `device` (asynchronously if pinned); containers keep their types."""
     return map_tensors(
         batch, lambda tensor: tensor.to(device, non_blocking=True), convert=lambda holder: holder.to(device)
     )
@@ -247,14 +228,8 @@ def map_tensors(batch: Any, change: Change, convert: Callable[[Any], Any] | None
     """The batch with `change(tensor)` in place of each tensor, in new containers of the same types.
 
     Mappings, lists, tuples, named tuples and dataclasses are walked, frozen ones too; a dataclass is copied without a
-    call of its constructor. The given batch is not changed.
-
-    Args:
-        convert: converts other objects that have a method `to` of their own, such as torch's `PackedSequence`; None
-            leaves them as they are.
-
-    Raises:
-        ConfigError: a mapping with tensors can neither be copied nor rebuilt.
+    call of its constructor. The given batch is not changed. `convert`: converts other objects that have a method `to`
+    of their own, such as torch's `PackedSequence`; None leaves them as they are.
     """
     within = partial(map_tensors, change=change, convert=convert)
     if isinstance(batch, torch.Tensor):

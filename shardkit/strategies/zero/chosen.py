@@ -34,12 +34,9 @@ class ChosenParts:
     """Handles list members that the data may choose (experts) under ZeRO; without any, every method does nothing.
     It also completes the gradients of a step that accumulate on the host (`_LastBackward`).
 
-    Call `split_groups` before `deepspeed.initialize` and `attach` after it.
-
-    Args:
-        model: the model without the engine's wrapper.
-        blocks: modules that every rank calls, or those of towers.
-        parts: of a model with towers, which ranks may skip whole; see `find_parts`.
+    Call `split_groups` before `deepspeed.initialize` and `attach` after it. `model`: the model without the engine's
+    wrapper. `blocks`: modules that every rank calls, or those of towers. `parts`: of a model with towers, which ranks
+    may skip whole; see `find_parts`.
     """
 
     def __init__(
@@ -134,11 +131,7 @@ class ChosenParts:
             self._last_backward.complete()
 
     def before_step(self) -> None:
-        """Find the groups that no rank used in this step: they are not updated; collective.
-
-        Raises:
-            ConfigError: a group was used in part, so it can be neither updated nor left out.
-        """
+        """Find the groups that no rank used in this step: they are not updated; collective."""
         if self._order is None:
             return
         for copy, group in self._copies:

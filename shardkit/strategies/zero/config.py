@@ -61,13 +61,9 @@ def build_ds_config(
 ) -> dict[str, Any]:
     """The engine's config dict.
 
-    Args:
-        accum: micro-batches per optimizer step.
-        sizes: values of the whole model, which cap the bucket of gathers ahead, and those of trained parameters, which
-            cap the buckets of gradients and updates; `None` while the model is not built.
-
-    Raises:
-        ConfigError: a raw `parallel.ds_config` key contradicts a shardkit key; names both.
+    `accum`: micro-batches per optimizer step. `sizes`: values of the whole model, which cap the bucket of gathers
+    ahead, and those of trained parameters, which cap the buckets of gradients and updates; `None` while the model is
+    not built.
     """
     raw = config.parallel.ds_config
     _refuse_other_optimizer(config, raw)
@@ -193,11 +189,7 @@ _BUILDING = "building"
 
 
 def build_cpu_adam(world: World) -> None:
-    """Compile DeepSpeedCPUAdam once per machine before its ranks load it.
-
-    Raises:
-        BuildError: the build failed; raised on every rank, with the compiler's first error.
-    """
+    """Compile DeepSpeedCPUAdam once per machine before its ranks load it."""
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     builds = world.env.local_rank == 0

@@ -336,13 +336,10 @@ class FiniteNorms:
     DeepSpeed replaces a group's norm that is not finite by -1, and up to 0.19.6 uses the -1 like any norm when it
     combines groups: it takes the step. In stages 1 and 2 on a GPU each -1 is copied from pageable memory, and 0.19.8
     reads the total norm back: the host waits twice for each group. There the norms stay as they are; nothing is read.
-
-    Attributes:
-        bad: 1 if a norm of this step was not finite, else 0.
     """
 
     def __init__(self, zero: Any, device: torch.device) -> None:
-        self.bad = torch.zeros((), device=device)
+        self.bad = torch.zeros((), device=device)  # 1 if a norm of this step was not finite, else 0
         self._bad_on_host = False
         self._of_groups = stage_of(zero) == 3 or bool(offloaded(zero))
         if self._of_groups:
@@ -392,11 +389,7 @@ class FiniteNorms:
 
 
 def _inside(method: Callable[..., Any], name: Private, instead: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, with a function of its module replaced by `instead` while the method runs.
-
-    Raises:
-        NameGone: the installed release should have that function, and has not.
-    """
+    """The method, with a function of its module replaced by `instead` while the method runs."""
     module, _, function = name.path.rpartition(".")
     if not name.needed():  # an older release, without that function
         return method

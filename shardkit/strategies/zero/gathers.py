@@ -144,8 +144,7 @@ class DifferingBlocks:
     def release(self, frees: bool) -> None:
         """Let the parts of `hold` be gathered and freed by their own calls again.
 
-        Args:
-            frees: free them now. The update does it after a backward.
+        `frees`: free them now. The update does it after a backward.
         """
         for param in self._passing:
             param.is_external_param = False
@@ -187,17 +186,12 @@ class KeepReused:
     """Keeps parameters gathered until the update where DeepSpeed would free them before their last use.
 
     This happens where a module calls itself, and where gradients are taken inside forward (`torch.autograd.grad`): then
-    backward goes through the gradient's own graph, where no hook would gather the parameters again.
-
-    Args:
-        offload: DeepSpeed's owner of the modules' hooks.
-
-    Attributes:
-        in_backward: whether the engine's own backward runs; set by the engine.
+    backward goes through the gradient's own graph, where no hook would gather the parameters again. `offload`:
+    DeepSpeed's owner of the modules' hooks.
     """
 
     def __init__(self, offload: Any) -> None:
-        self.in_backward = False
+        self.in_backward = False  # whether the engine's own backward runs; set by the engine
         self._running: set[int] = set()
         before, after, before_backward = (getattr(offload, name) for name in _MODULE_HOOKS)
         for name, hook in zip(

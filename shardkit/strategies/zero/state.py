@@ -78,10 +78,8 @@ def accounted(
 class BuiltInPartitions:
     """`zero.Init` for a model whose values are all drawn later: no rank writes or sends more than its partitions.
 
-    A parameter is on meta until its module is built. The planner may enter this context twice.
-
-    Args:
-        init: a `zero.Init` that is not entered yet.
+    A parameter is on meta until its module is built. The planner may enter this context twice. `init`: a `zero.Init`
+    that is not entered yet.
     """
 
     def __init__(self, init: Any) -> None:
@@ -293,11 +291,7 @@ def zero_scalars(zero: Any, stage: int, fqns: dict[int, str]) -> dict[str, float
 
 
 def set_zero_scalars(zero: Any, stage: int, fqns: dict[int, str], scalars: Mapping[str, float]) -> None:
-    """Restore saved numbers; the parameters of a flat master must agree on them.
-
-    Raises:
-        CheckpointError: they do not agree (another strategy skipped a parameter without a gradient in some steps).
-    """
+    """Restore saved numbers; the parameters of a flat master must agree on them."""
     for master, params, _ in masters(zero, stage):
         state = optimizer_of(zero, master).state.get(master, {})
         names = [fqns[id(param)] for param in params]
