@@ -17,7 +17,6 @@ from .launch.failures import failure
 from .launch.local import processes, restart
 from .launch.ranks import affinity
 from .launch.ranks.env import detect, grow_segments
-from .run.preemption import note_early
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,7 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one training; returns the process's exit code (see docs/reference.md)."""
-    note_early()
+    processes.note_early()
     processes.end_with_torchrun(os.environ)
     debug = False
     try:

@@ -22,7 +22,7 @@ PACKED = [
     f"{_QUANTIZED}under_bf16_the_base_is_sharded_and_its_bytes_stay_bytes",
 ]  # fmt: skip
 LIBRARIES = [
-    "setup.cfg", "shardkit/config/libraries.py", "shardkit/parallel/compat.py", "shardkit/parallel/compat_fsdp.py",
+    "setup.cfg", "shardkit/config/libraries.py", "shardkit/parallel/compat.py",
     "shardkit/memory/tracing/compat.py", "shardkit/strategies/zero", "tests/environments.py",
     "shardkit/foreign/translate.py", *NAMES, *ACCELERATE,
 ]  # fmt: skip

@@ -38,6 +38,16 @@ def keep_exit_code(environ: Mapping[str, str]) -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def note_early() -> None:
+    """Keep SIGUSR2 pending for the run that is about to start; it then cannot end the run or its children.
+
+    Slurm sends it to every process of a step. Loader and compiler processes inherit the block, which also covers the
+    interpreter's exit. SIGTERM still ends the process: there is nothing to save yet. Call this at a process's entry,
+    before it has threads.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+
+
 @contextlib.contextmanager
 def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
     """Handle signals by a function, or by signal.SIG_IGN, in this block."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .checkpoint import checkpoint_activations
-from .offload import offload_activations
+from .checkpoint import checkpoint_activations, offload_activations
 
 __all__ = ["checkpoint_activations", "offload_activations"]

@@ -25,7 +25,6 @@ TESTED = {
 """Library → (the oldest, the newest version that the tests have passed on); the oldest are setup.cfg's bounds."""
 PLACES = (
     "shardkit.parallel.compat",
-    "shardkit.parallel.compat_fsdp",
     "shardkit.memory.tracing.compat",
     "shardkit.plan.simulate.compat",
     "shardkit.strategies.zero.state",

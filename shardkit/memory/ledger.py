@@ -17,8 +17,18 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError, TrainingError
-from .phases import PhaseMeter, note_phase
-from .probe import SHARE, DeviceProbe, HasState, HostProbe, HostRisk, count_state, module_state, tightest_limit
+from .probe import (
+    SHARE,
+    DeviceProbe,
+    HasState,
+    HostProbe,
+    HostRisk,
+    PhaseMeter,
+    count_state,
+    module_state,
+    note_phase,
+    tightest_limit,
+)
 from .rows import (
     PHASES,
     DeviceMemory,

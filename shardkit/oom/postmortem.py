@@ -24,8 +24,7 @@ from ..config.schema import RunConfig
 from ..errors import OutOfMemoryError, gib
 from ..files import write_whole
 from ..memory.ledger import MemoryLedger
-from ..memory.phases import phase_of
-from ..memory.probe import local_tensors
+from ..memory.probe import local_tensors, phase_of
 from ..memory.rows import KINDS, RankRow, StateKind
 from . import shortage as shortages
 from .advice import candidates

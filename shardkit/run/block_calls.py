@@ -17,7 +17,7 @@ from ..errors import ConfigError, listed
 from ..parallel.blocks import chosen_by_data, chosen_members, find_parts, is_sharded, plain_type
 from ..parallel.world import World
 from ..strategies import Strategy
-from ..strategies.clocks import GatherWaits
+from ..strategies.step import GatherWaits
 
 FIRST_STEPS = 2
 """Steps in which ranks compare their calls before an engine pairs their gathers, which it does by order alone."""

@@ -28,8 +28,7 @@ from ..parallel.compat import graph_breaks
 from ..parallel.precision import master_dtype
 from ..parallel.world import World
 from ..strategies import Strategy
-from ..strategies.clocks import HostValue
-from ..strategies.step import one_number
+from ..strategies.step import HostValue, one_number
 from .block_calls import plain
 
 

@@ -15,14 +15,13 @@ import torch
 
 from ..checkpoint.save import Checkpointer
 from ..config.schema import RunConfig
-from ..data.loader import StepBatch, StepLoader
+from ..data.loader import StepBatch, StepLoader, tensors_of
 from ..files import append_jsonl, write_whole
 from ..hardware.cards import blas_workspace
-from ..memory.phases import Phases
+from ..memory.probe import Phases
 from ..memory.rows import gather_json
 from ..parallel.optim import lr_at
-from ..strategies.clocks import Mark
-from ..strategies.step import tensors_of
+from ..strategies.step import Mark
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts
 from .checks import FirstUpdate, SumCheck, audit, say_graph_breaks

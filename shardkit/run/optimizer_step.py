@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from ..errors import SHOWN, TrainingError, listed
-from ..memory.phases import Phases
+from ..memory.probe import Phases
 from ..parallel.world import World
 from ..strategies.base import StepRequest
-from ..strategies.clocks import HostValue, Mark, Stopwatch
-from ..strategies.step import MicroBatch, StepOutput, accumulate, update
+from ..strategies.step import HostValue, Mark, MicroBatch, StepOutput, Stopwatch, accumulate, update
 
 if TYPE_CHECKING:
     from .job import Job

@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..config.schema import RunConfig
 from ..memory.ledger import MemoryLedger
-from ..memory.phases import Phases
-from ..memory.probe import HasState
+from ..memory.probe import HasState, Phases
 from ..memory.rows import PhaseName
 from ..memory.tracing.compat import keep_history, stacks_in_tables, write_history
 from ..parallel.world import World

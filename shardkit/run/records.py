@@ -14,7 +14,7 @@ from ..config.schema import LoggingConfig
 from ..data.loader import StepBatch
 from ..hardware.cards import gpu_peak_flops
 from ..memory.rows import RankRow
-from ..strategies.clocks import Mark
+from ..strategies.step import Mark
 from ..tasks.base import Task
 from ..telemetry.catalog import targets_called
 from ..telemetry.metrics import MetricsWriter

@@ -1,13 +1,53 @@
-"""What somebody outside may ask a running job for: to stop, to save early, to give way to another start."""
+"""What somebody outside may ask a running job for, by signals too: to stop, to save early, to give way."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from ..parallel.world import World
 from .optimizer_step import Reduction
 from .owner import Owner, superseded
-from .preemption import StopRequest
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+"""SIGHUP comes when the terminal closes; under `nohup` the run ignores it."""
+
+
+class StopRequest:
+    """Notes SIGTERM, SIGUSR2 and SIGHUP between `listen` and `close`; the handlers do nothing else."""
+
+    def __init__(self) -> None:
+        self.agreed: str | None = None  # name of the signal that the ranks agreed to stop for; `None` until then
+        self._seen: set[int] = set()
+        self._previous: dict[int, object] = {}
+
+    def listen(self) -> None:
+        """Install the handlers; no effect outside the main thread, where Python cannot."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._seen.add(number)
+
+    def flags(self) -> list[float]:
+        """One number per signal; sum them over ranks and pass the sums to `agree`."""
+        pending = signal.sigpending()  # only blocked signals
+        return [float(number in self._seen or number in pending) for number in SIGNALS]
+
+    def agree(self, sums: Sequence[float]) -> None:
+        """Take the sums of all ranks' `flags`: a request to one rank stops all of them."""
+        for number, total in zip(SIGNALS, sums, strict=True):
+            if total > 0 and self.agreed is None:
+                self.agreed = number.name
+
+    def close(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
 
 
 class Requests:

@@ -17,7 +17,7 @@ from ..config.schema import RunConfig
 from ..data.order import State
 from ..errors import CheckpointError, ConfigError, DataError, gib
 from ..files import TAIL, append_jsonl, read_objects
-from ..memory.phases import doing
+from ..memory.probe import doing
 from ..parallel.weights import Weights
 from ..tasks.base import Task
 from . import directory

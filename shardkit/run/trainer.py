@@ -31,10 +31,9 @@ from .evaluate import report, val_parts
 from .job import Job
 from .loop import Loop
 from .owner import Owner
-from .preemption import StopRequest
 from .profiler import Profiler
 from .records import Record, StepRecords, open_recorder
-from .requests import Requests
+from .requests import Requests, StopRequest
 from .resume import Saves, StartingPoint, note_save, position_of
 from .watchdog import WATCHED_S, Watchdog
 

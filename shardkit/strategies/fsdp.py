@@ -18,8 +18,7 @@ from ..config.schema import RunConfig
 from ..errors import ConfigError
 from ..memory.rows import StateKind
 from ..parallel.blocks import Unit, chosen_by_data, find_parts, find_units
-from ..parallel.compat import accumulated_hooks_of, hooks_of
-from ..parallel.compat_fsdp import gathered_params, shard, unreduced_grads
+from ..parallel.compat import accumulated_hooks_of, gathered_params, hooks_of, shard, unreduced_grads
 from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World

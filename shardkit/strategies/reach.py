@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..config.libraries import is_first_rank
 from ..errors import ConfigError
-from ..parallel import compat, compat_fsdp
+from ..parallel import compat
 from ..parallel.blocks import plain_type
 
 _LOG = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Reach(TorchFunctionMode):
 
     def _is_held_unit(self, unit: FSDPModule) -> bool:
         """Whether a unit is held; modules that hold one tied parameter are one unit."""
-        return any(compat_fsdp.is_one_unit(unit, held) for held in self.held_units)
+        return any(compat.is_one_unit(unit, held) for held in self.held_units)
 
     def keep_held(self) -> None:
         """Hold the held units after a change of the whole model's settings."""
@@ -148,15 +148,15 @@ class Reach(TorchFunctionMode):
         for unit in self.held_units:
             unit.set_requires_gradient_sync(reduces or unit in self._passing, recurse=False)
             unit.set_reshard_after_backward(True, recurse=False)
-            compat_fsdp.reduce_gradients(unit)
+            compat.reduce_gradients(unit)
             self._keep(unit)
         for unit in self._late if reduces else ():
-            compat_fsdp.reduce_gradients(unit)
+            compat.reduce_gradients(unit)
 
     def _look_for_gradients(self, reduces: bool) -> None:
         """Find the units that got gradients after they had reduced theirs."""
         for unit in [*self._units, self._model] if reduces else ():
-            if unit not in self.held_units and unit not in self._late and compat_fsdp.has_gradients(unit):
+            if unit not in self.held_units and unit not in self._late and compat.has_gradients(unit):
                 self._late.append(unit)
 
     def finish_step(self) -> None:
@@ -175,7 +175,7 @@ class Reach(TorchFunctionMode):
     def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A backward inside of forward: hold the units that it goes through."""
         self._steps = -sys.maxsize  # observe every step
-        with compat_fsdp.backward_inside_forward(self._model, self._units) as entered:
+        with compat.backward_inside_forward(self._model, self._units) as entered:
             result = func(*args, **kwargs)
         for unit in entered:
             if unit not in self.held_units:
@@ -301,7 +301,7 @@ class UnusedParameters:
             if REDUCES_UNUSED:
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
             count = torch.compiler.disable(partial(self._count, unit))  # type: ignore[no-untyped-call]
-            compat_fsdp.before_reduction(unit, count)
+            compat.before_reduction(unit, count)
 
     def _count(self, unit: FSDPModule, without_gradient: list[Any]) -> None:
         self.begin_step()
@@ -323,7 +323,7 @@ class UnusedParameters:
         if not self._gathered_once:
             self._gathered_once = True
             for unit in self._units:
-                if not compat_fsdp.was_gathered(unit):
+                if not compat.was_gathered(unit):
                     unit.unshard()
                     unit.reshard()
 

@@ -1,26 +1,158 @@
-"""One optimizer step: micro-batches forward and backward, the loss normalised by the step's global target count."""
+"""One optimizer step and its times: micro-batches forward and backward, the loss normalised by the step's targets."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from ..data.loader import to_device
 from ..errors import ConfigError
-from ..memory.phases import Phases
+from ..memory.probe import Phases
 from ..parallel.blocks import release_graph_outputs
 from . import Strategy
 from .base import StepRequest, Update
-from .clocks import HostValue, Mark, Stopwatch
+
+Loss = TypeVar("Loss")
+
+
+class Mark:
+    """A moment: on a GPU the end of all work issued so far, on the CPU now. `later - earlier` is in seconds.
+
+    `time.perf_counter` would give the moment at which the host has issued the work, long before a GPU has done it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        self._time = time.perf_counter()
+        self._is_past = device.type != "cuda"
+        if not self._is_past:
+            self._event = torch.Event(device, enable_timing=True)  # a quarter of the cost of torch.cuda.Event
+            self._event.record()
+
+    def wait(self) -> Mark:
+        """Wait until the moment has come; returns this mark."""
+        if not self._is_past:
+            self._event.synchronize()
+        return self.past()
+
+    def past(self) -> Mark:
+        """Declare that the moment is past, because a later one is: `wait` then returns at once. Returns this mark."""
+        self._is_past = True
+        return self
+
+    def __sub__(self, earlier: Mark) -> float:
+        if self._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
+class HostValue:
+    """A 0-d device tensor on its way to the host; reading it waits for the copy only, not for later work of the device.
+
+    `arrived` marks the end of the copy on the device; `time.perf_counter` would mark its launch.
+    """
+
+    _free: ClassVar[dict[torch.dtype, list[torch.Tensor]]] = {}
+    """Pool of pinned scalars. Allocating a new one makes torch's pinned-memory allocator poll every copy in flight."""
+
+    def __init__(self, value: torch.Tensor, device: torch.device | None = None) -> None:
+        """Begin the copy; `arrived` is a moment of `device`, by default the device of the value."""
+        self._number: float | None = None
+        self._host = value = value.detach()
+        self._pool = list[torch.Tensor]()
+        if value.device.type == "cuda":
+            if type(value) is torch.Tensor:  # not a plan's fake one
+                self._pool = self._free.setdefault(value.dtype, self._pool)
+            self._host = self._pool.pop() if self._pool else torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._host.copy_(value, non_blocking=True)
+        self.arrived = Mark(device or value.device)  # the moment at which the value is on the host
+
+    def item(self) -> float:
+        if self._number is None:
+            self.arrived.wait()
+            self._number = float(self._host)
+            self._pool.append(self._host)
+        return self._number
+
+
+class Stopwatch:
+    """Seconds that a device spends between `start` and `stop`, summed over all such pairs.
+
+    Differences of `time.perf_counter` would be the host's time to launch the work, and to wait for it after each pair
+    would stop the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[Mark, Mark]] = []
+
+    def start(self) -> None:
+        self._began = Mark(self._device)
+
+    def stop(self, at: Mark | None = None) -> None:
+        """End the span that `start` began, at a mark (default: now)."""
+        self._spans.append((self._began, at or Mark(self._device)))
+
+    def seconds(self) -> float:
+        """The sum of all spans; waits until the last one has ended."""
+        for _, end in self._spans[-1:]:
+            end.wait()
+        return float(sum(end - begin for begin, end in self._spans))
+
+
+class GatherWaits:
+    """Seconds that forward waits for other ranks, where an engine gathers parameters before a module's forward.
+
+    The device waits, not the host, which `time.perf_counter` would time: a watched step has a hook before and a hook
+    after the engine's own on each such module, and both mark moments of the device. `modules`: the modules whose
+    parameters are gathered; empty if the engine gathers none in forward, `None` if the waits cannot be told from
+    forward.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module] | None, device: torch.device) -> None:
+        self._modules, self._device = modules, device
+        self._in_forward = False
+
+    def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
+        """The loss function, with its calls marked as forward: recomputation in backward is not counted."""
+
+        def counted(*args: Any) -> Loss:
+            self._in_forward = True
+            try:
+                return loss(*args)
+            finally:
+                self._in_forward = False
+
+        return counted
+
+    @contextmanager
+    def watching(self, due: bool) -> Iterator[Stopwatch | None]:
+        """Watch the step inside if it is due, or if watching costs nothing; yields the waits' stopwatch, or `None`."""
+        if self._modules is None or (self._modules and not due):
+            yield None
+            return
+        waits = Stopwatch(self._device)
+
+        def edge(turn: Callable[[], None]) -> Callable[..., None]:
+            return lambda *_: turn() if self._in_forward else None
+
+        hooks = [module.register_forward_pre_hook(edge(waits.start), prepend=True) for module in self._modules]
+        hooks += [module.register_forward_pre_hook(edge(waits.stop)) for module in self._modules]
+        try:
+            yield waits
+        finally:
+            for hook in hooks:
+                hook.remove()
+
 
 MicroBatch = tuple[Any, bool]
 """(the loss function's batch, whether it is a filler of weight 0 on a rank without samples)."""
@@ -212,76 +344,3 @@ def skipping(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> Iterator[No
         yield
     finally:
         del optimizer.found_inf  # type: ignore[attr-defined]
-
-
-Change = Callable[[torch.Tensor], torch.Tensor]
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on `device` (asynchronously if pinned); containers keep their types."""
-    return map_tensors(
-        batch, lambda tensor: tensor.to(device, non_blocking=True), convert=lambda holder: holder.to(device)
-    )
-
-
-def map_tensors(batch: Any, change: Change, convert: Callable[[Any], Any] | None = None) -> Any:
-    """The batch with `change(tensor)` in place of each tensor, in new containers of the same types.
-
-    Mappings, lists, tuples, named tuples and dataclasses are walked, frozen ones too; a dataclass is copied without a
-    call of its constructor. The given batch is not changed. `convert`: converts other objects that have a method `to`
-    of their own, such as torch's `PackedSequence`; None leaves them as they are.
-    """
-    within = partial(map_tensors, change=change, convert=convert)
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, type):
-        return batch
-    if isinstance(batch, Mapping):
-        return _like(batch, {key: within(member) for key, member in batch.items()})
-    if convert is not None and callable(getattr(batch, "to", None)):
-        return convert(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(within, batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map(within, batch))
-    if dataclasses.is_dataclass(batch):
-        changed = copy.copy(batch)
-        names = {field.name for field in dataclasses.fields(batch)} | set(getattr(batch, "__dict__", ()))
-        for name in names:
-            if hasattr(batch, name):
-                object.__setattr__(changed, name, within(getattr(batch, name)))
-        return changed
-    return batch
-
-
-def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """The tensors that `map_tensors` would change."""
-    held: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        return tensor
-
-    map_tensors(batch, note)
-    return held
-
-
-def _like(mapping: Mapping[Any, Any], members: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the same type with these members."""
-    if type(mapping) is dict:
-        return members
-    try:
-        if isinstance(mapping, MutableMapping):
-            changed = copy.copy(mapping)
-            for key, member in members.items():
-                changed[key] = member
-            return changed
-        return type(mapping)(members)  # type: ignore[call-arg]
-    except Exception as error:  # a user's class may raise anything
-        if all(member is mapping[key] for key, member in members.items()):
-            return mapping
-        raise ConfigError(
-            f"a batch holds a {type(mapping).__name__}, which cannot be copied with its tensors on another device: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}",
-            "return a dict, a tuple or a dataclass from the task's collate",
-        ) from error

@@ -18,8 +18,8 @@ from shardkit.checkpoint.native import layout
 from shardkit.checkpoint.native.manifest import BLOCK_BYTES
 from shardkit.config.load import load_config
 from shardkit.errors import ShardkitError, report
+from shardkit.launch.local.processes import note_early
 from shardkit.run.job import start
-from shardkit.run.preemption import note_early
 from shardkit.run.trainer import Trainer
 from tests.checkpoint import runs
 from tests.checkpoint.reads import WIDTH

@@ -24,7 +24,7 @@ from shardkit.run import loop
 from shardkit.run.job import start
 from shardkit.run.optimizer_step import OptimizerStep
 from shardkit.run.trainer import Trainer
-from shardkit.strategies.clocks import HostValue
+from shardkit.strategies.step import HostValue
 from tests.cuda.parity import Case
 from tests.cuda.parity_ranks import join
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from shardkit.data.loader import to_device
 from shardkit.run.job import Job, start
 from shardkit.strategies.base import StepRequest
-from shardkit.strategies.step import to_device, train_step
+from shardkit.strategies.step import train_step
 from tests.cuda.parity import Case
 
 WARM, MEASURED = 12, 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.activation import offload
+from shardkit.activation import checkpoint
 from tests.cuda import gpu_ranks, pools
 from tests.cuda.parity import HALF, LATE, PATHS, problems
 from tests.emulated_cuda import needs_emulation
@@ -45,7 +45,7 @@ def overwritten() -> int:
     """Elements that a copy has written into memory which was somebody else's by then: nobody wanted it any more."""
     device = torch.device("cuda", torch.cuda.current_device())
     blocks = [nn.Linear(256, 256, device=device) for _ in range(4)]
-    offloader = offload.Offloader(device, 0, len(blocks))
+    offloader = checkpoint.Offloader(device, 0, len(blocks))
     x = torch.randn(2048, 256, device=device, requires_grad=True)
     for index, block in enumerate(blocks):
         x = offloader.forward(index, block, block.forward, torch.tanh(x) if index else x)

@@ -400,7 +400,8 @@ def test_a_restarted_job_does_not_take_up_what_another_left(tmp_path: Path) -> N
 
 CHILD = """
 import os, signal, subprocess, sys
-from shardkit.run.preemption import StopRequest, note_early
+from shardkit.launch.local.processes import note_early
+from shardkit.run.requests import StopRequest
 note_early()
 os.kill(os.getpid(), signal.SIGUSR2)  # while it starts
 alive = subprocess.run(["bash", "-c", "kill -USR2 $$; echo alive"], capture_output=True, text=True).stdout

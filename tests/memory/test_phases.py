@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.memory.phases import PhaseMeter
-from shardkit.memory.probe import DeviceCounters, HostCounters
+from shardkit.memory.probe import DeviceCounters, HostCounters, PhaseMeter
 from shardkit.memory.rows import PhaseMemory
 
 

@@ -86,7 +86,7 @@ def test_a_last_save_that_fails_is_a_failure(tmp_path: Path) -> None:
 def end_each(folder: str) -> dict[str, int]:
     """Exit code of each case, on one rank."""
     from shardkit.checkpoint.native import writer
-    from shardkit.run.preemption import StopRequest
+    from shardkit.run.requests import StopRequest
     from shardkit.train import main
 
     check, flags, rank = writer.check_space, StopRequest.flags, int(os.environ["RANK"])

@@ -16,7 +16,7 @@ from torch import nn
 from shardkit.config.schema import ParallelConfig
 from shardkit.errors import ConfigError
 from shardkit.run.checks import refuse_unused
-from shardkit.strategies import clocks, step
+from shardkit.strategies import step
 from shardkit.strategies.base import Facts, StepRequest, Update
 
 CPU = torch.device("cpu")
@@ -206,7 +206,7 @@ class Event:
 def test_a_gpus_times_are_in_seconds_and_waited_for_at_the_last_stop_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(Event, "waited", [])
-    watch = clocks.Stopwatch(torch.device("cuda"))
+    watch = step.Stopwatch(torch.device("cuda"))
     for begin, end in ((0.0, 1500.0), (2000.0, 4500.0), (9000.0, 9250.0)):
         monkeypatch.setattr(Event, "clock_ms", begin)
         watch.start()
@@ -250,7 +250,7 @@ class Timed(Alone):
 def test_forward_backward_and_update_follow_one_another(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     timed = Timed(clock)
-    monkeypatch.setattr(clocks, "time", clock)
+    monkeypatch.setattr(step, "time", clock)
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
         clock.spend(4.0)
@@ -280,7 +280,7 @@ def test_what_an_engine_waits_for_after_backward_is_time_of_backward(
 ) -> None:
     clock = Clock()
     timed = engine(clock)
-    monkeypatch.setattr(clocks, "time", clock)
+    monkeypatch.setattr(step, "time", clock)
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).sum()  # type: ignore[no-any-return]
@@ -295,8 +295,8 @@ def test_what_an_engine_waits_for_after_backward_is_time_of_backward(
 
 def test_a_cpus_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 1.5, 4.0, 6.0])
-    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    watch = clocks.Stopwatch(CPU)
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    watch = step.Stopwatch(CPU)
     for _ in range(2):
         watch.start()
         watch.stop()

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..phases import Phases
-from ..probe import HasState, local_tensors
+from ..probe import HasState, Phases, local_tensors
 from ..rows import CATEGORIES, Category, PhaseName
 from .events import EventLog, Peak, following_modules, repeat_last_step
 from .tracker import TensorTracker

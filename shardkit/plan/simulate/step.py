@@ -16,8 +16,9 @@ from typing_extensions import override
 from ...config.load import resolve_batch
 from ...config.schema import RunConfig
 from ...config.strategy import SHARDING
+from ...data.loader import map_tensors, to_device
 from ...errors import ConfigError, NotPlannedError
-from ...memory.phases import Phases
+from ...memory.probe import Phases
 from ...memory.tracing.traced_step import Tracing
 from ...parallel.blocks import find_blocks, n_values, packable_values
 from ...parallel.optim import make_optimizer
@@ -30,7 +31,7 @@ from ...strategies.ddp import DDP, Wrapped, own_or_models
 from ...strategies.fsdp import FSDP
 from ...strategies.reach import UnusedParameters
 from ...strategies.single import Single
-from ...strategies.step import map_tensors, to_device, train_step
+from ...strategies.step import train_step
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts
 from .compat import unset_fake_temporarily
