@@ -321,3 +321,28 @@ def _restore(fixed: list[tuple[nn.Module, str, torch.Tensor]], *_: Any) -> None:
         current = getattr(module, key)
         if current.dtype != buffer.dtype:
             setattr(module, key, buffer.to(current.device))
+
+
+# Architectures in which each token meets every matrix of a block once, and each layer attends to the whole sequence.
+_PLAIN = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "olmo2"})
+
+
+def hf_flops_per_token(model: nn.Module, seq_len: float, adapter: int | None = None) -> float | None:
+    """Training FLOPs per token of a transformers causal LM: 6 N_matmul + 12 L (heads × head width) T.
+
+    `adapter`: number of values of an adapter, if there is one. The frozen model then needs no gradients of its weights:
+    4 N_matmul, and 6 for each of the adapter's values. Returns None if the formula does not fit: experts (a token meets
+    few of them), state spaces, sliding windows.
+    """
+    config: Any = model.config
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if config.model_type not in _PLAIN or layer_types != {"full_attention"} or (window and window < seq_len):
+        return None
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head.weight)}
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in embeddings)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention: float = 12.0 * config.num_hidden_layers * config.num_attention_heads * width * seq_len
+    frozen_share = 6.0 if adapter is None else 4.0
+    return frozen_share * float(matrices + head.weight.numel()) + 6.0 * (adapter or 0) + attention

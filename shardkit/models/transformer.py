@@ -178,3 +178,16 @@ def init_parameter(config: ModelConfig, fqn: str, full: torch.Tensor, generator:
             full.zero_()
         else:
             raise KeyError(f"{fqn} is not a parameter of Transformer")
+
+
+# MFU = tokens/s × FLOPs per token / peak FLOP/s (PaLM, Chowdhery et al. 2022, appendix B). It counts the FLOPs that the
+# model needs, not those that were executed, so recomputed activations do not raise it.
+def transformer_flops_per_token(config: ModelConfig, seq_len: float) -> float:
+    """Training FLOPs per token without recomputation: 6 N_matmul + 12 L d T (PaLM appendix B), one third in forward.
+
+    12 L d T is attention's QKᵀ and its product with V over all T positions: the convention does not discount the causal
+    mask. Embedding look-ups, norms and biases do not count.
+    """
+    # 12 d² per block (qkv 3, projection 1, MLP 8), and vocab × d in the head, even if it is tied to the embedding.
+    matmul_params = 12 * config.n_layers * config.d_model**2 + config.vocab_size * config.d_model
+    return 6.0 * matmul_params + 12.0 * config.n_layers * config.d_model * seq_len

@@ -13,7 +13,7 @@ from ..errors import ConfigError, DataError
 from ..files import open_regular, parse_json, parsed, read_regular
 from ..launch.failures import failure, job_starts
 from ..memory.rows import READABLE, RankRow
-from ..telemetry.catalog import targets_called
+from ..telemetry.metrics import targets_called
 
 PROFILED = ("_tables.txt", "_trace.json.gz", "_snapshot.pickle", "_memory.html", "_summary.json")
 """Ends of the names of the profiler's files; the last two are of runs up to 0.2."""

@@ -53,6 +53,15 @@ def amount(data: Dataset) -> Amount:
     return Amount(len(data), "samples")
 
 
+def val_parts(task: Task) -> dict[str, Dataset]:
+    """The validation data in parts by name, such as the sources of a mix; one part without a name otherwise."""
+    parts: dict[str, Dataset] = getattr(task, "val_parts", dict)()
+    if parts:
+        return parts
+    split = task.dataset("val")
+    return {} if split is None else {"": split}
+
+
 def describe_split(config: RunConfig, data: Dataset, val_parts: Mapping[str, Dataset]) -> str:
     """One line: how many of the data train, how many validate, and the setting that decides it."""
     train, val = amount(data), [amount(part) for part in val_parts.values()]

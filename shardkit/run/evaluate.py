@@ -19,15 +19,6 @@ from . import directory
 from .job import Job
 
 
-def val_parts(task: Task) -> dict[str, Dataset]:
-    """The validation data in parts by name, such as the sources of a mix; one part without a name otherwise."""
-    parts: dict[str, Dataset] = getattr(task, "val_parts", dict)()
-    if parts:
-        return parts
-    split = task.dataset("val")
-    return {} if split is None else {"": split}
-
-
 def evaluate(
     job: Job, task: Task, parts: Mapping[str, Dataset], is_over: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:

@@ -28,8 +28,8 @@ from ..parallel.optim import make_optimizer as default_optimizer
 from ..parallel.precision import set_matmul_precision
 from ..parallel.weights import Init, Weights
 from ..parallel.world import World, choose_device, process_groups, rank_env
-from ..strategies import OptimizerFactory, Strategy, make_strategy
-from ..strategies.build import parallelize
+from ..strategies import OptimizerFactory, Strategy
+from ..strategies.build import make_strategy, parallelize
 from ..strategies.step import one_number
 from .block_calls import BlockCalls, plain
 from .checks import SumCheck, check_masters, check_sources, refuse_unused, say_graph_breaks

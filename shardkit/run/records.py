@@ -16,8 +16,7 @@ from ..hardware.cards import gpu_peak_flops
 from ..memory.rows import RankRow
 from ..strategies.step import Mark
 from ..tasks.base import Task
-from ..telemetry.catalog import targets_called
-from ..telemetry.metrics import MetricsWriter
+from ..telemetry.metrics import MetricsWriter, targets_called
 from ..telemetry.progress import RunProgress
 from . import directory
 from .job import Job

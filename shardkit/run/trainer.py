@@ -20,14 +20,14 @@ from ..launch.failures import failure
 from ..launch.local import restart
 from ..parallel.blocks import describe_blocks
 from ..parallel.world import World
-from ..strategies import slower_than_single
+from ..strategies.build import slower_than_single
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts, build_model, load_task, read_prompts
 from ..telemetry.progress import draws_bars
 from . import amounts, directory
-from .amounts import make_loader, make_schedule
+from .amounts import make_loader, make_schedule, val_parts
 from .checks import FirstUpdate, SumCheck, check_same_data, check_same_digests
-from .evaluate import report, val_parts
+from .evaluate import report
 from .job import Job
 from .loop import Loop
 from .owner import Owner

@@ -1,22 +1,26 @@
-"""The order in which a model becomes sharded and trainable; one function holds all of it."""
+"""The engine of a config, and the order in which a model becomes sharded and trainable by it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import torch
 from torch import nn
 
 from ..activation import checkpoint_activations, offload_activations
 from ..config.schema import RunConfig
+from ..config.strategy import StrategyName
 from ..errors import ConfigError
 from ..parallel.batchnorm import prepare_batchnorm
 from ..parallel.blocks import compile_blocks, find_blocks
 from ..parallel.compat import is_persistent
 from ..parallel.precision import cast_parameters, convert_to_fp8
 from ..parallel.weights import Weights, refuse_uninitialised
+from ..parallel.world import World
 from .base import OptimizerFactory, Strategy
+from .ema import EMA
 
 
 def parallelize(
@@ -92,3 +96,38 @@ def make_contiguous(model: nn.Module, strategy: Strategy) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_contiguous() and is_persistent(module, name):
                 buffer.data = buffer.data.contiguous()
+
+
+def slower_than_single(config: RunConfig, world_size: int) -> str:
+    """A hint for one process under an engine that shards: `single` is faster; empty where it is not the same."""
+    parallel = config.parallel
+    offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
+    if world_size > 1 or offloads or not parallel.sharding.parameters:
+        return ""
+    return f"hint: {parallel.strategy} has nothing to shard on one process: parallel.strategy=single is faster"
+
+
+EngineFactory = Callable[[RunConfig, World], Strategy]
+"""Makes the engine of a config's strategy on a rank."""
+
+
+def make_strategy(config: RunConfig, world: World, make_engine: EngineFactory | None = None) -> Strategy:
+    """The config's strategy, not yet set up; imports only the module of its engine.
+
+    `make_engine`: makes another engine than training's; planning has engines that work on fake tensors.
+    """
+    engine = (make_engine or _engine)(config, world)
+    return engine if config.train.ema_decay is None else EMA(engine, config.train.ema_decay)
+
+
+def _engine(config: RunConfig, world: World) -> Strategy:
+    module, name = _ENGINES[config.parallel.strategy]
+    engine: Strategy = getattr(import_module(f".{module}", __package__), name)(config, world)
+    return engine
+
+
+_ENGINES: dict[StrategyName, tuple[str, str]] = {
+    "single": ("single", "Single"), "ddp": ("ddp", "DDP"), "fsdp": ("fsdp", "FSDP"), "hsdp": ("fsdp", "FSDP"),
+    "zero1": ("zero.engine", "ZeRO"), "zero2": ("zero.engine", "ZeRO"), "zero3": ("zero.engine", "ZeRO"),
+}  # fmt: skip
+"""Name → the module and the class of the engine."""

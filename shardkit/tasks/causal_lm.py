@@ -11,8 +11,7 @@ from ..config.schema import RunConfig
 from ..data.pack import documents_of
 from ..data.text_data import TextData
 from ..data.windows import IGNORE_INDEX
-from ..models.flops import transformer_flops_per_token
-from ..models.transformer import Block, Transformer, init_parameter
+from ..models.transformer import Block, Transformer, init_parameter, transformer_flops_per_token
 from .base import Dataset
 
 

@@ -13,8 +13,7 @@ from ..data.text_data import TextData
 from ..data.tokenizer import embedding_rows
 from ..errors import ConfigError
 from ..models.cross_entropy import attach_loss, check_loss_fits
-from ..models.flops import hf_flops_per_token
-from ..models.hf import HFModel, import_transformers
+from ..models.hf import HFModel, hf_flops_per_token, import_transformers
 from ..models.lora import adapter_of, hf_model
 from ..models.packed_attention import refuse_what_crosses_documents, register
 from .causal_lm import NextTokens

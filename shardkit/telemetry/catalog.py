@@ -87,13 +87,6 @@ STEP_PARTS = {metric.key: metric.label for metric in METRICS if metric.label}
 """The parts of `step_time_s`, with their words."""
 
 
-def targets_called(task: object, factory: object) -> str:
-    """The word for the targets that a task's loss averages over; more specific only for built-in tasks."""
-    if factory is not None:
-        return "targets"
-    return "samples" if task in ("image_classification", "super_resolution") else "tokens"
-
-
 def markdown_table() -> str:
     """The table of docs/reference.md: one line per field of `metrics.jsonl`."""
     lines = ["| field | unit | meaning | absent in | Prometheus |", "|---|---|---|---|---|"]

@@ -21,6 +21,13 @@ _QUEUE = 10_000
 """Events that TensorBoard's writer takes at once; with its default of 10, the step would wait for its thread."""
 
 
+def targets_called(task: object, factory: object) -> str:
+    """The word for the targets that a task's loss averages over; more specific only for built-in tasks."""
+    if factory is not None:
+        return "targets"
+    return "samples" if task in ("image_classification", "super_resolution") else "tokens"
+
+
 class MetricsWriter:
     """Appends one JSON object per optimizer step; TensorBoard gets the same numbers and every gather's memory.
 

@@ -46,12 +46,12 @@ def all_reduced() -> list[tuple[float, float]]:
     import torch
     import torch.distributed as dist
 
-    from shardkit import strategies
+    from shardkit.strategies import build
     from shardkit.strategies.single import Single
     from tests.strategies import cases
 
     engine = names_of("Add a strategy", Single=Single, torch=torch, dist=dist)["AllReduce"]
-    strategies._engine = lambda config, world: engine(config, world)
+    build._engine = lambda config, world: engine(config, world)
     return cases.curves(["ddp"], "adamw_clipped")["ddp"]
 
 
@@ -70,15 +70,15 @@ def measured(run_dir: str) -> list[Any]:
 
     import torch
 
-    from shardkit import strategies
     from shardkit.run.job import start
     from shardkit.run.trainer import Trainer
+    from shardkit.strategies import build
     from shardkit.strategies.single import Single
     from shardkit.tasks import load as tasks
 
     tasks.BUILT_IN["causal_lm"] = names_of("Add a task", torch=torch)["Line"]
     engine = names_of("Add a figure of a step, or an option of one", Single=Single, torch=torch, replace=replace)
-    strategies._engine = lambda config, world: engine["Measured"](config, world)
+    build._engine = lambda config, world: engine["Measured"](config, world)
     with start(None, {"run.dir": run_dir, "run.device": "cpu", "train.max_steps": 3, "train.ema_decay": 0.5}) as job:
         Trainer(job).fit()
     lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]

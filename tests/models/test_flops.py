@@ -6,8 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardkit.config.schema import ModelConfig
 from shardkit.hardware.cards import gpu_peak_flops
-from shardkit.models.flops import transformer_flops_per_token
-from shardkit.models.transformer import Transformer
+from shardkit.models.transformer import Transformer, transformer_flops_per_token
 
 
 def test_formula_by_hand() -> None:

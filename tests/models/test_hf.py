@@ -15,8 +15,8 @@ from shardkit.config.schema import ModelConfig
 from shardkit.errors import ConfigError
 from shardkit.memory import TensorTracker
 from shardkit.models.cross_entropy import attach_loss, check_loss_fits
-from shardkit.models.flops import hf_flops_per_token, transformer_flops_per_token
-from shardkit.models.hf import HFModel
+from shardkit.models.hf import HFModel, hf_flops_per_token
+from shardkit.models.transformer import transformer_flops_per_token
 from shardkit.parallel.weights import Weights
 
 DEBUG = [

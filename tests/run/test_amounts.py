@@ -13,7 +13,7 @@ from shardkit.data.order import BatchSchedule, State
 from shardkit.report.measure import status
 from shardkit.report.read import read_run
 from shardkit.run import amounts
-from shardkit.run.evaluate import val_parts
+from shardkit.run.amounts import val_parts
 from shardkit.tasks.load import load_task
 from tests.commands import python_m
 from tests.data.chats import conversation, write_lines, write_tokenizer

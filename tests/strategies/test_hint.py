@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardkit.config.load import load_config
-from shardkit.strategies import slower_than_single
+from shardkit.strategies.build import slower_than_single
 
 
 @pytest.mark.parametrize(

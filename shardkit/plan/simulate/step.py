@@ -24,9 +24,9 @@ from ...parallel.blocks import find_blocks, n_values, packable_values
 from ...parallel.optim import make_optimizer
 from ...parallel.weights import Weights
 from ...parallel.world import World
-from ...strategies import EngineFactory, Strategy, make_strategy
+from ...strategies import Strategy
 from ...strategies.base import StepRequest
-from ...strategies.build import parallelize
+from ...strategies.build import EngineFactory, make_strategy, parallelize
 from ...strategies.ddp import DDP, Wrapped, own_or_models
 from ...strategies.fsdp import FSDP
 from ...strategies.reach import UnusedParameters
