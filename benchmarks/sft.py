@@ -117,7 +117,7 @@ def packing() -> dict[str, float]:
     """Seconds to pack a million lengths of a long-tailed mix, and the share of positions filled."""
     import numpy as np
 
-    from shardkit.data.pack import best_fit_decreasing
+    from shardkit.data.windows import best_fit_decreasing
 
     drawn = np.random.default_rng(0).lognormal(5.5, 1.0, LENGTHS)
     lengths = np.clip(drawn.astype(np.int64), 2, CONTEXT)

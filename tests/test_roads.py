@@ -54,7 +54,7 @@ except SystemExit as ended:
 ROWS = """
 from shardkit.config.load import load_config
 from shardkit.data.loader import StepLoader
-from shardkit.data.order import BatchSchedule
+from shardkit.data.loader import BatchSchedule
 from shardkit.tasks.load import load_task
 settings = ["data.path=chats.jsonl", "data.tokenizer=tokenizer", "train.seq_len=32", "model.vocab_size=512",
             "data.tokenize_workers=1", "data.cache_dir=cache"]

@@ -174,6 +174,8 @@ def stopped(run_dir: str, signal_name: str, environ: Mapping[str, str] = os.envi
     return exit_codes.OK if noted else exit_codes.PREEMPTED
 
 
+# Tells a run directory from a folder of other things, before anything is written there.
+
 MARK = ".shardkit"
 """The folder that marks a run directory as shardkit's."""
 _LAUNCHERS = re.compile(r"\..*|logs|checkpoints|submit|plan\.json|array_\d+|lost\+found|.*\.(log|out|err)")

@@ -366,6 +366,9 @@ def _count(environ: Mapping[str, str], name: str) -> int:
     return integer(environ, name) if name in environ else 0
 
 
+# This node's GPUs, without torch.
+
+
 def visible_gpus(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
     """GPUs that a process started here would see: CUDA_VISIBLE_DEVICES, else the driver's devices. The emulated GPUs of
     a rehearsal have no device files: there their number is a variable."""

@@ -87,6 +87,8 @@ def _advice(program: str, text: str) -> str:
     return f"Slurm's administrators can say more; `{program} --help` lists the options"
 
 
+# Check a job's nodes before its ranks start: interpreter, packages, and whether all see the same run directory.
+
 _PATIENCE_S = 60  # for the whole check; a controller that is busy must not end the job
 _MARK = ".shardkit-nodes"
 # Each task prints lines of HOST, KIND and DETAIL. Plain bash: the interpreter may be what is missing.

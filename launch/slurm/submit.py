@@ -244,6 +244,8 @@ def array_folders(run_dir: Path, array: str) -> list[Path]:
     return [path for index in array_indices(array) if (path := run_dir / f"array_{index}").exists()]
 
 
+# The batch script of a job and its step's container options, as pure functions.
+
 _TEMPLATES = Path(__file__).parent.parent.parent / "slurm"
 _MARK = "# ---- what runs\n"
 _TEMPLATE_OF = {"torchrun": "train.sbatch", "srun": "train_srun.sbatch"}

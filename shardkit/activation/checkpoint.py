@@ -216,6 +216,12 @@ def _refuse_dropout(model: nn.Module) -> None:
                 )
 
 
+# `selective_op`: keep the outputs of matrix products and fused attention, recompute everything else.
+# torch has this as `create_selective_checkpoint_contexts`, which compiled code uses. In eager mode torch returns a kept
+# product in its current state: a bias that was added to it in place is added a second time, without an error if a view
+# lies between (torch 2.13: `y = linear(x)` on 3-dimensional input and `y += bias`, which is also how DeepSpeed's linear
+# works under ZeRO-3). Here a kept product is copied before anything writes to it.
+
 _aten = torch.ops.aten
 PRODUCTS = {
     _aten.mm.default,
@@ -323,6 +329,14 @@ def _dropout_p(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     value: float = args[index] if len(args) > index else kwargs.get("dropout_p", 0.0)
     return value
 
+
+# Keep the tensors that blocks save for backward in host memory; copies overlap computation on their own streams.
+# A storage that several saved tensors share is copied once. Parameters, their views and buffers stay where they are:
+# they are state, and an engine that shards them frees and gathers them itself.
+# On a GPU, at most two blocks' activations wait for their copies at a time: the next block makes the computation wait,
+# so memory stays bounded when the bus is slower than the model. In backward, a block's first use of a saved tensor
+# starts the copies of the block before it. The last two blocks' activations are still on the device when backward
+# starts, and are not copied back. On the CPU nothing overlaps and nothing is gained: tensors are copied only for tests.
 
 IN_FLIGHT = 2
 """Blocks whose activations may still be on the device while their copies run."""

@@ -18,8 +18,17 @@ from typing import get_type_hints
 
 from ..errors import ConfigError
 from .presets import task_of
-from .schema import DOCUMENT_KEYS, ParallelConfig, RunConfig, Section, TaskName, sections
-from .strategy import SHARDING, STRATEGIES, Capability
+from .schema import (
+    DOCUMENT_KEYS,
+    SHARDING,
+    STRATEGIES,
+    Capability,
+    ParallelConfig,
+    RunConfig,
+    Section,
+    TaskName,
+    sections,
+)
 
 MARKERS = ("<!-- capability:begin -->", "<!-- capability:end -->")
 

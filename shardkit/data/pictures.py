@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import DataError, importing
-from .order import generator_of
+from .loader import generator_of
 from .rows import held_out
 
 Pixels = npt.NDArray[np.uint8]

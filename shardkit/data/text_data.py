@@ -16,13 +16,22 @@ from ..config.schema import DOCUMENT_KEYS, DataConfig, RunConfig
 from ..errors import ConfigError, DataError
 from .chat import RefusedRow, RowError
 from .corpus import Corpus, unigram_cross_entropy
-from .loader import MapDataset
-from .order import MixOrder, WindowOrder
-from .pack import PackedDocuments, collate_packed, corpus_documents, nothing_left, plan_packed
+from .loader import MapDataset, MixOrder, WindowOrder
 from .rows import BadRow, PieceReader, find
 from .store import Documents, LongCounts, Split
 from .tokenize import Encoder, Sources, Stream, open_sources, open_stream, reads_documents, refuse_unread_marks
-from .windows import IGNORE_INDEX, DocumentWindows, Windows, open_covered, plan_windows
+from .windows import (
+    IGNORE_INDEX,
+    DocumentWindows,
+    PackedDocuments,
+    Windows,
+    collate_packed,
+    corpus_documents,
+    nothing_left,
+    open_covered,
+    plan_packed,
+    plan_windows,
+)
 
 _LOG = logging.getLogger(__name__)
 _SEVERAL = (

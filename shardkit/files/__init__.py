@@ -287,6 +287,8 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+# Child processes that run nothing which lies in the current directory.
+
 _ROOT = str(Path(__file__).resolve().parents[2])
 _WITHOUT_CURRENT_DIRECTORY = "import sys; sys.path[:] = [path for path in sys.path if path]\n"
 RUN_MODULE = Path(__file__).resolve().with_name("run_module.py")
@@ -347,6 +349,8 @@ def _git(words: list[str], cwd: Path | None) -> str | None:
         return None
     return output.strip()
 
+
+# The CPUs of this process, and its control groups in both versions of the kernel's interface.
 
 _V1_UNLIMITED = 2**60
 """v1 writes "no limit" as the largest multiple of the page size that fits 63 bits."""

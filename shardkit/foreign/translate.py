@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ..config.errors import combined, shown
 from ..config.load import Layers, LoadedConfig, split_override
 from ..config.other_tools import other_tool_error, tool_of
-from ..config.strategy import SHARDING
+from ..config.schema import SHARDING
 from ..config.yaml import Document, read_text, read_yaml
 from ..errors import ConfigError, gib, one_line
 from ..files import read_regular

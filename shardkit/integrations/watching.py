@@ -30,8 +30,7 @@ from ..parallel.world import rank_env
 from ..run import directory
 from ..run.owner import Owner
 from ..run.planning import CLAIM, planned_advice, target_of
-from ..telemetry.metrics import MetricsWriter
-from ..telemetry.progress import RunProgress
+from ..telemetry.metrics import MetricsWriter, RunProgress
 from .foreign_loop import ForeignLoop, ObservedConfig
 
 

@@ -193,6 +193,9 @@ def _pids(path: Path) -> list[int]:
         return []
 
 
+# How much host memory this process may use, by its cgroup's limit or the machine's memory, and how much is in use.
+
+
 @dataclass(frozen=True)
 class HostLimit:
     """A limit on host memory."""
@@ -279,6 +282,8 @@ def describe(rows: Sequence[RankRow]) -> str:
         + workers
     )
 
+
+# Bytes of parameters, gradients and optimizer state, counted from the storages that hold them.
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _ORDER = {kind: order for order, kind in enumerate(KINDS)}
@@ -393,6 +398,9 @@ def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch
     for order, n_bytes, on_host in seen.values():
         sums[KINDS[order]][on_host] += n_bytes
     return {kind: StateBytes(*sums[kind]) for kind in KINDS}
+
+
+# Peaks of the phases that run, kept between gathers.
 
 
 class Phases(Protocol):

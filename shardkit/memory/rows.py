@@ -317,6 +317,8 @@ def _stragglers(rows: Sequence[RankRow]) -> list[Straggler]:
     return sorted(slow, key=lambda straggler: -straggler.ratio)
 
 
+# Device memory that grows with every step: kept graphs, lists of outputs, caches without a limit.
+
 GATHERS = 7
 """Gathers that growth is read from. Held batches of any length rise that often in a row in one of 5,040 runs."""
 SMALLEST = 0.002

@@ -30,6 +30,8 @@ from . import shortage as shortages
 from .advice import candidates
 from .shortage import Made, MemoryCap, Shortage, module_of, raised_at
 
+# Find the tensors that hold the memory, by a walk over all objects: slow, so only after a failure.
+
 
 class NamedShard(Protocol):
     @property

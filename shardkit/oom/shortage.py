@@ -196,6 +196,8 @@ class _Observer:
             _LOG.exception("cannot look at the GPU's memory")
 
 
+# `memory.cap`: run out of memory at a chosen size, on the GPU by the allocator, on the CPU by counting tensors.
+
 _NOTED_SHARE = 1024  # storages of at least 1/1024 of the cap are recorded with their origin
 _PRUNE = 4096
 

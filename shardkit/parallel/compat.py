@@ -373,6 +373,8 @@ def is_same_generator(a: torch.Generator, b: torch.Generator) -> bool:
     return bool(a._cdata == b._cdata)  # type: ignore[attr-defined]
 
 
+# Private names of FSDP2 that training uses; see `compat` for torch's other ones.
+
 GATHERED = Feature("gathered parameters and unreduced gradients of FSDP2 in memory's categories")
 REACH = Feature("FSDP2 with parameters that are used outside of their unit's forward")
 PACKED = Feature("FSDP2 over weights in 4 bits")

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..config.schema import RunConfig
-from ..config.strategy import SHARDING, StrategyName
+from ..config.schema import SHARDING, RunConfig, StrategyName
 from ..errors import ConfigError, listed
 from ..parallel.blocks import chosen_by_data, chosen_members, find_parts, is_sharded, plain_type
 from ..parallel.world import World

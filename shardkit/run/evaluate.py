@@ -110,6 +110,12 @@ def beside(val_loss: float, baseline: float) -> str:
     return f"the validation loss is {100 * (1 - val_loss / baseline):.1f} % lower"
 
 
+# Text that the model writes at an evaluation, from the prompts of `train.sample_prompts`.
+# Every rank continues prompts of its own through the wrapped model, so engines gather block by block as in training and
+# no rank holds a whole model. There is no cache of keys and values: each new token is a forward over prompt and answer,
+# of one shape for all of them, and never of more tokens than a micro-batch of training.
+
+
 def write_samples(
     job: Job, task: Any, prompts: Prompts, step: int, is_over: Callable[[], bool] = lambda: False
 ) -> list[dict[str, Any]]:

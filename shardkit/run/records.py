@@ -16,8 +16,7 @@ from ..hardware.cards import gpu_peak_flops
 from ..memory.rows import RankRow
 from ..strategies.step import Mark
 from ..tasks.base import Task
-from ..telemetry.metrics import MetricsWriter, targets_called
-from ..telemetry.progress import RunProgress
+from ..telemetry.metrics import MetricsWriter, RunProgress, targets_called
 from . import directory
 from .job import Job
 from .optimizer_step import OptimizerStep

@@ -11,6 +11,8 @@ from ..parallel.world import World
 from .optimizer_step import Reduction
 from .owner import Owner, superseded
 
+# Signals that ask a run to stop: a handler notes them, and all ranks act on them together after a step.
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 """SIGHUP comes when the terminal closes; under `nohup` the run ignores it."""
 

@@ -14,7 +14,7 @@ from ..checkpoint.quantized_base import describe, drawing, fill_quantized, readi
 from ..checkpoint.resume import candidates
 from ..checkpoint.save import Checkpointer, SaveReport
 from ..config.schema import RunConfig
-from ..data.order import State
+from ..data.loader import State
 from ..errors import CheckpointError, ConfigError, DataError, gib
 from ..files import TAIL, append_jsonl, read_objects
 from ..memory.probe import doing
@@ -183,6 +183,9 @@ class StartingPoint:
 def position_of(run: RunState) -> State:
     """The position in the data after a run's last step."""
     return State(run.epoch, run.next_sample)
+
+
+# When the run saves, how long a save may take, and what a checkpoint holds beside the tensors.
 
 
 def save_log(run_dir: Path) -> Path:

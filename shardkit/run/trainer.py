@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ..checkpoint.save import Checkpointer
 from ..config.schema import RunConfig
-from ..data.order import BatchSchedule
-from ..data.pack import PackedDocuments
+from ..data.loader import BatchSchedule
 from ..data.text_data import Mixed
+from ..data.windows import PackedDocuments
 from ..errors import DataError
 from ..launch.failures import failure
 from ..launch.local import restart
@@ -23,10 +23,9 @@ from ..parallel.world import World
 from ..strategies.build import slower_than_single
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts, build_model, load_task, read_prompts
-from ..telemetry.progress import draws_bars
-from . import amounts, directory
-from .amounts import make_loader, make_schedule, val_parts
-from .checks import FirstUpdate, SumCheck, check_same_data, check_same_digests
+from ..telemetry.metrics import draws_bars
+from . import checks, directory
+from .checks import FirstUpdate, SumCheck, check_same_data, check_same_digests, make_loader, make_schedule, val_parts
 from .evaluate import report
 from .job import Job
 from .loop import Loop
@@ -83,7 +82,7 @@ class Trainer:
         """Load the task and its data, which must be the same on every rank."""
         self._say("reading the data")
         with self.job.ledger.phase("init"):
-            self.task = load_task(amounts.without_validation(self.config))
+            self.task = load_task(checks.without_validation(self.config))
             data = self.task.dataset("train")
             self.val_data = val_parts(self.task) if self.config.train.eval_samples else {}
             check_same_data(self.world, data, self.val_data)
@@ -97,7 +96,7 @@ class Trainer:
         """Claim the run directory, and say which data the run has."""
         self.run_dir, owner = directory.prepare(self.job.loaded, self.world)
         self.owner = None if owner is None else self.job.at_end.enter_context(owner)
-        self._say(amounts.describe_split(self.config, self.data, self.val_data))
+        self._say(checks.describe_split(self.config, self.data, self.val_data))
         n_ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
         if isinstance(self.data, PackedDocuments | Mixed) and (packed := self.data.describe()):
             self._say(packed)
@@ -141,7 +140,7 @@ class Trainer:
         )  # fmt: skip
         resumed = self.start.resume(self.checkpoints)
         position = position_of(resumed)
-        last_step = amounts.last_step(config.train, self.schedule, resumed.step, position)
+        last_step = checks.last_step(config.train, self.schedule, resumed.step, position)
         self.config = config = self._end_with_epochs(last_step)
         n_steps = max(0, config.train.max_steps - resumed.step)
         loader = make_loader(config, world, self.task, self.data, self.schedule, position, n_steps)
@@ -188,8 +187,8 @@ class Trainer:
 
     def _say_passes(self) -> None:
         train = self.config.train
-        self._say(amounts.describe_passes(self.data, self.schedule, train.max_steps))
-        if self.world.is_main and (warning := amounts.doubt(train, self.schedule)) is not None:
+        self._say(checks.describe_passes(self.data, self.schedule, train.max_steps))
+        if self.world.is_main and (warning := checks.doubt(train, self.schedule)) is not None:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     def fit(self) -> Outcome:

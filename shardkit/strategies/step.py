@@ -21,6 +21,8 @@ from ..parallel.blocks import release_graph_outputs
 from . import Strategy
 from .base import StepRequest, Update
 
+# Clocks of a device that works on its own: none of them waits for it until its figure is read.
+
 Loss = TypeVar("Loss")
 
 

@@ -15,7 +15,7 @@ Batch = Any
 class Dataset(Sized, Protocol):
     """A map-style dataset: `len()` and integer indexing.
 
-    With a method `order(seed: int, shuffle: bool)` it has an order of its own, a `shardkit.data.order.Order`, and an
+    With a method `order(seed: int, shuffle: bool)` it has an order of its own, a `shardkit.data.loader.Order`, and an
     epoch has that order's `n` samples.
     """
 

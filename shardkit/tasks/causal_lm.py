@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..data.pack import documents_of
 from ..data.text_data import TextData
-from ..data.windows import IGNORE_INDEX
+from ..data.windows import IGNORE_INDEX, documents_of
 from ..models.transformer import Block, Transformer, init_parameter, transformer_flops_per_token
 from .base import Dataset
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..data.pack import documents_of
 from ..data.text_data import TextData
 from ..data.tokenizer import embedding_rows
+from ..data.windows import documents_of
 from ..errors import ConfigError
 from ..models.cross_entropy import attach_loss, check_loss_fits
 from ..models.hf import HFModel, hf_flops_per_token, import_transformers

@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, gib
 from ..files import append_jsonl, extend_last_line
-from ..memory.rows import SHOWN_SINGLY, RankRow, pressure, summary
+from ..memory.rows import SHOWN_SINGLY, RankRow, Summary, pressure, summary
+from .catalog import STEP_PARTS
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.progress import Progress
+    from rich.table import Table
+
 
 _LOG = logging.getLogger(__name__)
 BOARD_S = 5.0
@@ -162,3 +170,170 @@ def _start_wandb(run_dir: Path, project: str, settings: dict[str, Any]) -> Any:
     id_file.parent.mkdir(exist_ok=True)
     id_file.write_text(run_id + "\n")
     return run
+
+
+# Rank 0's progress display: bars on a terminal, else a line on stdout every few steps.
+
+LINE_S = 30.0
+"""Longest pause in seconds between two lines without a terminal, if steps end meanwhile."""
+REFRESH_S = 1.0
+"""Least seconds between two drawings of a terminal."""
+BARS = 8
+"""At most this many ranks get a bar: those with the largest peaks."""
+TIGHT = 0.9
+"""A rank's bar turns red at this share of its memory."""
+
+
+class RunProgress:
+    """Shows loss, throughput, MFU if the GPU's peak is known, the ranks' memory, seconds spent on saves,
+    and the remaining time.
+
+    `total`: the last step; `None`: unknown. `steps_before`: steps that were taken before. `every`: steps between two
+    lines where stdout or stderr is no terminal, fewer if they take long; `None`: a terminal alone is written to, and
+    only while nothing else draws bars there.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        steps_before: int,
+        every: int | None,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        targets: str = "tokens",
+    ) -> None:
+        self._targets = targets
+        self._total, self._every = total, every
+        self._mfu_per_token = flops_per_token / peak_flops if flops_per_token and peak_flops else None
+        self._began, self._steps_before = time.perf_counter(), steps_before
+        self._saves_s = 0.0
+        self._rows: Sequence[RankRow] = ()
+        self._condensed: Summary | None = None
+        self._last_line_at = time.perf_counter()
+        self._drawn = -math.inf
+        self._bar: Progress | None = None
+        self._live: Live | None = None
+        if draws_bars():
+            from rich.console import Console
+            from rich.live import Live
+
+            # No thread refreshes it: that would compete with the step for the interpreter.
+            self._live = Live(console=Console(file=sys.stderr), auto_refresh=False)
+
+    def update(self, record: Mapping[str, float], ranks: int, rows: Sequence[RankRow]) -> None:
+        """Show a step's record; `rows` come from the last gather."""
+        step = int(record["step"])
+        self._saves_s += record.get("save_s", 0.0)
+        if rows is not self._rows:
+            self._rows, self._condensed = rows, summary(rows) if rows else None
+        if self._live is not None:
+            self._draw(self._live, step, record, ranks)
+        elif self._every is not None and self._is_due(step, self._every):
+            text = self._text(record, ranks)
+            print(f"step {step}/{self._total}  {text}  ETA {self._eta(step)}", flush=True)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        now = time.perf_counter()
+        is_due = (
+            step in (self._steps_before + 1, self._total) or step % every == 0 or now - self._last_line_at >= LINE_S
+        )
+        self._last_line_at = now if is_due else self._last_line_at
+        return is_due
+
+    def _text(self, record: Mapping[str, float], ranks: int) -> str:
+        parts = [f"loss {record['loss']:.4f}"] if "loss" in record else []
+        tokens_per_s, processed = record.get("tokens_per_s"), record.get("positions_per_s", 0.0)
+        if tokens_per_s is None:
+            parts.append(f"{1e3 * record['step_time_s']:,.0f} ms a step")
+        else:
+            parts.append(f"{tokens_per_s:,.0f} {self._targets}/s")
+            if tokens_per_s < 0.995 * processed:
+                parts[-1] += f" in the loss ({processed:,.0f} with prompts and padding)"
+        if self._mfu_per_token is not None and tokens_per_s is not None:
+            parts.append(f"MFU {100 * self._mfu_per_token * tokens_per_s / ranks:.1f} %")
+        if self._condensed is not None and self._condensed.peak is not None:
+            metric, spread = self._condensed.peak
+            kind = "peak RSS" if metric == "peak_rss" else "peak allocated"
+            worst = f" (rank {spread.worst}, {spread.skew:.2f} × the mean)" if len(self._rows) > 1 else ""
+            parts.append(f"{kind} {gib(spread.max)}{worst}")
+            parts += [f"slow: rank {slow.name}" for slow in self._condensed.stragglers[:1]]
+        if self._saves_s:
+            parts.append(f"saves {self._saves_s:.1f} s")
+        return "  ".join(parts)
+
+    def _eta(self, step: int) -> str:
+        steps_taken = max(1, step - self._steps_before)
+        seconds_left = int((time.perf_counter() - self._began) / steps_taken * ((self._total or step) - step))
+        return f"{seconds_left // 3600}:{seconds_left // 60 % 60:02d}:{seconds_left % 60:02d}"
+
+    def _draw(self, live: Live, step: int, record: Mapping[str, float], ranks: int) -> None:
+        """A bar for the run, and below it the parts of a step and bars of the ranks with the largest peaks."""
+        from rich.console import Group
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.text import Text
+
+        now = time.perf_counter()
+        if now - self._drawn < REFRESH_S and step != self._total:
+            return
+        self._drawn = now
+        # A loop that is watched may have bars of its own, which two displays on one terminal would tear apart.
+        if self._every is None and _tqdm_draws():
+            live.stop()
+            return
+        if self._bar is None:
+            text = TextColumn("{task.description}", markup=False)
+            self._bar = Progress(MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), text)
+            self._bar.add_task("", total=self._total, completed=self._steps_before)
+        self._bar.update(self._bar.task_ids[0], completed=step, description=self._text(record, ranks))
+        live.start()  # not earlier: while it is started, print and logging go through it
+        live.update(Group(self._bar, Text(parts_of(record)), ranks_table(self._rows)), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last bars on the terminal."""
+        if self._live is not None:
+            self._live.stop()
+
+
+def draws_bars() -> bool:
+    """Whether progress is bars on a terminal: neither stdout nor stderr goes to a file or a pipe."""
+    return sys.stderr.isatty() and sys.stdout.isatty()
+
+
+def _tqdm_draws() -> bool:
+    """Whether a bar of tqdm is open in this process."""
+    module = sys.modules.get("tqdm")
+    kinds = [] if module is None else [module.tqdm]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    return any(kind.monitor is not None and kind.monitor.get_instances() for kind in kinds)
+
+
+def parts_of(record: Mapping[str, float]) -> str:
+    """A step's time and its parts: `step 412 ms: waiting for data 2 %, forward 31 %, backward 58 %, update 9 %`."""
+    if "forward_s" not in record:
+        return ""
+    step_s = record["step_time_s"]
+    parts = [f"{name} {record[key] / step_s:.0%}".replace("%", " %") for key, name in STEP_PARTS.items()]
+    return f"step {1e3 * step_s:,.0f} ms: {', '.join(parts)}"
+
+
+def ranks_table(rows: Sequence[RankRow]) -> Table:
+    """One line for each of the worst ranks: its peak as a share of its device's or host's memory, and its step time."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    worst = sorted(rows, key=pressure, reverse=True)[:BARS]
+    for row in sorted(worst, key=lambda row: row.identity.rank):
+        used, total = pressure(row), row.host_mem.limit if row.device_mem is None else row.device_mem.total
+        style = "red" if total and used >= TIGHT * total else "green"
+        table.add_row(
+            Text(f"rank {row.name}"),
+            ProgressBar(total=total or None, completed=used, width=20, complete_style=style, finished_style=style),
+            Text(f"{gib(used)} of {gib(total)}"),
+            Text("" if row.step_time_s is None else f"{1e3 * row.step_time_s:.0f} ms"),
+        )
+    if len(rows) > BARS:
+        table.add_row(Text(f"({len(rows) - BARS} more)"))
+    return table

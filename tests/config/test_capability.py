@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from shardkit.config import capability
 from shardkit.config.capability import CAPABILITIES, MARKERS, check, markdown_table, mesh_shape
 from shardkit.config.load import load_config, resolve_batch
-from shardkit.config.schema import Offload, RunConfig
-from shardkit.config.strategy import STRATEGIES, StrategyName
+from shardkit.config.schema import STRATEGIES, Offload, RunConfig, StrategyName
 from shardkit.errors import ConfigError
 from tests.config import capability_cases
 from tests.ranks import run_ranks

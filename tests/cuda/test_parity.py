@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.config.strategy import STRATEGIES
+from shardkit.config.schema import STRATEGIES
 from tests.cuda import gpu_ranks, parity, pools
 from tests.cuda.parity import Case, problems
 from tests.emulated_cuda import needs_emulation

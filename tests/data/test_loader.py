@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.data.loader import StepLoader, eval_batches
-from shardkit.data.order import BatchSchedule, State
+from shardkit.data.loader import BatchSchedule, State, StepLoader, eval_batches
 from shardkit.errors import DataError
 
 

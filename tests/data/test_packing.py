@@ -14,9 +14,15 @@ import torch
 
 from shardkit.config.schema import DataConfig
 from shardkit.data.corpus import open_corpus
-from shardkit.data.pack import PackedDocuments, best_fit_decreasing, collate_packed, corpus_documents, plan_packed
 from shardkit.data.store import LongCounts
-from shardkit.data.windows import IGNORE_INDEX
+from shardkit.data.windows import (
+    IGNORE_INDEX,
+    PackedDocuments,
+    best_fit_decreasing,
+    collate_packed,
+    corpus_documents,
+    plan_packed,
+)
 from shardkit.errors import DataError
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.data.loader import StepLoader
-from shardkit.data.order import BatchSchedule
+from shardkit.data.loader import BatchSchedule, StepLoader
 
 from .chats import conversation, write_lines, write_tokenizer
 from .test_text import config

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.data.order import BatchSchedule, EpochOrder, State
+from shardkit.data.loader import BatchSchedule, EpochOrder, State
 
 # A resumed run must draw what the run before it would have drawn: a change here breaks every checkpoint.
 RECORDED = [296, 32, 404, 72, 376, 203, 63, 488]

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.data.loader import StepLoader
-from shardkit.data.order import BatchSchedule, State, WindowOrder
+from shardkit.data.loader import BatchSchedule, State, StepLoader, WindowOrder
 from shardkit.data.rows import Piece, RowFormat
 from shardkit.data.text_data import Streamed
 from shardkit.data.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardkit.config.schema import RunConfig
-from shardkit.data.order import MixOrder
+from shardkit.data.loader import MixOrder
 from shardkit.data.rows import Json, RowFormat, cut, find
 from shardkit.data.text_data import TextData
 from shardkit.data.tokenize import open_source

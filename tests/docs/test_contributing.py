@@ -98,7 +98,7 @@ def extended(tmp_path: Path) -> Any:
     path.write_text(
         "from typing import Annotated, Literal\n"
         "from shardkit.config.schema import ParallelConfig as Section, RunConfig\n"
-        "from shardkit.config.strategy import Capability\n"
+        "from shardkit.config.schema import Capability\n"
         f"{example('Add a config key')}\n"
         "class Extended(RunConfig):\n    parallel: ParallelConfig = ParallelConfig()\n"
     )

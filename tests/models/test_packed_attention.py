@@ -11,7 +11,7 @@ from torch import nn
 
 from shardkit.activation.checkpoint import checkpoint_activations
 from shardkit.config.schema import ActivationConfig, RunConfig
-from shardkit.data.pack import PackedDocuments, Packing, collate_packed, documents_of
+from shardkit.data.windows import PackedDocuments, Packing, collate_packed, documents_of
 from shardkit.errors import ConfigError
 from shardkit.models import packed_attention as module
 from shardkit.models.packed_attention import BatchDocuments, document_attention

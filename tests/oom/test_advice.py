@@ -9,7 +9,7 @@ import pytest
 
 from shardkit.config import capability
 from shardkit.config.load import load_config, resolve_batch
-from shardkit.config.strategy import STRATEGIES
+from shardkit.config.schema import STRATEGIES
 from shardkit.errors import ConfigError
 from shardkit.oom import advice
 from shardkit.oom.advice import candidates

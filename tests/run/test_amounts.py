@@ -9,11 +9,11 @@ import pytest
 
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig, TrainConfig
-from shardkit.data.order import BatchSchedule, State
+from shardkit.data.loader import BatchSchedule, State
 from shardkit.report.measure import status
 from shardkit.report.read import read_run
-from shardkit.run import amounts
-from shardkit.run.amounts import val_parts
+from shardkit.run import checks
+from shardkit.run.checks import val_parts
 from shardkit.tasks.load import load_task
 from tests.commands import python_m
 from tests.data.chats import conversation, write_lines, write_tokenizer
@@ -27,10 +27,10 @@ def of(tmp_path: Path, **more: Any) -> RunConfig:
 
 def said(config: RunConfig) -> str:
     """The line on the split, as a run prints it."""
-    task = load_task(amounts.without_validation(config))
+    task = load_task(checks.without_validation(config))
     data = task.dataset("train")
     assert data is not None
-    return amounts.describe_split(config, data, val_parts(task) if config.train.eval_samples else {})
+    return checks.describe_split(config, data, val_parts(task) if config.train.eval_samples else {})
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def test_without_evaluation_all_text_trains(n_files: int, tmp_path: Path) -> Non
     sizes = {}
     for samples in (4, 0):
         config = of(tmp_path, data__path=str(tmp_path / "text"), train__eval_samples=samples)
-        data = load_task(amounts.without_validation(config)).dataset("train")
+        data = load_task(checks.without_validation(config)).dataset("train")
         assert data is not None
-        sizes[samples] = amounts.amount(data).tokens or 0
+        sizes[samples] = checks.amount(data).tokens or 0
     assert sizes[0] == n_files * 1101 > sizes[4]
 
 
@@ -98,7 +98,7 @@ def train_of(**more: Any) -> TrainConfig:
 def test_a_run_ends_with_its_last_pass_or_at_its_limit(
     keys: dict[str, Any], step: int, position: State, last: int
 ) -> None:
-    assert amounts.last_step(train_of(**keys), schedule(), step, position) == last
+    assert checks.last_step(train_of(**keys), schedule(), step, position) == last
 
 
 def test_epochs_end_a_run_and_more_of_them_continue_it(tmp_path: Path) -> None:

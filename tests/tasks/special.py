@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardkit.parallel.batchnorm import CPUSyncBatchNorm
 from shardkit.run.job import Job, start
+from shardkit.strategies.build import CPUSyncBatchNorm
 from tests.strategies.cases import on_cpus
 
 STEPS, ROWS, LENGTH, VOCAB, WIDTH = 4, 8, 6, 19, 10

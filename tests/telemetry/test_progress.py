@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardkit.telemetry import progress
-from shardkit.telemetry.progress import RunProgress
+from shardkit.telemetry import metrics
+from shardkit.telemetry.metrics import RunProgress
 from tests.memory.samples import MIB, cpu_row, gpu_row
 
 
@@ -26,7 +26,7 @@ def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("LINES", "40")
-    monkeypatch.setattr(progress, "REFRESH_S", 0.0)
+    monkeypatch.setattr(metrics, "REFRESH_S", 0.0)
     return found
 
 
@@ -130,7 +130,7 @@ def test_a_watched_loop_with_a_bar_of_its_own_gets_no_other(monkeypatch: pytest.
 
 def test_a_terminal_is_not_drawn_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = use_terminal(monkeypatch)
-    monkeypatch.setattr(progress, "REFRESH_S", 1000.0)
+    monkeypatch.setattr(metrics, "REFRESH_S", 1000.0)
     shown = RunProgress(500, 0, 10, None, None)
     shown.update(record(1), 1, [gpu_row(0)])
     once = len(terminal.getvalue())

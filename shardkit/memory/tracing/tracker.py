@@ -19,6 +19,8 @@ from ..probe import local_tensors
 from .compat import DEVICE, DispatchMode, Patches, convolution_backend, schema, tensors
 from .events import EventLog
 
+# Scratch memory inside operators, which no tensor of the program shows, computed from arguments and results.
+
 Count = Callable[[Any, Any], int]
 """Returns bytes from an operator's arguments and its result."""
 

@@ -334,6 +334,8 @@ def _estimate(
 
 DEEP, DEEP_ROUGHLY = 49, 9
 """Models of at least so many layers are traced at two smaller depths, which misses some of the allocator's gaps."""
+# Predict deep models from shallow traces: memory at each edge of a step grows equally with every layer.
+
 MUCH_DEEPER = 24
 """Models of at least so many layers are traced several times faster at two depths than whole."""
 LAYERS_AT_ENDS, LAYERS_AT_ENDS_ROUGHLY = 2, 1

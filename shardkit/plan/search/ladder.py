@@ -166,6 +166,8 @@ def save(steps: Sequence[Step], folder: Path, limit: int | None) -> Path:
     return path
 
 
+# Find the largest model, or the largest micro-batch, that trains: by prediction first, then by real steps.
+
 FINEST = 1.02
 """Neighbouring sizes differ by at most this factor, if layers, widths and heads allow."""
 _STEP = 0.004  # relative step of large widths and depths; squared for the width, it stays well below `FINEST`

@@ -24,6 +24,8 @@ from ..client import Planner
 from ..model.estimate import DoesNotFit, MemoryEstimate
 from ..target import Target
 
+# The settings an automatic plan may change: engine and offload, activation checkpointing, precision, micro-batch.
+
 POLICIES = ("none", "selective_op", "selective", "full")
 _OFFLOADED = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
 

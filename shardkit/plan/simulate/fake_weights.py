@@ -153,6 +153,9 @@ def _moved(tensor: torch.Tensor, device: torch.device, is_param: bool) -> Any:
     return nn.Parameter(value, requires_grad=tensor.requires_grad) if is_param else value
 
 
+# A pretended world of ranks: a process group that answers at once, and libraries that accept fake tensors.
+
+
 @contextmanager
 def fake_world(
     device: torch.device, world_size: int, ranks_per_node: int, rank: int = 0, zero: bool = False

@@ -14,8 +14,7 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from ...config.load import resolve_batch
-from ...config.schema import RunConfig
-from ...config.strategy import SHARDING
+from ...config.schema import SHARDING, RunConfig
 from ...data.loader import map_tensors, to_device
 from ...errors import ConfigError, NotPlannedError
 from ...memory.probe import Phases
@@ -35,6 +34,8 @@ from ...strategies.step import train_step
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts
 from .compat import unset_fake_temporarily
+
+# The engines on fake tensors.
 
 _FIRST_BUCKET_MB = 1.0
 

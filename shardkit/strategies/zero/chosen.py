@@ -14,8 +14,7 @@ from torch import nn
 
 from ...config.capability import CAPABILITIES
 from ...config.load import resolve_batch
-from ...config.schema import RunConfig
-from ...config.strategy import StrategyName
+from ...config.schema import RunConfig, StrategyName
 from ...errors import ConfigError
 from ...parallel.blocks import chosen_members
 from ...parallel.world import World

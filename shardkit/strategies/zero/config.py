@@ -185,6 +185,8 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
+# Build DeepSpeedCPUAdam, a C++ op that is compiled at first use, once per machine.
+
 _BUILDING = "building"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.config.load import load_config
-from shardkit.config.strategy import STRATEGIES
+from shardkit.config.schema import STRATEGIES
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from tests.strategies.graphs.engines import Report
