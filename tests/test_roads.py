@@ -71,7 +71,7 @@ main(["model.preset=debug", "parallel.strategy=fsdp", "run.device=cpu", "run.dir
 ROADS = {
     "plan: main to its verdict": (f"record()\n{PLAN}end()\n", "", 20),
     "a row of JSON lines to a batch": (f"{ROWS}end()\n", "", 21),
-    "main to the first forward of fsdp": (f"record()\n{FSDP}", "models/transformer.py", 87),
+    "main to the first forward of fsdp": (f"record()\n{FSDP}", "models/transformer.py", 60),
 }
 """Road → its program, the module whose first `forward` ends it, and the most files."""
 

@@ -271,7 +271,8 @@ class MemoryLedger:
         except RuntimeError as error:
             if self.rank != 0:
                 raise
-            missing, reason = self._missing(step), _without_noise(error)
+            text = _NOISE.match(" ".join(str(error).split()))
+            missing, reason = self._missing(step), text[1] if text else str(error)
             raise TrainingError(
                 f"memory was not gathered at step {step}; did not report: {missing}: {reason}",
                 "look at those ranks' logs: they were killed, failed, hang, or their node is lost",
@@ -349,11 +350,6 @@ class MemoryLedger:
             # The pause grows with the cost of a reading: USS walks the page tables, which is slow in large processes.
             self._slow_next = ended + (ended - began) / SLOW_PROBE_SHARE
         return self._slow
-
-
-def _without_noise(error: Exception) -> str:
-    match = _NOISE.match(" ".join(str(error).split()))
-    return match[1] if match else str(error)
 
 
 def _key(rank: int) -> str:

@@ -68,7 +68,9 @@ def parameters_on_meta() -> Iterator[None]:
         refuse_uninitialised(module, name, param)
         if param.is_meta or hasattr(param, "ds_id"):  # ZeRO-3's are partitions already
             return None
-        meta = _on_meta(param)
+        meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        # The model's code may have set attributes. A fake tensor has some that belong to it alone: those stay.
+        vars(meta).update({name: attribute for name, attribute in vars(param).items() if name not in vars(meta)})
         copy_grad_hooks(param, meta)
         return meta
 
@@ -281,14 +283,6 @@ class Weights:
         start, end = even_range(out.numel(), world.rank, world.size)
         self.fill(fqn, shape, out[start:end], start)
         return True
-
-
-def _on_meta(param: nn.Parameter) -> nn.Parameter:
-    """A copy of the parameter on meta, with the attributes that the model's code has set on it."""
-    meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-    # A fake tensor has attributes that belong to it alone: those that the copy has already stay.
-    vars(meta).update({name: attribute for name, attribute in vars(param).items() if name not in vars(meta)})
-    return meta
 
 
 def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:

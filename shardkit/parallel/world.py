@@ -96,7 +96,9 @@ def choose_device(config: RunConfig, env: RankEnv) -> torch.device:
             "set run.device=cpu, or install a CUDA build of torch and check nvidia-smi",
         )
     n_gpus = torch.cuda.device_count()
-    if n_gpus == 1 and env.source == "slurm" and env.local_world_size > 1 and _one_gpu_each():
+    # srun gave each task its own GPU (--gpus-per-task=1), which the task then sees as device 0.
+    one_gpu_each = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
+    if n_gpus == 1 and env.source == "slurm" and env.local_world_size > 1 and one_gpu_each:
         return torch.device("cuda", 0)
     if env.local_world_size > n_gpus:
         raise LaunchError(
@@ -104,11 +106,6 @@ def choose_device(config: RunConfig, env: RankEnv) -> torch.device:
             f"start at most {n_gpus} ranks per machine (--nproc-per-node {n_gpus}), or set run.device=cpu",
         )
     return torch.device("cuda", env.local_rank)
-
-
-def _one_gpu_each() -> bool:
-    """Whether srun gave each task its own GPU (--gpus-per-task=1), which the task then sees as device 0."""
-    return os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
 
 
 def rank_env() -> RankEnv:

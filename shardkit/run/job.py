@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -125,7 +125,12 @@ class Job:
             raise ConfigError(
                 "init_parameter was given with a model that is already built", "pass a function that builds it"
             )
-        build = partial(self._built, model)
+
+        def build() -> nn.Module:
+            built = model if isinstance(model, nn.Module) else model()
+            self.post_mortem.packable = packable_shares(built)  # the weights themselves may not fit
+            return built
+
         factory = make_optimizer or (lambda wrapped: default_optimizer(self.config.optim, wrapped, block_classes))
         with self.ledger.phase("wrap"):
             weights = Weights(self.config.train.seed, init_parameter, drawn)
@@ -145,11 +150,6 @@ class Job:
         if self.cap is not None:  # the model may have been built before the cap began
             self.cap.see([tensor for _, tensor in self.strategy.state_tensors()])
         return wrapped
-
-    def _built(self, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-        built = model if isinstance(model, nn.Module) else model()
-        self.post_mortem.packable = packable_shares(built)  # the weights themselves may not fit
-        return built
 
     def step(
         self,
@@ -261,7 +261,12 @@ def start(
     libraries.quiet()
     libraries.say_untested()
     set_matmul_precision(loaded.config.precision)
-    _seed(loaded.config, env.rank)
+    # Dropout and the like differ on each rank; weights do not use this generator.
+    torch.manual_seed(loaded.config.train.seed * 1_000_003 + env.rank)
+    if loaded.config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     memory = loaded.config.memory
     with process_groups(loaded.config, env) as world, memory_cap(memory.cap_bytes, world.device) as cap:
         ledger = MemoryLedger(
@@ -279,14 +284,3 @@ def start(
                 raise
             finally:
                 strategy.teardown()
-
-
-def _seed(config: RunConfig, rank: int) -> None:
-    """Seed dropout and the like differently on each rank; weights do not use this generator."""
-    torch.manual_seed(config.train.seed * 1_000_003 + rank)
-    if config.train.deterministic:
-        import os
-
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,10 @@ class Loop:
     def __iter__(self) -> Iterator[Record]:
         if self._is_last(self.step):
             return
-        self._read_first_batch()
+        began = self.records.start()
+        self._batch = next(self.loader)
+        self._reads = [(began, Mark(self.job.world.device))]
+        self._counts = self.job.world.sum(self._count(self._batch))
         while not self._is_last(self.step):
             step = self._begin_step()
             self._take(step)
@@ -104,12 +108,6 @@ class Loop:
 
     # data
 
-    def _read_first_batch(self) -> None:
-        began = self.records.start()
-        self._batch = next(self.loader)
-        self._reads = [(began, Mark(self.job.world.device))]
-        self._counts = self.job.world.sum(self._count(self._batch))
-
     def _look_ahead(self, step: LoopStep, since: Mark) -> None:
         """Read the next step's data and begin the step's reduction, while the device works on the step."""
         self.watchdog.beat(self.step, "data and reduction")
@@ -118,7 +116,7 @@ class Loop:
             self._batch = next(self.loader)
             self._reads.append((since, Mark(self.job.world.device)))
             counts = self._count(self._batch)
-        step.reduction.add("counts", counts, self._set_counts)
+        step.reduction.add("counts", counts, partial(setattr, self, "_counts"))
         self.requests.add_to(step.reduction)
         step.begin_agreement()
         self.watchdog.beat(self.step, "backward or update")
@@ -129,9 +127,6 @@ class Loop:
         self.sums.expect(counts)
         n_positions = getattr(self.task, "n_positions", lambda _: 0)
         return [float(sum(counts)), float(sum(n_positions(micro) for micro, _ in batch.micro_batches))]
-
-    def _set_counts(self, sums: Sequence[float]) -> None:
-        self._counts = sums
 
     # step
 

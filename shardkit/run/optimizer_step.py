@@ -137,7 +137,14 @@ class OptimizerStep:
     def refuse_bad_loss(self) -> None:
         """End the run if the loss is not finite on some rank; collective then."""
         if not math.isfinite(self.loss):
-            raise not_finite_loss(self.job.world, self.number, self.loss_sum.item())
+            losses: list[Any] = self.job.world.gather(self.loss_sum.item())
+            bad_ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+            ranks = ", ".join(map(str, bad_ranks)) or "none alone, but their sum is"
+            raise TrainingError(
+                f"the loss is not finite at step {self.number} on rank {ranks} "
+                f"(summed loss {[losses[rank] for rank in bad_ranks][:4]})",
+                "lower optim.lr, set train.max_norm, or look at that step's data; nothing after it was saved",
+            )
 
     def finite_norm(self) -> float:
         """The norm of the gradient, once it has arrived; infinite or NaN only if loss scaling skipped the update."""
@@ -148,17 +155,6 @@ class OptimizerStep:
 
 
 _LOG = logging.getLogger(__name__)
-
-
-def not_finite_loss(world: World, step: int, local_loss: float) -> TrainingError:
-    """The error that names the ranks whose loss is not finite; collective."""
-    losses = [float(v) for v in world.gather(local_loss)]  # type: ignore[arg-type]
-    bad_ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-    ranks = ", ".join(map(str, bad_ranks)) or "none alone, but their sum is"
-    return TrainingError(
-        f"the loss is not finite at step {step} on rank {ranks} (summed loss {[losses[r] for r in bad_ranks][:4]})",
-        "lower optim.lr, set train.max_norm, or look at that step's data; nothing after it was saved",
-    )
 
 
 def not_finite_gradient(step: OptimizerStep) -> TrainingError:

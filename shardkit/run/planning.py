@@ -68,7 +68,9 @@ class RunPlan:
             _forget_another(run_dir / "plan.json", job.config, job.world.size)
         if setting is False or (setting == "auto" and job.world.device.type != "cuda"):
             return
-        shards = [str(n_bytes) for n_bytes in job.world.gather(_shard_bytes(job))]
+        # Bytes of state, without the padding that makes all ranks' storages equal.
+        state = (local for _, tensor in job.strategy.state_tensors() for local in local_tensors(tensor))
+        shards = [str(n_bytes) for n_bytes in job.world.gather(sum(local.nbytes for local in state))]
         if not job.world.is_main or (run_dir / "plan.json").exists() or (setting == "auto" and not _room()):
             return
         ranks = sorted(shards.index(size) for size in set(shards))[:RANKS]
@@ -157,11 +159,6 @@ def planned_advice(config: RunConfig, target: Target, run_dir: Path) -> list[Adv
         for change in changes
         if (verdict := change.estimate.verdict) is not None
     ]
-
-
-def _shard_bytes(job: Job) -> int:
-    """This rank's bytes of state, without the padding that makes all ranks' storages equal."""
-    return sum(local.nbytes for _, tensor in job.strategy.state_tensors() for local in local_tensors(tensor))
 
 
 def _forget_another(path: Path, config: RunConfig, world_size: int) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config.schema import LoggingConfig
 from ..data.loader import StepBatch
 from ..hardware.cards import gpu_peak_flops
 from ..memory.rows import RankRow
@@ -126,8 +125,12 @@ class Recorder:
     def __init__(self, job: Job, task: Task, run_dir: Path, n_recorded: int, last_step: int) -> None:
         logging, self._world_size = job.config.logging, job.world.size
         self._seen: Sequence[RankRow] = ()
-        self._server, self._address = _serve(logging), run_dir / "logs" / "prometheus.txt"
-        if self._server is not None:
+        self._server: MetricsServer | None = None
+        self._address = run_dir / "logs" / "prometheus.txt"
+        if logging.prometheus_port is not None:
+            from ..telemetry.prometheus import MetricsServer
+
+            self._server = MetricsServer(logging.prometheus_host, logging.prometheus_port)
             self._address.write_text(self._server.url + "\n")
         try:
             settings = job.config.model_dump(mode="json")
@@ -135,7 +138,12 @@ class Recorder:
         except BaseException:
             self._stop_serving()
             raise
-        self._progress = _progress(job, task, n_recorded, last_step)
+        flops = getattr(task, "flops_per_token", lambda: None)()
+        peak = None
+        if job.world.device.type == "cuda":
+            peak = gpu_peak_flops(torch.cuda.get_device_name(job.world.device), job.config.precision.mode)
+        counted = targets_called(job.config.task.name, job.config.task.factory)
+        self._progress = RunProgress(last_step, n_recorded, logging.every, flops, peak, counted)
 
     def step(self, record: Mapping[str, float], rows: Sequence[RankRow]) -> None:
         """Record a finished step; `rows` come from the last gather."""
@@ -175,21 +183,3 @@ def open_recorder(job: Job, task: Task, run_dir: Path, n_recorded: int, last_ste
     opened: list[Recorder] = []
     directory.on_main(job.world, run_dir, lambda: opened.append(Recorder(job, task, run_dir, n_recorded, last_step)))
     return opened[0] if opened else None
-
-
-def _serve(logging: LoggingConfig) -> MetricsServer | None:
-    if logging.prometheus_port is None:
-        return None
-    from ..telemetry.prometheus import MetricsServer
-
-    return MetricsServer(logging.prometheus_host, logging.prometheus_port)
-
-
-def _progress(job: Job, task: Task, n_recorded: int, last_step: int) -> RunProgress:
-    flops = getattr(task, "flops_per_token", None)
-    counted = targets_called(job.config.task.name, job.config.task.factory)
-    peak = None
-    if job.world.device.type == "cuda":
-        peak = gpu_peak_flops(torch.cuda.get_device_name(job.world.device), job.config.precision.mode)
-    every = job.config.logging.every
-    return RunProgress(last_step, n_recorded, every, flops() if flops else None, peak, counted)

@@ -115,18 +115,14 @@ class Trainer:
             init_parameter=getattr(task, "init_parameter", None),
             drawn=not self.start.loads_weights,
         )
-        self.watchdog = self._make_watchdog()
-        self._say(f"blocks: {describe_blocks(job.model, [*job.blocks.values()])}")
-        self.start.freeze_base(self._say)
-
-    def _make_watchdog(self) -> Watchdog:
-        job = self.job
         hosts = [str(host) for host in job.world.gather(os.environ.get("SLURMD_NODENAME") or os.uname().nodename)]
-        return Watchdog(
+        self.watchdog = Watchdog(
             self.run_dir / "logs" / "hang", job.world.rank, job.world.size, self.config.run.init_timeout_s,
             block=lambda: job.calls.last_called, hosts=hosts, key="run.init_timeout_s",
             pulse=self._say_pulse if job.world.is_main else None,
         )  # fmt: skip
+        self._say(f"blocks: {describe_blocks(job.model, [*job.blocks.values()])}")
+        self.start.freeze_base(self._say)
 
     def _begin(self) -> None:
         """Load weights and checkpoint, and make the loop that goes on from there."""
@@ -141,10 +137,16 @@ class Trainer:
         resumed = self.start.resume(self.checkpoints)
         position = position_of(resumed)
         last_step = checks.last_step(config.train, self.schedule, resumed.step, position)
-        self.config = config = self._end_with_epochs(last_step)
+        if config.train.epochs is not None:  # the run ends with its last pass over the data
+            directory.note_last_step(world, self.run_dir, last_step)
+        self.config = config = config.model_copy(
+            update={"train": config.train.model_copy(update={"max_steps": last_step})}
+        )
         n_steps = max(0, config.train.max_steps - resumed.step)
         loader = make_loader(config, world, self.task, self.data, self.schedule, position, n_steps)
-        self._say_passes()
+        self._say(checks.describe_passes(self.data, self.schedule, config.train.max_steps))
+        if world.is_main and (warning := checks.doubt(config.train, self.schedule)) is not None:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         n_samples = self.schedule.n_samples
         self.saves = Saves(config, self.checkpoints, self.watchdog, self.run_dir, n_samples, self.start.about())
         for line in self.saves.describe_limits():
@@ -169,13 +171,6 @@ class Trainer:
         digests: dict[str, str] = getattr(self.task, "digests", dict)()
         return digests
 
-    def _end_with_epochs(self, last_step: int) -> RunConfig:
-        """The config of a run that ends with its last pass over the data."""
-        train = self.config.train
-        if train.epochs is not None:
-            directory.note_last_step(self.world, self.run_dir, last_step)
-        return self.config.model_copy(update={"train": train.model_copy(update={"max_steps": last_step})})
-
     def _say(self, line: str) -> None:
         if self.world.is_main:
             print(line, flush=True)
@@ -184,12 +179,6 @@ class Trainer:
         """Say that a long step goes on; bars on a terminal show it themselves."""
         if not draws_bars():
             print(f"step {step}/{self.config.train.max_steps}: {doing}, {seconds:.0f} s so far", flush=True)
-
-    def _say_passes(self) -> None:
-        train = self.config.train
-        self._say(checks.describe_passes(self.data, self.schedule, train.max_steps))
-        if self.world.is_main and (warning := checks.doubt(train, self.schedule)) is not None:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     def fit(self) -> Outcome:
         """Train to `train.max_steps`."""

@@ -73,13 +73,34 @@ class FSDP(TorchStates):
         parameter_hooks = take_hooks(model)
         engine_forward(model, self._world.device, self._config.precision, self.name)
         self._reach = Reach(model, self.name, observes=not self._config.compile.enabled)
-        policy = self._policy()
+        on_gpu, precision = self._world.device.type == "cuda", self._config.precision
+        dtype = compute_dtype(precision)
+        param_dtype = None if dtype == master_dtype(precision) else dtype
+        policy: dict[str, Any] = {
+            "mesh": self.make_mesh(),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype(precision)),
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self._offload else OffloadPolicy(),
+        }
         for unit in units[:-1]:  # modules inside of a unit that are sharded before stay units of their own
             self._shard_unit(unit, policy)
-        self.shard_rest(model, self._policy_of_rest(policy))
-        refuse_plain_parameters(model, self.name)
+        if precision.output_dtype == "fp32":  # the model's output may have another dtype than a block's
+            policy["mp_policy"] = replace(policy["mp_policy"], output_dtype=torch.float32)
+        # The root's own parameters (embeddings, head) are needed first in backward: gathered once.
+        shard(model, reshard_after_forward=False, **policy)
+        for fqn, param in model.named_parameters():
+            if not isinstance(param, DTensor):
+                raise ConfigError(
+                    f"parallel.strategy={self.name} does not shard {fqn}: no unit owns it, and its gradient would not "
+                    "be reduced over ranks",
+                    "register it in a module that the model calls, or set parallel.strategy=ddp or a ZeRO stage",
+                )
         self._reach.watch(model)
-        self._hold_units(units, chosen_names)
+        # Units that are called in any order, or not by every rank, stay gathered for the whole step.
+        for unit in units:
+            is_chosen = unit.kind == "shared" and not chosen_names.isdisjoint(unit.names)
+            self._order_differs |= is_chosen
+            if unit.kind == "tied" or is_chosen:
+                self._reach.hold(unit.modules[0])
         inner = [unit.modules[0] for unit in units if unit.kind == "shared"]
         self._inner_units = [m for m in inner if isinstance(m, FSDPModule) and not self._reach.is_held(m)]
         self._blocks = blocks
@@ -96,21 +117,6 @@ class FSDP(TorchStates):
         self.optimizer = make_optimizer(model)
         self._parameters = list(model.parameters())
 
-    def _policy(self) -> dict[str, Any]:
-        """The options of torch's `fully_shard` for a block: mesh, mixed precision, offload."""
-        on_gpu = self._world.device.type == "cuda"
-        return {
-            "mesh": self.make_mesh(),
-            "mp_policy": self._mixed_precision(),
-            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self._offload else OffloadPolicy(),
-        }
-
-    def _policy_of_rest(self, policy: dict[str, Any]) -> dict[str, Any]:
-        """The options for the model itself, whose output may have another dtype than a block's."""
-        if self._config.precision.output_dtype != "fp32":
-            return policy
-        return {**policy, "mp_policy": replace(policy["mp_policy"], output_dtype=torch.float32)}
-
     def _shard_unit(self, unit: Unit, policy: dict[str, Any]) -> None:
         # FSDP2's hooks are not compiled with a block, and this one must not become a graph of its own beside it.
         copy_views: Callable[..., Any] = without_views
@@ -121,23 +127,10 @@ class FSDP(TorchStates):
         modules = unit.modules[0] if len(unit.modules) == 1 else [*unit.modules]
         shard(modules, reshard_after_forward=self.reshards, **policy)
 
-    def _hold_units(self, units: Sequence[Unit], chosen_names: Collection[str]) -> None:
-        """Gather the units for the whole step whose modules are called in any order, or not by every rank."""
-        for unit in units:
-            is_chosen = unit.kind == "shared" and not set(chosen_names).isdisjoint(unit.names)
-            self._order_differs |= is_chosen
-            if unit.kind == "tied" or is_chosen:
-                self._reach.hold(unit.modules[0])
-
     @property
     def reshards(self) -> bool:
         """Whether a block's gathered parameters are freed after its forward."""
         return self._config.parallel.reshard_after_forward
-
-    def shard_rest(self, model: nn.Module, options: dict[str, Any]) -> None:
-        """Shard what no block holds; `options` are those of torch's `fully_shard`."""
-        # The root's own parameters (embeddings, head) are needed first in backward: gathered once.
-        shard(model, reshard_after_forward=False, **options)
 
     def _prefetch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Gather the parameters of `parallel.prefetch` blocks ahead; torch's default is one in backward.
@@ -242,13 +235,6 @@ class FSDP(TorchStates):
             return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         return init_device_mesh(device_type, (self._world.size,), mesh_dim_names=("dp_shard",))
 
-    def _mixed_precision(self) -> MixedPrecisionPolicy:
-        precision = self._config.precision
-        dtype = compute_dtype(precision)
-        return MixedPrecisionPolicy(
-            param_dtype=None if dtype == master_dtype(precision) else dtype, reduce_dtype=reduce_dtype(precision)
-        )
-
     def _materialise(self, model: nn.Module, weights: Weights) -> None:
         """Allocate the shards of a model built on meta and draw each one's rows."""
         direct = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
@@ -349,17 +335,6 @@ def take_hooks(model: nn.Module) -> dict[str, list[Hook]]:
                 "use register_hook, or set parallel.strategy=ddp",
             )
     return {fqn: hooks for fqn, param in model.named_parameters() if (hooks := hooks_of(param))}
-
-
-def refuse_plain_parameters(model: nn.Module, strategy: str) -> None:
-    """Raise if a parameter is in no unit: its gradient would never be reduced."""
-    for fqn, param in model.named_parameters():
-        if not isinstance(param, DTensor):
-            raise ConfigError(
-                f"parallel.strategy={strategy} does not shard {fqn}: no unit owns it, and its gradient would not be "
-                "reduced over ranks",
-                "register it in a module that the model calls, or set parallel.strategy=ddp or a ZeRO stage",
-            )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -243,22 +243,18 @@ def explained(error: Exception, model: nn.Module, strategy: str) -> Exception:
     words = str(error)
     line = words.partition("\n")[0]
     if any(sign in words for sign in _NOT_GATHERED):
-        return _not_gathered(_reached(error, model), line, strategy)
+        return ConfigError(
+            f"{_reached(error, model)} is used where it is not gathered: parallel.strategy={strategy} gathers a unit's "
+            f"parameters for the unit's own forward and backward ({line})",
+            "call the whole block, name block_classes that hold both the part and its caller, turn off "
+            "compile.enabled if it is on, or set parallel.strategy to ddp or a ZeRO stage",
+        )
     if "is a view and is being modified inplace" in words and "RegisterPostBackwardFunction" in words:
         return ConfigError(
             f"{_reached(error, model)} changes its input in place, which parallel.strategy={strategy} needs unchanged",
             "write x = x + y in place of x += y, or set parallel.strategy to ddp or a ZeRO stage",
         )
     return error
-
-
-def _not_gathered(part: str, how: str, strategy: str) -> ConfigError:
-    return ConfigError(
-        f"{part} is used where it is not gathered: parallel.strategy={strategy} gathers a unit's parameters for the "
-        f"unit's own forward and backward ({how})",
-        "call the whole block, name block_classes that hold both the part and its caller, turn off compile.enabled if "
-        "it is on, or set parallel.strategy to ddp or a ZeRO stage",
-    )
 
 
 def _reached(error: Exception, model: nn.Module) -> str:

@@ -369,8 +369,10 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
             # The planner's allocator replays allocations in this order, which decides which free block each one gets.
             self._see_result(reversed(out) if traits.is_last_first else out, traits.name, traits.is_older)
             if self.log is not None:
-                if traits.may_take_scratch:
-                    self._note_scratch(traits.name, scratch(func, args, out))
+                taken = scratch(func, args, out) if traits.may_take_scratch else None
+                if taken is not None and taken[1]:
+                    with self._updating():
+                        self.log.scratch(str(taken[0]), traits.name, taken[1])
                 if traits.is_product and self.log.product_workspace and isinstance(out, torch.Tensor):
                     with self._updating():
                         self.log.multiplied(str(out.device), traits.name)
@@ -384,11 +386,6 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(out, (list, tuple, reversed)):
             for item in out:
                 self._see_result(item, op, is_older)
-
-    def _note_scratch(self, name: str, taken: tuple[torch.device, int] | None) -> None:
-        if self.log is not None and taken is not None and taken[1]:
-            with self._updating():
-                self.log.scratch(str(taken[0]), name, taken[1])
 
     def _see(self, tensor: torch.Tensor, label: str | None, op: str = "", is_older: bool = False) -> None:
         for local in local_tensors(tensor) if _wraps(type(tensor)) else (tensor,):

@@ -182,16 +182,15 @@ def _owners(model: nn.Module, parts: Mapping[str, nn.Module]) -> dict[int, str]:
     belong together with what no part owns."""
     if not parts:
         return {}
-    sizes = {name: sum(_numel(param) for param in part.parameters()) for name, part in parts.items()}
+    sizes = {
+        name: sum(int(getattr(param, "ds_numel", param.numel())) for param in part.parameters())
+        for name, part in parts.items()
+    }
     largest = max(sizes, key=sizes.__getitem__)
     owners = {id(param): fqn for fqn, param in model.named_parameters() if param.requires_grad}  # of modules around
     for name, part in parts.items():
         owners |= {id(param): name for param in part.parameters() if param.requires_grad}
     return {key: name for key, name in owners.items() if name != largest}
-
-
-def _numel(param: Any) -> int:
-    return int(getattr(param, "ds_numel", param.numel()))
 
 
 def masters_of(zero: Any) -> list[list[nn.Parameter]]:

@@ -108,8 +108,14 @@ class ZeRO(Strategy):
             partition_model(self._partitioner(), model)
             named = list(model.named_parameters())
         if any(hasattr(param, "ds_tensor") for _, param in named):
-            for fqn, param in named:
-                _fill_partition(fqn, param, weights, self._world.rank)
+            param: Any
+            for fqn, param in named:  # draw this rank's range of each parameter; the rest is zero padding
+                part, start = param.ds_tensor, self._world.rank * param.ds_tensor.ds_numel
+                part.data.zero_()
+                weights.fill(
+                    fqn, param.ds_shape, part.data[: min(part.ds_numel, max(param.ds_numel - start, 0))], start
+                )
+                param.ds_secondary_tensor = None  # hpz: a copy of the old values
         else:
             weights.materialise(model, self._world.device, self._world)
             named = list(model.named_parameters())
@@ -144,7 +150,9 @@ class ZeRO(Strategy):
         self._norms = FiniteNorms(self._zero, self._world.device)
         self._epilogue = getattr(self._zero, EPILOGUE)
         setattr(self._zero, EPILOGUE, self._note_end)
-        _return_freed_memory()  # DeepSpeed has copied every partition into one buffer
+        with suppress(AttributeError, OSError):  # another C library than glibc
+            # DeepSpeed has copied every partition into one buffer; glibc would keep the freed ones for later.
+            ctypes.CDLL(None).malloc_trim(0)
 
     def _on_cpu(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Replace AdamW by DeepSpeed's vectorised CPU kernel; other optimizers stay torch's own."""
@@ -277,22 +285,6 @@ class ZeRO(Strategy):
         if hasattr(self, "_engine"):
             self._engine.destroy()
         vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
-
-
-def _fill_partition(fqn: str, param: Any, weights: Weights, rank: int) -> None:
-    """Draw a rank's range of a parameter into its ZeRO-3 partition; the rest is zero padding."""
-    part = param.ds_tensor
-    start = rank * part.ds_numel
-    part.data.zero_()
-    n_local = min(part.ds_numel, max(param.ds_numel - start, 0))
-    weights.fill(fqn, param.ds_shape, part.data[:n_local], start)
-    param.ds_secondary_tensor = None  # hpz: a copy of the old values
-
-
-def _return_freed_memory() -> None:
-    """Return freed host memory to the system, which glibc keeps for later; does nothing under another C library."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _forget_groups(deepspeed: Any) -> None:
