@@ -190,7 +190,7 @@ def has_run(path: Path) -> bool:
         if (path / "metrics.jsonl").stat().st_size > 0:
             return True
     except OSError:
-        pass
+        pass  # No step was recorded there. Where the folder cannot be read, `run.directory` refuses it by name.
     return any((path / "checkpoints").glob("step_*"))
 
 

@@ -189,8 +189,8 @@ class Weights:
         n_bytes = sum(param.nbytes for param in model.parameters())
         if cut_up and n_bytes >= _LARGE and is_first_rank():
             _LOG.warning(
-                "each rank builds the whole model on the CPU, %s, and keeps its shard of it; with init_parameter "
-                "(docs/tasks.md) a rank draws its shard alone", gib(n_bytes),
+                "each rank builds the whole model on the CPU, %s, all of a machine at once, and keeps its shard of "
+                "it; with init_parameter (docs/tasks.md) a rank draws its shard alone", gib(n_bytes),
             )  # fmt: skip
 
     def _seed_of(self, fqn: str) -> int:

@@ -170,7 +170,7 @@ class Planner:
             self._ask.write(line + "\n")
             self._ask.flush()
         except BrokenPipeError:
-            pass  # it is dead: the read below says so
+            pass  # The process is dead: the read below finds no answer, and raises its last words.
         if answer := self._hear.readline():
             return json.loads(answer)  # type: ignore[no-any-return]
         code = self._process.wait() if self._process else 0
@@ -192,7 +192,7 @@ class Planner:
                 try:
                     pipe.close()
                 except BrokenPipeError:
-                    pass  # the process is going: its unread input no longer matters
+                    pass  # The process has ended before it read all that was written: nobody waits for it any more.
         with self._lock:
             process, self._process = self._process, None
         if process is not None:

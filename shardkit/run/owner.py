@@ -264,7 +264,7 @@ def _runs(owner: Record) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # another user's process
+        pass  # The kernel knows it, but another user owns it: it exists.
     born = _born(owner.pid)
     return born != -1 and (0 in (born, owner.born) or born == owner.born)
 
