@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError, TrainingError
+from .growth import Growth
 from .probe import (
     SHARE,
     DeviceProbe,
@@ -32,7 +33,6 @@ from .probe import (
 from .rows import (
     PHASES,
     DeviceMemory,
-    Growth,
     HostMemory,
     Identity,
     PhaseName,

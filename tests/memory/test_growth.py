@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardkit.memory.growth import GATHERS, Growth
 from shardkit.memory.probe import page_locked
-from shardkit.memory.rows import GATHERS, DeviceMemory, Growth, PhaseMemory, RankRow
+from shardkit.memory.rows import DeviceMemory, PhaseMemory, RankRow
 from shardkit.memory.table import render_table
 from tests.memory.samples import MIB, gpu_row
 from tests.oom.test_postmortem import MESSAGE, post_mortem
