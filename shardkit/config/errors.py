@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ..errors import ConfigError, one_line
 from .names import HERE
 from .removed import KEYS, VALUES
-from .schema import QuantizeConfig, RunConfig, SourceConfig, sections
+from .schema import QuantizeConfig, RunConfig, SourceConfig, section_fields
 
 Path = tuple[str, ...]
 Locate = Callable[[Path], str]
@@ -28,11 +28,6 @@ _VALUE_SYNONYMS = {
     "disk": "nvme",
     "deepspeed": "zero3",
 }
-
-
-def section_fields() -> dict[str, dict[str, Any]]:
-    """Section name -> its fields, in the order they are documented."""
-    return {name: dict(section.model_fields) for name, section in sections().items()}
 
 
 def suggest(path: Path) -> str:

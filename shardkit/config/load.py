@@ -19,11 +19,11 @@ import yaml
 from pydantic import ValidationError
 
 from ..errors import ConfigError, one_line
-from .errors import Path, combined, from_validation, json_schema, section_fields, shown, unknown_key, wrong_value
+from .errors import Path, combined, from_validation, json_schema, shown, unknown_key, wrong_value
 from .other_tools import other_tool_error
 from .presets import HF_PRESETS, MODEL_PRESETS
 from .removed import KEYS
-from .schema import RunConfig
+from .schema import RunConfig, section_fields
 from .yaml import Document, check_plain, read_text, read_yaml
 
 COMMAND_LINE = "command line"

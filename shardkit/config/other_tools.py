@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ConfigError
-from .errors import section_fields
+from .schema import section_fields
 
 _MARKS = {
     "Accelerate": "compute_environment distributed_type",

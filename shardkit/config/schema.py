@@ -1040,3 +1040,8 @@ def sections() -> dict[str, type[Section]]:
         for name, info in RunConfig.model_fields.items()
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
     }
+
+
+def section_fields() -> dict[str, dict[str, Any]]:
+    """Section name -> its fields, in the order they are documented."""
+    return {name: dict(section.model_fields) for name, section in sections().items()}

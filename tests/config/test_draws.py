@@ -8,7 +8,7 @@ from itertools import takewhile
 
 import pytest
 
-from shardkit.config.errors import section_fields
+from shardkit.config.schema import section_fields
 from tests.config.draws.campaign import Campaign
 from tests.config.draws.keys import LEFT_OUT, NUMBERS, choices
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit.config.errors import section_fields, suggest
+from shardkit.config.errors import suggest
 from shardkit.config.names import HERE, OTHER_NAMES
+from shardkit.config.schema import section_fields
 
 
 def test_a_name_is_declared_once_for_a_key_that_exists() -> None:

@@ -6,7 +6,7 @@ import random
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
-from shardkit.config.errors import section_fields
+from shardkit.config.schema import section_fields
 
 NUMBERS: dict[str, list[Any]] = {
     "model.loss_chunk_size": [0, 16, 1024], "adapter.r": [1, 4], "adapter.alpha": [4, 16],
