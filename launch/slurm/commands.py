@@ -8,8 +8,8 @@ import secrets
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,7 +149,13 @@ def check(
     `options`: srun and its options, which start one task on each node. `python`: the ranks' interpreter; None in a
     container, whose image is the same on every node. Raises OSError if this node cannot write to a folder.
     """
-    with _marked(folders) as word:
+    word = secrets.token_hex(8)
+    with ExitStack() as written:
+        # A file for the other nodes to find. Another job may check the same folder at that moment: it has its own.
+        for folder in folders:
+            mark = folder / f"{_MARK}.{word}"
+            mark.write_text(word)
+            written.callback(mark.unlink, missing_ok=True)
         argv = [*options, *script_argv(word, python, packages, folders)]
         try:
             process = subprocess.run(argv, env=dict(environ), capture_output=True, text=True, timeout=_PATIENCE_S)
@@ -167,19 +173,6 @@ def script_argv(word: str, python: str | None, packages: Sequence[str], folders:
     """The command of one task."""
     code = _VERSIONS.replace("NAMES", repr(list(packages)))
     return ["bash", "-c", _SCRIPT, "nodes", word, python or "", code, *map(str, folders)]
-
-
-@contextmanager
-def _marked(folders: Sequence[Path]) -> Iterator[str]:
-    """Write a file with a random name into each folder, for the other nodes to find. Another job may check the same
-    folder at that moment: it has a file of its own."""
-    word = secrets.token_hex(8)
-    with ExitStack() as written:
-        for folder in folders:
-            mark = folder / f"{_MARK}.{word}"
-            mark.write_text(word)
-            written.callback(mark.unlink, missing_ok=True)
-        yield word
 
 
 def parse(text: str) -> list[NodeReport]:

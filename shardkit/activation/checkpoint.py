@@ -144,7 +144,9 @@ class BufferRecord:
             untouched = name in buffers and buffer is buffers[name] and version_of(buffer) == versions[name]
             # Batch norm's kernel writes without raising the version: compare the values, in the first call alone.
             if untouched and changing is None:
-                untouched = torch.equal(buffer, copies[name]) if has_values(buffer) else not self._is_statistic(name)
+                owner = self._block.get_submodule(name.rpartition(".")[0])
+                is_statistic = isinstance(owner, _NORMS) and owner.training and owner.track_running_stats
+                untouched = torch.equal(buffer, copies[name]) if has_values(buffer) else not is_statistic
             if untouched and (changing is None or name not in changing):
                 continue
             if name not in copies:
@@ -155,11 +157,6 @@ class BufferRecord:
                 )
             self.before[name] = copies[name]
         _changing.setdefault(self._block, set()).update(self.before)
-
-    def _is_statistic(self, name: str) -> bool:
-        """Whether a buffer is one of those that batch norm's kernel writes."""
-        owner = self._block.get_submodule(name.rpartition(".")[0])
-        return isinstance(owner, _NORMS) and owner.training and owner.track_running_stats
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -264,7 +261,10 @@ class _Keeping(DispatchMode):
         kwargs = kwargs or {}
         if schema(func).is_mutable:
             for tensor in _written(func, args, kwargs):
-                self._copy_before_write(tensor)
+                index = self._by_storage.pop(id(tensor.untyped_storage()), None)
+                if index is not None:
+                    op, product = self.products[index]
+                    self.products[index] = op, tree_map_only(torch.Tensor, torch.clone, product)
         out = func(*args, **kwargs)
         if keep_products(None, func, *args, **kwargs) == CheckpointPolicy.MUST_SAVE:
             for tensor in tree_leaves(out):
@@ -272,12 +272,6 @@ class _Keeping(DispatchMode):
                     self._by_storage[id(tensor.untyped_storage())] = len(self.products)
             self.products.append((func, tree_map_only(torch.Tensor, torch.Tensor.detach, out)))
         return out
-
-    def _copy_before_write(self, tensor: torch.Tensor) -> None:
-        index = self._by_storage.pop(id(tensor.untyped_storage()), None)
-        if index is not None:
-            op, out = self.products[index]
-            self.products[index] = op, tree_map_only(torch.Tensor, torch.clone, out)
 
 
 class _Recalling(DispatchMode):

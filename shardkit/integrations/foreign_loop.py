@@ -124,7 +124,12 @@ class ForeignLoop:
     def config(self, settings: Mapping[str, Any]) -> ObservedConfig:
         """The observed config, updated by `settings`; keys that cannot be observed keep defaults, for advice only."""
         settings_seen = {**self.settings(), **settings}
-        unknown = _unknown(self._inner())
+        # Neutral values for settings that the loop does not show, so that no advice is based on them.
+        inner = self.optimizers[0]
+        inner = inner if isinstance(inner, _OPTIMIZER) else getattr(inner, "optimizer", inner)
+        is_adamw = type(inner).__name__.lower() in _ADAMS
+        chosen = {"optim.name": "adamw"} if is_adamw else {"optim.name": "sgd", "optim.momentum": 0.0}
+        unknown: dict[str, Any] = {"checkpoint.async_save": False, "data.workers": 0, **chosen}
         if self.seq_len and "task.name" not in settings:  # shardkit's own model refuses longer sequences
             unknown["model.max_seq_len"] = self.seq_len
         loaded = load_config(None, {**settings_seen, **unknown})
@@ -152,17 +157,6 @@ class ForeignLoop:
             return {f"parallel.{key}": "cpu" for key in zero_state.offloaded(self._zero)}
         device_types = {local.device.type for param in self.model.parameters() for local in local_tensors(param)}
         return {"parallel.offload_param": "cpu"} if "cpu" in device_types and self._strategy() == "fsdp" else {}
-
-    def _inner(self) -> Any:
-        optimizer = self.optimizers[0]
-        return optimizer if isinstance(optimizer, _OPTIMIZER) else getattr(optimizer, "optimizer", optimizer)
-
-
-def _unknown(optimizer: Any) -> dict[str, Any]:
-    """Neutral values for settings that a foreign loop does not expose, so that no advice is based on them."""
-    is_adamw = type(optimizer).__name__.lower() in _ADAMS
-    chosen = {"optim.name": "adamw"} if is_adamw else {"optim.name": "sgd", "optim.momentum": 0.0}
-    return {"checkpoint.async_save": False, "data.workers": 0, **chosen}
 
 
 def _is_of(instance: Any, module: str) -> bool:

@@ -61,7 +61,11 @@ def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Plann
 
     def planned(settings: str) -> MemoryEstimate:
         nonlocal job_roughly
-        changed = with_settings(config, settings.split(" "))
+        layers = Layers()
+        layers.add_file("the config", Document(config.model_dump(mode="json")))
+        for setting in settings.split(" "):
+            layers.add_override(*split_override(setting), raw=True)
+        changed = layers.resolve()[0]
         rough = planner.rough(changed)
         if rough is None:
             return planner.predict(changed)
@@ -103,14 +107,6 @@ def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, planner: Plann
     planned_changes = Changes(sorted(changes, key=lambda change: (_ORDER[change.estimate.verdict], -change.saving)))
     planned_changes.left_out = left_out
     return planned_changes
-
-
-def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    layers = Layers()
-    layers.add_file("the config", Document(config.model_dump(mode="json")))
-    for setting in settings:
-        layers.add_override(*split_override(setting), raw=True)
-    return layers.resolve()[0]
 
 
 def corrected(rough: MemoryEstimate, job_roughly: MemoryEstimate, job: MemoryEstimate) -> MemoryEstimate:

@@ -364,7 +364,9 @@ def advice(strategy: StrategyName, shared: str | None) -> str:
     if strategy == "ddp":  # the words name settings, which differ by the name of the strategy
         return "remove parallel.find_unused"
     ddp = "set parallel.strategy=ddp"
-    counts_as_zero = SHARDING[strategy].stage > 0 or _fsdp_reduces_unused()
+    from ..strategies.reach import REDUCES_UNUSED  # imports FSDP2, which only this error needs
+
+    counts_as_zero = SHARDING[strategy].stage > 0 or REDUCES_UNUSED
     return f"name block_classes that every rank calls ({shared}), or {ddp}" if shared and counts_as_zero else ddp
 
 
@@ -390,12 +392,6 @@ def plain(fqn: str) -> str:
 def plain_class(module: nn.Module) -> str:
     """Name of a module's class in the model's code."""
     return plain_type(module).__name__
-
-
-def _fsdp_reduces_unused() -> bool:
-    from ..strategies.reach import REDUCES_UNUSED  # imports FSDP2
-
-    return REDUCES_UNUSED
 
 
 class RowChoice:

@@ -45,7 +45,13 @@ def check_sources(config: RunConfig) -> None:
     """
     source = config.run.source
     if source is not None:
-        _check_checkpoint(source)
+        from ..checkpoint.resume import candidates
+
+        if not Path(source).exists():
+            raise CheckpointError(f"run.resume={source} does not exist", "name a checkpoint, or a run with one")
+        if not candidates(Path(source)):
+            cause = f"run.resume={source}: there is no checkpoint"
+            raise CheckpointError(cause, "name a checkpoint, or a run with one")
     if config.model.init_from is None:
         return
     goes_on = source is not None or (config.run.continues and restart.has_run(Path(config.run.dir)))
@@ -54,15 +60,6 @@ def check_sources(config: RunConfig) -> None:
     folder = Path(config.model.init_from).expanduser()
     if (folder / "config.json").is_file():
         _check_tokenizer(config, folder)
-
-
-def _check_checkpoint(source: str) -> None:
-    from ..checkpoint.resume import candidates
-
-    if not Path(source).exists():
-        raise CheckpointError(f"run.resume={source} does not exist", "name a checkpoint, or a run with one")
-    if not candidates(Path(source)):
-        raise CheckpointError(f"run.resume={source}: there is no checkpoint", "name a checkpoint, or a run with one")
 
 
 def _check_weights(init_from: str) -> None:

@@ -162,7 +162,8 @@ def _continue(
             tokens[row, : len(prompts.ids[index])] = torch.tensor(prompts.ids[index])
             lengths[row] = len(prompts.ids[index])
     rows = {row: index for row, index in enumerate(indices) if index in answers}
-    draws = {index: torch.Generator().manual_seed(_seed(train.seed, step, index)) for index in answers}
+    first_seed = (train.seed * 1_000_003 + step) * 1_009  # a prompt's draws are the same on any number of ranks
+    draws = {index: torch.Generator().manual_seed(first_seed + index) for index in answers}
     for _ in range(train.sample_tokens):
         if is_over() or not job.world.sum([float(len(rows))])[0]:
             break
@@ -170,7 +171,11 @@ def _continue(
         positions = torch.tensor([row * width + length - 1 for row, length in enumerate(lengths)], device=device)
         logits = task.next_logits(job.model, tokens.to(device), positions).float().cpu()
         for row, index in list(rows.items()):
-            new = _pick(logits[row], train.sample_temperature, draws[index])
+            if train.sample_temperature:
+                shares = (logits[row] / train.sample_temperature).softmax(0)
+                new = int(torch.multinomial(shares, 1, generator=draws[index]))
+            else:
+                new = int(logits[row].argmax())
             if new == prompts.end:
                 del rows[row]
                 continue
@@ -178,13 +183,3 @@ def _continue(
             tokens[row, lengths[row]] = new
             lengths[row] += 1
     return answers
-
-
-def _pick(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    if not temperature:
-        return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
-
-
-def _seed(seed: int, step: int, prompt: int) -> int:
-    return (seed * 1_000_003 + step) * 1_009 + prompt

@@ -71,7 +71,11 @@ class RunPlan:
         # Bytes of state, without the padding that makes all ranks' storages equal.
         state = (local for _, tensor in job.strategy.state_tensors() for local in local_tensors(tensor))
         shards = [str(n_bytes) for n_bytes in job.world.gather(sum(local.nbytes for local in state))]
-        if not job.world.is_main or (run_dir / "plan.json").exists() or (setting == "auto" and not _room()):
+        if not job.world.is_main or (run_dir / "plan.json").exists():
+            return
+        limit = tightest_limit()
+        has_room = n_cpus() > 1 and limit.n_bytes - limit.in_use() > _HOST_BYTES
+        if setting == "auto" and not has_room:  # a planning process would slow the run
             return
         ranks = sorted(shards.index(size) for size in set(shards))[:RANKS]
         facts = job.strategy.facts
@@ -172,12 +176,6 @@ def _forget_another(path: Path, config: RunConfig, world_size: int) -> None:
         same = False
     if not same:
         path.unlink(missing_ok=True)
-
-
-def _room() -> bool:
-    """Whether a planning process would not slow the run: a spare CPU and free memory."""
-    limit = tightest_limit()
-    return n_cpus() > 1 and limit.n_bytes - limit.in_use() > _HOST_BYTES
 
 
 def _target(job: Job) -> Target:

@@ -72,7 +72,14 @@ class StartingPoint:
             return RunState(step=0)
         loaded = checkpoints.resume(run.source or self._run_dir, self._accept)
         if loaded is None:
-            self._refuse_to_start_anew()
+            config = self._job.config
+            if config.run.source is not None:
+                raise CheckpointError(
+                    f"run.resume={config.run.source}: there is no checkpoint", "name a checkpoint, or a run with one"
+                )
+            if self.loads_weights and config.model.init_from is None:
+                cause = f"the checkpoints in {self._run_dir} vanished while the run started"
+                raise CheckpointError(cause, "start it again")
             if base is None:
                 self.fill(checkpoints)
         path, state = loaded or (None, RunState(step=0))
@@ -81,18 +88,6 @@ class StartingPoint:
             source = f"from {path}, step {state.step}" if path else "from the start: there is no checkpoint yet"
             print(f"resuming {source}", flush=True)
         return state
-
-    def _refuse_to_start_anew(self) -> None:
-        """Raise if there had to be a checkpoint."""
-        config = self._job.config
-        if config.run.source is not None:
-            raise CheckpointError(
-                f"run.resume={config.run.source}: there is no checkpoint", "name a checkpoint, or a run with one"
-            )
-        if self.loads_weights and config.model.init_from is None:
-            raise CheckpointError(
-                f"the checkpoints in {self._run_dir} vanished while the run started", "start it again"
-            )
 
     def fill(self, checkpoints: Checkpointer) -> None:
         """Load the weights that `model.init_from` names, pack what the model holds packed, and identify the base."""
@@ -156,7 +151,15 @@ class StartingPoint:
         packing = saved.extra.get("packing")
         if packing not in (None, config.data.packing):
             raise ConfigError("data.packing differs from the checkpoint's", f"set data.packing={packing}")
-        self._compare_digests(saved.extra.get("digests") or {})
+        for name, digest in (saved.extra.get("digests") or {}).items():
+            present = self._digests.get(name)
+            if present != digest:
+                raise DataError(
+                    f"the {name} is not the one that the checkpoint was trained with: digest {present or 'none'}, then "
+                    f"{digest}",
+                    f"resume with the same {name}, and with train.eval_samples=0 only if it was 0 then; to go on with "
+                    "another, start from the weights: model.init_from=RUN",
+                )
         if saved.n_samples not in (None, self._n_samples):
             raise DataError(
                 f"the training split has {self._n_samples} samples, it had {saved.n_samples} when the checkpoint was "
@@ -167,22 +170,6 @@ class StartingPoint:
         shuffle = saved.extra.get("shuffle")
         if shuffle not in (None, config.data.shuffle):
             raise ConfigError("data.shuffle differs from the checkpoint's", f"set data.shuffle={shuffle}")
-
-    def _compare_digests(self, saved: Mapping[str, str]) -> None:
-        for name, digest in saved.items():
-            present = self._digests.get(name)
-            if present != digest:
-                raise DataError(
-                    f"the {name} is not the one that the checkpoint was trained with: digest {present or 'none'}, then "
-                    f"{digest}",
-                    f"resume with the same {name}, and with train.eval_samples=0 only if it was 0 then; to go on with "
-                    "another, start from the weights: model.init_from=RUN",
-                )
-
-
-def position_of(run: RunState) -> State:
-    """The position in the data after a run's last step."""
-    return State(run.epoch, run.next_sample)
 
 
 # When the run saves, how long a save may take, and what a checkpoint holds beside the tensors.

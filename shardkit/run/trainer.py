@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..checkpoint.save import Checkpointer
 from ..config.schema import RunConfig
-from ..data.loader import BatchSchedule
+from ..data.loader import BatchSchedule, State
 from ..data.text_data import Mixed
 from ..data.windows import PackedDocuments
 from ..errors import DataError
@@ -33,7 +33,7 @@ from .owner import Owner
 from .profiler import Profiler
 from .records import Record, StepRecords, open_recorder
 from .requests import Requests, StopRequest
-from .resume import Saves, StartingPoint, note_save, position_of
+from .resume import Saves, StartingPoint, note_save
 from .watchdog import WATCHED_S, Watchdog
 
 
@@ -135,7 +135,7 @@ class Trainer:
             left_out=self.start.base.names if self.start.base else (),
         )  # fmt: skip
         resumed = self.start.resume(self.checkpoints)
-        position = position_of(resumed)
+        position = State(resumed.epoch, resumed.next_sample)
         last_step = checks.last_step(config.train, self.schedule, resumed.step, position)
         if config.train.epochs is not None:  # the run ends with its last pass over the data
             directory.note_last_step(world, self.run_dir, last_step)

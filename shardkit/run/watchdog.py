@@ -260,16 +260,12 @@ def behind(states: list[dict[str, Any] | None], name: Callable[[int], str] = str
         late = [state for state in answered if not state["waits"]]
     if len(late) in (0, len(answered)):
         return f"all {len(answered)} ranks are at the same place, {answered[0]['at']}{_last_blocks(answered)}"
-    names = "; ".join(map(_named, late))
-    return f"did not arrive: {names}{_last_blocks(answered)}"
-
-
-def _named(state: dict[str, Any]) -> str:
-    phase, host = state.get("phase"), state.get("host")
-    return (
-        f"rank {state['rank']}{f' on {host}' if host else ''} "
-        f"(step {state['step']}, {state['doing']}{f', {phase}' if phase else ''}, {state['at']})"
-    )
+    named = []
+    for state in late:
+        phase, host = (f", {state['phase']}" if state.get("phase") else ""), state.get("host")
+        at = f"(step {state['step']}, {state['doing']}{phase}, {state['at']})"
+        named.append(f"rank {state['rank']}{f' on {host}' if host else ''} {at}")
+    return f"did not arrive: {'; '.join(named)}{_last_blocks(answered)}"
 
 
 def _last_blocks(states: list[dict[str, Any]]) -> str:

@@ -245,7 +245,8 @@ class FSDP(TorchStates):
         for fqn, param in model.named_parameters():
             assert isinstance(param, DTensor)
             row = param.numel() // max(param.shape[0], 1)
-            weights.fill(fqn, param.shape, _local(param.detach()).view(-1), _first_row(param) * row)
+            local = param.detach().to_local()  # type: ignore[attr-defined]
+            weights.fill(fqn, param.shape, local.view(-1), _first_row(param) * row)
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         self._reduces = is_last or not self._no_sync
@@ -335,10 +336,6 @@ def take_hooks(model: nn.Module) -> dict[str, list[Hook]]:
                 "use register_hook, or set parallel.strategy=ddp",
             )
     return {fqn: hooks for fqn, param in model.named_parameters() if (hooks := hooks_of(param))}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _first_row(param: DTensor) -> int:

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -58,23 +59,19 @@ class Reach(TorchFunctionMode):
         self.gathered: Callable[[], None] = lambda: None  # called when a unit was gathered outside of its forward
 
     def watch(self, model: nn.Module) -> None:
-        """Watch the forward of the model, which is sharded by now."""
+        """Watch the forward of the model, which is sharded by now: in the first steps, and always if it runs a backward
+        inside."""
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
         model.register_forward_pre_hook(torch.compiler.disable(self._gather))  # type: ignore[no-untyped-call]
         if self._observes:
-            model.forward = self._around(model.forward)
+            forward = model.forward
 
-    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The model's forward, observed in the first steps, and always if it runs a backward inside."""
+            @functools.wraps(forward)
+            def observed(*args: Any, **kwargs: Any) -> Any:
+                with self if self._observes else nullcontext():
+                    return forward(*args, **kwargs)
 
-        @functools.wraps(forward)
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            if not self._observes:
-                return forward(*args, **kwargs)
-            with self:
-                return forward(*args, **kwargs)
-
-        return observed
+            model.forward = observed
 
     def _gather(self, *_: Any) -> None:
         """Gather the held units; a hook before the model's forward."""

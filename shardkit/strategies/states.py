@@ -117,14 +117,6 @@ def state_parts(param: torch.Tensor, state: Mapping[str, Any]) -> Iterator[tuple
             yield f"{key}.{name}", getattr(value, name)
 
 
-def is_elementwise(value: object, param: torch.Tensor) -> bool:
-    """Whether a state is a plain tensor with one value for each element of its parameter."""
-    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-        return False
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return type(local) in (torch.Tensor, nn.Parameter)
-
-
 def scalars_of(fqn: str, param: torch.Tensor, state: Mapping[str, Any], elementwise: bool = True) -> dict[str, float]:
     """`optim.<fqn>.<key>` of every state that is one number."""
     numbers: dict[str, float] = {}
@@ -132,19 +124,21 @@ def scalars_of(fqn: str, param: torch.Tensor, state: Mapping[str, Any], elementw
         if is_scalar(key, value, param):
             number = value.item() if isinstance(value, torch.Tensor) else value
             numbers[f"optim.{fqn}.{key}"] = int(number) if float(number).is_integer() else float(number)
-        elif value is not None and not (
-            is_elementwise(value, param) if elementwise else isinstance(value, torch.Tensor)
-        ):
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and elementwise:  # a plain tensor with one value for each element of its parameter
+            local = value.to_local() if hasattr(value, "to_local") else value
+            is_savable = value.shape == param.shape and type(local) in (torch.Tensor, nn.Parameter)
+        else:
+            is_savable = value is None or is_tensor
+        if not is_savable:
+            kind = f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
             raise CheckpointError(
-                f"optimizer state {key!r} of {fqn} is {_describe(value)}, neither one number nor one value per element "
-                "of the parameter",
+                f"optimizer state {key!r} of {fqn} is {kind}, neither one number nor one value per element of the "
+                "parameter",
                 "use an elementwise optimizer (adamw, sgd), or turn checkpoints off: checkpoint.at_end=false",
             )
     return numbers
-
-
-def _describe(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def set_scalars(fqn: str, param: torch.Tensor, state: dict[str, Any], scalars: Mapping[str, float]) -> None:

@@ -315,24 +315,16 @@ def clip_and_step(
         scaler.update()
         updated = not bool(scaler.scale(norm.new_ones(())) < scale_before)
     else:
-        step_if_finite(optimizer, norm)
+        # On the CPU the norm is known. On a GPU torch's fused optimizers read a flag on the device. Other optimizers
+        # update there in any case, and the resulting state must not be saved.
+        zero = norm * 0  # inf · 0 is NaN, which differs from 0; isfinite would launch three more kernels
+        if norm.device.type != "cpu":
+            with skipping(optimizer, zero.ne_(0)):
+                optimizer.step()
+        elif not zero.ne(0):
+            optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return Update(norm, updated)
-
-
-def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
-    """Update unless the gradients' norm is not finite, as far as the host can decide without waiting.
-
-    On the CPU the norm is known. On a GPU torch's fused optimizers read a flag on the device. Other optimizers update
-    there in any case, and the resulting state must not be saved.
-    """
-    zero = norm * 0  # inf · 0 is NaN, which differs from 0; isfinite would launch three more kernels
-    if norm.device.type == "cpu":
-        if not zero.ne(0):
-            optimizer.step()
-        return
-    with skipping(optimizer, zero.ne_(0)):
-        optimizer.step()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -256,7 +257,8 @@ def following_modules(log: EventLog, model: nn.Module, prefix: str = "") -> Iter
 
     A module's backward begins when the gradient of its output is ready. Names omit wrappers' prefixes.
     """
-    names = {id(module): _clean(name, prefix) for name, module in model.named_modules()}
+    wrappers = re.compile(r"(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+    names = {id(module): wrappers.sub("", name).removeprefix(prefix) for name, module in model.named_modules()}
     stack: list[str] = []
 
     def enter(module: nn.Module, args: object) -> None:
@@ -281,12 +283,6 @@ def following_modules(log: EventLog, model: nn.Module, prefix: str = "") -> Iter
         for handle in (register_module_forward_pre_hook(enter), register_module_forward_hook(leave)):
             exits.callback(handle.remove)
         yield
-
-
-def _clean(name: str, prefix: str) -> str:
-    for wrapper in ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
-        name = name.replace(wrapper, "")
-    return name.removeprefix(prefix)
 
 
 def repeat_last_step(log: EventLog, end: str) -> bool:

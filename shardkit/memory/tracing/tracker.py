@@ -111,16 +111,6 @@ def _columns_summed(args: Any, out: Any) -> int:
     return 4 * columns * parts * width * at_once if parts > 1 else 0
 
 
-def _gathered(args: Any, out: Any) -> int:
-    """gloo gathers into a flat copy of the output; args are (output, input, ...)."""
-    return int(args[0].nbytes)
-
-
-def _reduced(args: Any, out: Any) -> int:
-    """gloo reduces a copy of the whole input, then keeps this rank's shard; args are (output, input, ...)."""
-    return int(args[1].nbytes)
-
-
 def _promoted(args: Any, out: Any) -> int:
     """Pointwise operators on CPUs copy operands, and results, that are not of the common dtype.
 
@@ -245,8 +235,9 @@ _SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Count]] = {
     "aten::_softmax_backward_data": ("cuda", lambda args, out: args[0].nbytes),  # gradient times result
     "aten::convolution": ("cpu", _convolution),
     "aten::convolution_backward": ("cpu", _convolution_backward),
-    "c10d::_allgather_base_": ("cpu", _gathered),
-    "c10d::_reduce_scatter_base_": ("cpu", _reduced),
+    # gloo gathers into a flat copy of the output, and reduces a copy of the whole input: arguments 0 and 1.
+    "c10d::_allgather_base_": ("cpu", lambda args, out: int(args[0].nbytes)),
+    "c10d::_reduce_scatter_base_": ("cpu", lambda args, out: int(args[1].nbytes)),
 }
 """Operator → (the device kind it applies to, its scratch bytes)."""
 

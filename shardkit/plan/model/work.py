@@ -87,7 +87,9 @@ class WorkCounter:
         flops = _flops(func, operator.name, args, kwargs, out)
         busy = traffic / (self._speeds.special if operator.special else self._speeds.memory)
         if flops:
-            busy = max(busy, flops / self._flop_speed(operator.name, operands))
+            share = self._speeds.attention if "attention" in operator.name else 1.0
+            dtype = next((tensor.dtype for tensor in operands if tensor.is_floating_point()), torch.float32)
+            busy = max(busy, flops / (share * self._speeds.matmul[_MODES.get(dtype, self._fp32)]))
         if self._recomputes and phase == "backward" and torch.is_grad_enabled():
             segment.recompute += busy
         else:
@@ -95,11 +97,6 @@ class WorkCounter:
         segment.flops += flops
         launches = _LAUNCHES.get(operator.name, 1) if self._device.type == "cuda" else 1
         segment.dispatch += launches * self._speeds.operator + (self._watching if torch.is_grad_enabled() else 0.0)
-
-    def _flop_speed(self, name: str, operands: list[torch.Tensor]) -> float:
-        share = self._speeds.attention if "attention" in name else 1.0
-        dtype = next((tensor.dtype for tensor in operands if tensor.is_floating_point()), torch.float32)
-        return share * self._speeds.matmul[_MODES.get(dtype, self._fp32)]
 
     def _collective(self, segment: Segment, name: str, args: Any, out: Any) -> None:
         ranks, nodes = self._group(args)
@@ -187,11 +184,6 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         flops = count(*args, **kwargs, out_val=out)
     else:
         return 0.0
-    return flops / 2 if _is_causal(func, args, kwargs) else flops
-
-
-def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    if "is_causal" in kwargs:
-        return bool(kwargs["is_causal"])
-    position = next((at for at, arg in enumerate(schema(func).arguments) if arg.name == "is_causal"), len(args))
-    return position < len(args) and args[position] is True
+    at = next((at for at, argument in enumerate(schema(func).arguments) if argument.name == "is_causal"), len(args))
+    is_causal = kwargs.get("is_causal", at < len(args) and args[at])
+    return flops / 2 if is_causal is True else flops

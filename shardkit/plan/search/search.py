@@ -16,6 +16,7 @@ from concurrent.futures import TimeoutError as NotReady
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 
 from ...config.load import as_override
 from ...config.schema import ParallelConfig, RunConfig
@@ -51,7 +52,8 @@ def combinations(config: RunConfig, target: Target, fixed_keys: Collection[str])
     axes = engines(config, target), policies, precisions
     for (engine, engine_settings), policy, precision in product(*axes):
         settings = {**engine_settings, "activation.policy": policy, "precision.mode": precision}
-        if all(value == _value(config, key) for key, value in settings.items() if key in fixed_keys):
+        present = {key: as_override(attrgetter(key)(config)) for key in settings}
+        if all(value == present[key] for key, value in settings.items() if key in fixed_keys):
             free = tuple(f"{key}={value}" for key, value in settings.items() if key not in fixed_keys)
             allowed.append(Combination(engine, policy, precision, free))
     return allowed
@@ -116,11 +118,6 @@ def batch_settings(samples: int, micro_batch: int, target: Target) -> tuple[str,
         "train.grad_accum_steps=null",
         f"train.global_batch_size={samples * target.world_size}",
     )
-
-
-def _value(config: RunConfig, key: str) -> str:
-    section, name = key.split(".")
-    return as_override(getattr(getattr(config, section), name))
 
 
 Load = Callable[[Sequence[str]], RunConfig]

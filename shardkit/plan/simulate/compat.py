@@ -180,7 +180,9 @@ def _install_guard() -> None:
         # PyTorch replaces a guard that counts no devices with its own fake one. If it has none, ours stays.
         register: Any = _register_guard.find()
         register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p], None
-        answer = _function_for_no_devices() if has_its_own else _function_for_one_device()
+        none = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
+        _alive.append(none)
+        answer = ctypes.cast(none, ctypes.c_void_p).value if has_its_own else _function_for_one_device()
         table = (ctypes.c_void_p * _GUARD_SLOTS)(*[answer] * _GUARD_SLOTS)
         guard = (ctypes.c_void_p * 2)(ctypes.addressof(table), 0)
         registrar = (ctypes.c_void_p * 2)()
@@ -202,12 +204,6 @@ def _install_guard() -> None:
     # libtorch destroys the hooks after the interpreter, which takes `copied` with it.
     atexit.register(setattr, table_of_hooks, "value", table_of_hooks.value)
     table_of_hooks.value = ctypes.addressof(copied) + 16
-
-
-def _function_for_no_devices() -> int | None:
-    zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
-    _alive.append(zero)
-    return ctypes.cast(zero, ctypes.c_void_p).value
 
 
 def _function_for_one_device() -> int:

@@ -6,7 +6,6 @@ DeepSpeed pairs the ranks' gathers and reductions by their order alone, and upda
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -105,8 +104,9 @@ class ChosenParts:
         """Note which of these parameters, by id, get gradients on this rank."""
         for group in masters_of(self._zero):
             for param in group:
-                if id(param) in keys:
-                    param.register_hook(partial(self._note, id(param)))  # type: ignore[no-untyped-call]
+                key = id(param)
+                if key in keys:
+                    param.register_hook(lambda _, key=key: self._used.add(key))  # type: ignore[no-untyped-call]
 
     def _agree_on_order(self) -> _AgreedOrder:
         self._order = _AgreedOrder(self._zero, self._model, self._world)
@@ -165,9 +165,6 @@ class ChosenParts:
             f"{self._strategy} cannot leave alone by itself",
             "use all of the module's parameters, freeze those, or set parallel.strategy=fsdp",
         )
-
-    def _note(self, key: int, grad: torch.Tensor) -> None:
-        self._used.add(key)
 
     def _skipping(self, update: Callable[[int], None]) -> Callable[[int], None]:
         def update_used(index: int) -> None:
