@@ -1,13 +1,11 @@
-"""Optimizer steps of ready micro-batches, loaded in this process or by workers, and moved to the device."""
+"""Optimizer steps of ready micro-batches, loaded in this process or by workers."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import gc
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from ..errors import ConfigError, ShardkitError
+from ..errors import ShardkitError
 
 # The order in which samples are drawn: a function of (seed, epoch, position), whatever the number of ranks.
 
@@ -421,76 +419,3 @@ def eval_batches(
         start = round_start + rank * micro_batch
         indices = [position * n // n_used for position in range(start, min(start + micro_batch, n_used))]
         yield together([dataset[i] for i in indices or [0]]), not indices
-
-
-Change = Callable[[torch.Tensor], torch.Tensor]
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on `device` (asynchronously if pinned); containers keep their types."""
-    return map_tensors(
-        batch, lambda tensor: tensor.to(device, non_blocking=True), convert=lambda holder: holder.to(device)
-    )
-
-
-def map_tensors(batch: Any, change: Change, convert: Callable[[Any], Any] | None = None) -> Any:
-    """The batch with `change(tensor)` in place of each tensor, in new containers of the same types.
-
-    Mappings, lists, tuples, named tuples and dataclasses are walked, frozen ones too; a dataclass is copied without a
-    call of its constructor. The given batch is not changed. `convert`: converts other objects that have a method `to`
-    of their own, such as torch's `PackedSequence`; None leaves them as they are.
-    """
-    within = partial(map_tensors, change=change, convert=convert)
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, type):
-        return batch
-    if isinstance(batch, Mapping):
-        return _like(batch, {key: within(member) for key, member in batch.items()})
-    if convert is not None and callable(getattr(batch, "to", None)):
-        return convert(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(within, batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map(within, batch))
-    if dataclasses.is_dataclass(batch):
-        changed = copy.copy(batch)
-        names = {field.name for field in dataclasses.fields(batch)} | set(getattr(batch, "__dict__", ()))
-        for name in names:
-            if hasattr(batch, name):
-                object.__setattr__(changed, name, within(getattr(batch, name)))
-        return changed
-    return batch
-
-
-def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """The tensors that `map_tensors` would change."""
-    held: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        return tensor
-
-    map_tensors(batch, note)
-    return held
-
-
-def _like(mapping: Mapping[Any, Any], members: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the same type with these members."""
-    if type(mapping) is dict:
-        return members
-    try:
-        if isinstance(mapping, MutableMapping):
-            changed = copy.copy(mapping)
-            for key, member in members.items():
-                changed[key] = member
-            return changed
-        return type(mapping)(members)  # type: ignore[call-arg]
-    except Exception as error:  # a user's class may raise anything
-        if all(member is mapping[key] for key, member in members.items()):
-            return mapping
-        raise ConfigError(
-            f"a batch holds a {type(mapping).__name__}, which cannot be copied with its tensors on another device: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}",
-            "return a dict, a tuple or a dataclass from the task's collate",
-        ) from error

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from ..data.loader import eval_batches, to_device
+from ..data.loader import eval_batches
 from ..launch.failures import job_starts
 from ..parallel.blocks import release_graph_outputs
+from ..parallel.precision import to_device
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts
 from . import directory

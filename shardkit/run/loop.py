@@ -16,12 +16,13 @@ import torch
 
 from ..checkpoint.save import Checkpointer
 from ..config.schema import RunConfig
-from ..data.loader import StepBatch, StepLoader, tensors_of
+from ..data.loader import StepBatch, StepLoader
 from ..files import append_jsonl, write_whole
 from ..hardware.cards import blas_workspace
 from ..memory.probe import Phases
 from ..memory.rows import gather_json
 from ..parallel.optim import lr_at
+from ..parallel.precision import tensors_of
 from ..strategies.step import Mark
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts

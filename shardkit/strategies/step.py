@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from ..data.loader import to_device
 from ..errors import ConfigError
 from ..memory.probe import Phases
 from ..parallel.blocks import release_graph_outputs
+from ..parallel.precision import to_device
 from . import Strategy
 from .base import StepRequest, Update
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardkit.data.loader import to_device
+from shardkit.parallel.precision import to_device
 from shardkit.run.job import Job, start
 from shardkit.strategies.base import StepRequest
 from shardkit.strategies.step import train_step

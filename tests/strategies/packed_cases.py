@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardkit.config.schema import RunConfig
-from shardkit.data.loader import to_device
+from shardkit.parallel.precision import to_device
 from shardkit.run.job import start
 from shardkit.tasks.load import load_task
 from tests.models.test_packed_attention import MODELS, SEQ, Random, batches

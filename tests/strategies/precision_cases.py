@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.config.schema import PrecisionConfig
-from shardkit.data.loader import to_device
-from shardkit.parallel.precision import loss_scaler
+from shardkit.parallel.precision import loss_scaler, to_device
 from shardkit.run.checks import count_dtypes
 from shardkit.run.job import start
 from shardkit.strategies.base import StepRequest

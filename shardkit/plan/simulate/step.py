@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from ...config.load import resolve_batch
 from ...config.schema import SHARDING, RunConfig
-from ...data.loader import map_tensors, to_device
 from ...errors import ConfigError, NotPlannedError
 from ...memory.probe import Phases
 from ...memory.tracing.traced_step import Tracing
 from ...parallel.blocks import find_blocks, n_values, packable_values
 from ...parallel.optim import make_optimizer
+from ...parallel.precision import map_tensors, to_device
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies import Strategy
