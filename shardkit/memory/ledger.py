@@ -221,6 +221,7 @@ class MemoryLedger:
         self._source, self._due, self._steps_done = None, None, step
         if step_time_s is not None:
             self.time_step(step_time_s, data_wait_s, busy_s)
+        self._growth.end_step(self.device)
         self.overhead_s += time.perf_counter() - began
 
     def time_step(self, step_time_s: float, data_wait_s: float = 0.0, busy_s: float | None = None) -> None:
@@ -316,7 +317,9 @@ class MemoryLedger:
             ),
             device_mem=None
             if device is None
-            else DeviceMemory(*device[:4], self._device_probe.total or 0, on_card, self._growth.bytes_a_step),
+            else DeviceMemory(
+                *device[:4], self._device_probe.total or 0, on_card, self._growth.bytes_a_step, self._growth.line
+            ),
             state=None if self._state is None else dict(self._state),
             phases=self._phases.rows(),
             alloc_retries=None if device is None else device.alloc_retries,

@@ -77,6 +77,7 @@ class DeviceMemory:
     # held by all processes on the device together: `reserved`, contexts, and other processes' memory
     in_use: int | None = None
     growth: int | None = None  # that each of the last steps left behind (growth.py); None if memory does not grow
+    growth_line: str | None = None  # `FILE:NUMBER: TEXT` that made most of it; looked for once, in the steps after
 
     @property
     def full_in(self) -> int:
@@ -187,7 +188,7 @@ def _pick(cls: type[_T], obj: Mapping[str, Any]) -> _T:
 
 
 _ALLOWED = {
-    "str": (str,), "int": (int,), "int | None": (int, type(None)),
+    "str": (str,), "str | None": (str, type(None)), "int": (int,), "int | None": (int, type(None)),
     "float": (int, float), "float | None": (int, float, type(None)),
 }  # fmt: skip
 
@@ -286,7 +287,7 @@ def growing(rows: Sequence[RankRow]) -> list[str]:
     rate, name, memory = max(rates, key=lambda entry: entry[0])
     return [
         f"grows: rank {name} keeps {gib(rate)} more after each step and is full in {memory.full_in:,} steps; "
-        "shardkit rehearse names the line that makes it"
+        + (f"made at {memory.growth_line}" if memory.growth_line else "shardkit rehearse names the line that makes it")
     ]
 
 

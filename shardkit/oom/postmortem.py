@@ -210,7 +210,7 @@ class PostMortem:
             advice = [tip for tip in advice if tip.change not in planned_changes]
             advice = plans[:n_fitting] + advice + plans[n_fitting:]
             problem = self._write({**record, "advice": [tip.to_json() for tip in advice]})
-        cause, fix = _cause(record, self._config.memory.cap), _fix(advice, self.path, problem, growth)
+        cause, fix = _cause(record, self._config.memory.cap), _fix(advice, self.path, problem, row)
         return OutOfMemoryError(f"{cause}; it grew by {gib(growth)} in each step" if growth else cause, fix)
 
     def at_risk(self, row: RankRow) -> None:
@@ -338,12 +338,19 @@ def _cause(record: dict[str, Any], cap: str | None) -> str:
     return f"rank {record['rank']} ran out of memory {doing}{inside}: {request_text} of {memory_name}{free}{pieces}"
 
 
-def _fix(advice: list[Advice], path: Path, problem: str | None, growth: int | None) -> str:
+def _fix(advice: list[Advice], path: Path, problem: str | None, row: RankRow) -> str:
     best = [
         tip.change + (f" ({tip.planned})" if tip.planned else "") for tip in advice if tip.verdict != "does not fit"
     ]
     tips = "set " + ", or ".join(best[:2]) if best else "use more ranks, or a smaller model"
-    if growth:
-        tips = "find the tensors that outlive their step: shardkit rehearse -- COMMAND names the line that makes them"
+    if row.device_mem is not None and row.device_mem.growth:
+        line = row.device_mem.growth_line
+        tips = (
+            f"drop the tensors that are made at {line}"
+            if line
+            else (
+                "find the tensors that outlive their step: shardkit rehearse -- COMMAND names the line that makes them"
+            )
+        )
     file = f"see {path}" if problem is None else f"{path} could not be written: {problem}"
     return f"{tips}; {file}"

@@ -7,6 +7,7 @@ prefetched batch, the last loss with its graph.
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardkit.memory.growth import GATHERS, LAST
+from shardkit.memory.ledger import MemoryLedger
 from tests.rehearse import injected
 
 MIB = 2**20
@@ -101,6 +104,30 @@ def judged(seed: int) -> str:
     if is_leak and not result["source_line"].endswith("# leak"):
         return f"seed {seed}: blames {result['source_line']}"
     return ""
+
+
+def judged_by_ledger(seed: int) -> str:
+    """The same of a ledger, which keeps stacks only once memory has grown for some gathers."""
+    gc.collect()  # of the loop before
+    torch.cuda.reset_peak_memory_stats()
+    loop, ledger = Loop(seed), MemoryLedger("cuda:0", interval=1)
+    loop.lengths = "equal"  # a ledger compares figures, so ever longer batches may hide a leak
+    for step in range(1, GATHERS + LAST + 6):
+        loop.step(step)
+        ledger.end_step(step)
+        (row,) = ledger.gather(step) or []
+    is_leak, memory = loop.leak not in (None, "tiny"), row.device_mem
+    del loop
+    assert memory is not None
+    if bool(memory.growth) != is_leak or bool(memory.growth_line) != is_leak:
+        return f"seed {seed}: {is_leak=}, {memory.growth} and {memory.growth_line}"
+    if is_leak and not (memory.growth_line or "").endswith("# leak"):
+        return f"seed {seed}: blames {memory.growth_line}"
+    return ""
+
+
+def wrong_lines(first: int, last: int) -> list[str]:
+    return [text for seed in range(first, last) if (text := judged_by_ledger(seed))]
 
 
 def wrong(first: int, last: int) -> list[str]:

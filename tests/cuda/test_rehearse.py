@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.growing import wrong
+from tests.cuda.growing import wrong, wrong_lines
 from tests.cuda.rehearsals import linked_cache, rehearsed
 from tests.emulated_cuda import call, needs_emulation
 
@@ -455,3 +455,7 @@ for step in range(100):
 
 def test_random_loops_grow_or_do_not() -> None:
     assert call(wrong, 0, 120, EMUCUDA="1", EMUCUDA_COMPUTE="0", EMUCUDA_MEMORY="80G") == []
+
+
+def test_the_ledger_names_the_line_of_what_grows() -> None:
+    assert call(wrong_lines, 0, 60, EMUCUDA="1", EMUCUDA_COMPUTE="0", EMUCUDA_MEMORY="80G") == []

@@ -64,6 +64,12 @@ def test_the_table_and_the_post_mortem_say_how_much_and_advise_no_setting(tmp_pa
     explained = mortem.explain(torch.OutOfMemoryError(MESSAGE))
     assert explained is not None and "grew by 2.00 GiB in each step" in explained.cause
     assert "shardkit rehearse" in explained.fix and "set " not in explained.fix
+    assert growing.device_mem is not None
+    named = replace(growing, device_mem=replace(growing.device_mem, growth_line="train.py:7: kept.append(loss)"))
+    assert "train.py:7: kept.append(loss)" in render_table([named])
+    mortem._ledger.row = lambda: named  # type: ignore[method-assign]
+    explained = mortem.explain(torch.OutOfMemoryError(MESSAGE))
+    assert explained is not None and "train.py:7: kept.append(loss)" in explained.fix
 
 
 def test_a_gather_needs_enough_others_before_it() -> None:

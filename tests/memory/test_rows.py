@@ -8,6 +8,7 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardkit.memory.growth import MOST_CHARACTERS
 from shardkit.memory.ledger import ROW_BYTES
 from shardkit.memory.rows import (
     KINDS,
@@ -31,7 +32,7 @@ ROWS = st.builds(
     data_wait_s=seconds,
     busy_s=seconds,
     host_mem=st.builds(HostMemory, n_bytes, n_bytes, maybe, maybe, n_bytes, n_bytes, maybe),
-    device_mem=st.none() | st.builds(DeviceMemory, *[n_bytes] * 5),
+    device_mem=st.none() | st.builds(DeviceMemory, *[n_bytes] * 5, maybe, maybe, st.none() | st.text()),
     state=st.none() | st.fixed_dictionaries({kind: st.builds(StateBytes, n_bytes, n_bytes) for kind in KINDS}),
     phases=st.dictionaries(st.sampled_from(PHASES), st.builds(PhaseMemory, *[maybe] * 4, n_bytes, n_bytes)),
     alloc_retries=maybe,
@@ -44,7 +45,7 @@ def test_the_largest_row_fits_its_message() -> None:
     n_bytes = 2**62
     row = RankRow(
         Identity(2**20, "h" * 255, 2**10, "d" * 255), 0.1, 0.1, 0.1, HostMemory(*[n_bytes] * 7),
-        DeviceMemory(*[n_bytes] * 6), {kind: StateBytes(n_bytes, n_bytes) for kind in KINDS},
+        DeviceMemory(*[n_bytes] * 7, "ä" * MOST_CHARACTERS), {kind: StateBytes(n_bytes, n_bytes) for kind in KINDS},
         {phase: PhaseMemory(*[n_bytes] * 6) for phase in PHASES}, n_bytes, n_bytes, 0.1,
     )  # fmt: skip
     assert len(pickle.dumps((2**40, row))) < ROW_BYTES

@@ -44,6 +44,7 @@ GROUP_NAME.use("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamG
 _record = HISTORY.take("torch.cuda.memory._record_memory_history")
 _dump = HISTORY.take("torch.cuda.memory._dump_snapshot")
 HISTORY.take("torch.cuda.memory._snapshot")
+_is_recording = HISTORY.use("torch._C._cuda_isHistoryEnabled", cuda=True)
 _ExperimentalConfig = STACKS.take(
     "torch.profiler._ExperimentalConfig", "https://github.com/pytorch/pytorch/issues/100253"
 )
@@ -139,6 +140,14 @@ def write_history(path: str) -> bool:
         return False
     _dump(path)
     _record(enabled=None)
+    return True
+
+
+def keep_stacks(on: bool) -> bool:
+    """Make the CUDA allocator keep the Python stack of each live block, or stop it; whether it did."""
+    if not HISTORY.works() or (on and _is_recording.find()()):
+        return False
+    _record(enabled="state" if on else None, stacks="python", max_entries=1)
     return True
 
 
