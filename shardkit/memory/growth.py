@@ -20,7 +20,7 @@ UNEVEN = 5
 """A leak leaves about as much behind in each step; a cache that warms up leaves less and less."""
 MOST_CHARACTERS = 300
 """Of the line that makes what stays; a row of the ledger has a fixed size."""
-FIRST, LAST = 2, 6
+BEFORE, AFTER = 2, 6
 """Steps after which the lines of live tensors are compared, once memory grows. What a step leaves to the next one only,
 as its loss or a prefetched batch, is there at both ends."""
 _BENEATH = (
@@ -39,7 +39,7 @@ class Growth:
         # `FILE:NUMBER: TEXT` of the line that makes most of them; `None` before it was looked for
         self.line: str | None = None
         self._n_looked = 0  # steps since the allocator keeps stacks
-        self._at_first: Counter[tuple[str, int]] = Counter()
+        self._earlier: Counter[tuple[str, int]] = Counter()
         self._gathers: deque[tuple[int, int, int]] = deque(maxlen=GATHERS)
 
     def add(self, step: int, row: RankRow) -> None:
@@ -56,16 +56,16 @@ class Growth:
             return
         if self._n_looked == 0 and not keep_stacks(True):
             return  # the profiler records just now
-        if self._n_looked == FIRST:
-            self._at_first = _alive(device)
+        if self._n_looked == BEFORE:
+            self._earlier = _alive(device)
         self._n_looked += 1
-        if self._n_looked > LAST:
+        if self._n_looked > AFTER:
             grown = _alive(device)
             keep_stacks(False)
-            grown.subtract(self._at_first)
+            grown.subtract(self._earlier)
             (path, number), n_bytes = max(grown.items(), key=lambda entry: entry[1], default=(("", 0), 0))
             # Less than half of the growth is another line's, or that of memory without a stack.
-            if self.bytes_a_step and n_bytes > (LAST - FIRST) * self.bytes_a_step / 2:
+            if self.bytes_a_step and n_bytes > (AFTER - BEFORE) * self.bytes_a_step / 2:
                 self.line = f"{path}:{number}: {linecache.getline(path, number).strip()}"[:MOST_CHARACTERS]
             self._n_looked = 0
 
@@ -91,7 +91,7 @@ def _alive(device: torch.device) -> Counter[tuple[str, int]]:
     for segment in allocator_snapshot(device.index)["segments"]:
         for block in segment["blocks"]:
             frames = block.get("frames") or [] if block["state"] == "active_allocated" else []
-            own = (frame for frame in frames if not any(part in frame["filename"] for part in _BENEATH))
-            if (frame := next(own, None)) is not None:
+            by_program = (frame for frame in frames if not any(part in frame["filename"] for part in _BENEATH))
+            if (frame := next(by_program, None)) is not None:
                 lines[frame["filename"], frame["line"]] += block["size"]
     return lines

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.memory.growth import GATHERS, LAST
+from shardkit.memory.growth import AFTER, GATHERS
 from shardkit.memory.ledger import MemoryLedger
 from tests.rehearse import injected
 
@@ -112,7 +112,7 @@ def judged_by_ledger(seed: int) -> str:
     torch.cuda.reset_peak_memory_stats()
     loop, ledger = Loop(seed), MemoryLedger("cuda:0", interval=1)
     loop.lengths = "equal"  # a ledger compares figures, so ever longer batches may hide a leak
-    for step in range(1, GATHERS + LAST + 6):
+    for step in range(1, GATHERS + AFTER + 6):
         loop.step(step)
         ledger.end_step(step)
         (row,) = ledger.gather(step) or []
