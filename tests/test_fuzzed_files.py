@@ -23,6 +23,7 @@ import torch
 from shardkit.cli.__main__ import main
 from shardkit.errors import ShardkitError
 from tests.commands import python_m
+from tests.report.samples import add, plan, post_mortem, trace
 
 PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 SEEDS = range(*map(int, os.environ.get("SHARDKIT_FUZZ", "0:4").split(":")))
@@ -32,13 +33,14 @@ VALUES = [None, True, -1, 2**70, 1e308, "", "x" * 100_000, "\x1b]0;owned\x07\u20
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps."""
+    """A run of two steps, with what the report of a larger one shows beside them."""
     run = tmp_path_factory.mktemp("trained") / "run"
     keys = {
         "model.preset": "debug", "train.max_steps": 2, "train.seq_len": 32, "run.dir": run, "run.device": "cpu",
         "checkpoint.every_steps": 2, "train.micro_batch_size": 2, "train.global_batch_size": 2,
     }  # fmt: skip
     python_m("shardkit.train", *(f"{key}={value}" for key, value in keys.items()), timeout=300, code=0)
+    add(run, {"trace/rank0.json": trace(), "plan.json": plan(), "oom/rank1.json": post_mortem()})
     return run
 
 

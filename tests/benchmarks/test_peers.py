@@ -10,7 +10,6 @@ import pytest
 from benchmarks import peers
 from benchmarks.overhead import write_tokens
 from benchmarks.peers_arms import ARMS, OURS
-from benchmarks.peers_ranks import Ranks
 
 
 def test_equal_losses_up_to_rounding_are_compared() -> None:
@@ -48,17 +47,3 @@ def test_arms_train_alike_and_take_alike(engine: str, tmp_path: Path) -> None:
     assert all(len(taken) == 2 for taken in seconds.values())
     peers.loss_differences(losses)
     assert losses[OURS][-1] < losses[OURS][0]
-
-
-@pytest.mark.release
-@pytest.mark.dist
-@pytest.mark.timeout(300)
-def test_what_a_library_does_not_do_is_told_apart_from_what_breaks(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate")
-    tokens = write_tokens(tmp_path)
-    with Ranks("fsdp", "Accelerate", tokens, tmp_path, 1, "refusal") as ranks:
-        assert "returned a DistributedDataParallel" in ranks.answers()[0]["refused"]
-    with pytest.raises(RuntimeError, match=r"(?s)^ddp Nobody stopped:.*KeyError: 'Nobody'"), Ranks(
-        "ddp", "Nobody", tokens, tmp_path, 1, "refusal"
-    ) as ranks:  # fmt: skip
-        ranks.answers()

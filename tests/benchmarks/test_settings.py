@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import auto, overhead, sft, sft_arms
 from shardkit.config import capability
-from shardkit.config.load import load_config
+from shardkit.config.load import load_config, resolve_batch
 
 RUNS = {
     **{engine: overhead.overrides(engine, "tokens.bin", "run", 4) for engine in overhead.ENGINES},
@@ -22,3 +22,4 @@ RUNS = {
 def test_settings_are_accepted_on_two_ranks(name: str) -> None:
     config = load_config(None, RUNS[name]).config
     capability.check(config, device="cpu", world_size=2, local_world_size=2)
+    assert resolve_batch(config, 2) >= 1

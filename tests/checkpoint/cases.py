@@ -18,12 +18,6 @@ from tests.strategies import cases
 SAVED_AT, GO_ON = 3, 4
 """Steps before the save, and losses compared after it."""
 CASES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3+optimizer+param")
-WORLDS = {"single": (1,), "hsdp": (4,)}
-"""World sizes of a case; all of 1, 2, 3 and 4 where it is not named."""
-
-
-def worlds(case: str) -> tuple[int, ...]:
-    return WORLDS.get(case, (1, 2, 3, 4))
 
 
 def settings(case: str, world: int, **extra: Any) -> dict[str, Any]:

@@ -85,13 +85,3 @@ def test_retention(keep_last: int | None, keep_best: bool, left: list[int], alon
     fakes.save_steps(str(tmp_path), [1, 2, 3, 4, 5], keep_last=keep_last, keep_best=keep_best)  # 3 has the best loss
     assert sorted(layout.step_of(p) or 0 for p in layout.checkpoints(tmp_path)) == left
     assert (tmp_path / "latest").read_text() == "step_00000005\n"
-
-
-def test_latest_names_the_newest_that_is_left(saved: Path) -> None:
-    layout.remove(saved / "step_00000003")
-    layout.point_latest(saved)
-    assert (saved / "latest").read_text() == "step_00000002\n"
-    for step in (1, 2):
-        layout.remove(saved / layout.folder_name(step))
-    layout.point_latest(saved)
-    assert not (saved / "latest").exists()

@@ -20,7 +20,6 @@ from shardkit.checkpoint.native.manifest import (
     _canonical,
     _digest,
     dump,
-    find_hole,
     parse,
     storable,
 )
@@ -148,16 +147,3 @@ def test_an_unknown_schema_is_named() -> None:
     with pytest.raises(CheckpointError, match="schema 99") as caught:
         parse(changed(schema=99), "m")
     assert not isinstance(caught.value, CorruptCheckpoint), "it is not damaged: the one before it is no replacement"
-
-
-@given(st.lists(st.integers(1, 5), max_size=6), st.data())
-def test_find_hole_agrees_with_counting(lengths: list[int], data: st.DataObject) -> None:
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    ranges = list(zip(starts, lengths, strict=True))
-    total = sum(lengths)
-    assert find_hole(total, ranges) is None
-    assert find_hole(total + 1, ranges) == total
-    if ranges:
-        ranges.pop(data.draw(st.integers(0, len(ranges) - 1)))
-        held = {i for start, length in ranges for i in range(start, start + length)}
-        assert find_hole(total, ranges) == min(set(range(total)) - held)

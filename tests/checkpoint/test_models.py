@@ -40,6 +40,7 @@ def test_any_optimizer_is_saved_where_each_rank_holds_whole_states(tmp_path: Pat
     }  # fmt: skip
     target = "tests.checkpoint.models:save_with_each"
     run_ranks(2, target, optimizers=optimizers, strategy="ddp", root=str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir() if (path / "latest").exists()} == set(optimizers)
 
 
 @pytest.mark.dist

@@ -48,11 +48,6 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in out for command in ("init", "schema", "capability", "--debug"))
 
 
-def test_a_group_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shardkit("checkpoint") == 2
-    assert "verify" in capsys.readouterr().err
-
-
 def test_init_copies_configs_and_templates(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "new" / "my job"
     assert shardkit("init", target) == 0
@@ -74,14 +69,6 @@ def test_init_refuses_to_overwrite_and_writes_nothing(
     assert not (tmp_path / "configs").exists()
     assert shardkit("init", "--force", tmp_path) == 0
     assert mine.read_text() == "#!/bin/bash\n"
-
-
-def test_init_into_a_file_is_a_clear_error(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "taken").write_text("")
-    assert shardkit("init", tmp_path / "taken") == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0].strip() for line in lines] == ["error", "fix"]
-    assert str(tmp_path / "taken") in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardkit.config import capability
 from shardkit.config.capability import CAPABILITIES, MARKERS, check, markdown_table, mesh_shape
 from shardkit.config.load import load_config, resolve_batch
-from shardkit.config.schema import STRATEGIES, Offload, RunConfig, StrategyName
+from shardkit.config.schema import STRATEGIES, RunConfig, StrategyName
 from shardkit.errors import ConfigError
 from tests.config import capability_cases
 from tests.ranks import run_ranks
@@ -131,13 +129,6 @@ def test_fsdp_offloads_the_optimizer_together_with_parameters() -> None:
         assert "offload_param=cpu too" in refused(both | {"parallel.offload_param": "none"}).cause
 
 
-@pytest.mark.parametrize("mode", ["fp16", "tf32"])
-def test_modes_that_need_a_gpu(mode: str) -> None:
-    settings = {"parallel.strategy": "zero2", "precision.mode": mode}
-    run_check(settings, device="cuda")
-    assert f"precision.mode={mode}, but the run is on the CPU" in refused(settings, device="cpu").cause
-
-
 def test_zero_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     error = refused({"parallel.strategy": "zero2"})
@@ -188,7 +179,9 @@ def test_a_resolved_config_passes_though_it_spells_out_every_key(strategy: str, 
     path = tmp_path / "config.yaml"
     path.write_text(load_config(overrides={"parallel.strategy": strategy}).render())
     size = ranks_of(strategy)
-    check(load_config(path).config, device="cpu", world_size=size, local_world_size=size)
+    config = load_config(path).config
+    check(config, device="cpu", world_size=size, local_world_size=size)
+    assert config == load_config(overrides={"parallel.strategy": strategy}).config
 
 
 # The mesh
@@ -229,38 +222,9 @@ def test_other_strategies_accept_only_the_mesh_they_have() -> None:
     run_check({"parallel.strategy": "fsdp", "parallel.dp_shard": 4})
     run_check({"parallel.strategy": "ddp", "parallel.dp_replicate": 4})
     error = refused({"parallel.strategy": "fsdp", "parallel.dp_shard": 2})
-    assert "parallel.dp_shard=2, but fsdp on 4 ranks has dp_shard=4: only hsdp" in error.cause
+    assert "parallel.dp_shard=2" in error.cause and "dp_shard=4" in error.cause
     assert "hsdp" in error.fix
     refused({"parallel.strategy": "ddp", "parallel.dp_shard": 2})
-
-
-@given(
-    parallel=st.fixed_dictionaries(
-        {"strategy": st.sampled_from(STRATEGIES)},
-        optional={
-            "dp_replicate": st.integers(1, 9),
-            "dp_shard": st.integers(1, 9),
-            "offload_param": st.sampled_from(get_args(Offload)),
-            "no_sync": st.none() | st.booleans(),
-            "bucket_mb": st.floats(0.1, 100),
-        },
-    ),
-    nodes=st.integers(1, 4),
-    local=st.integers(1, 8),
-    device=st.sampled_from(["cpu", "cuda"]),
-)
-@settings(deadline=None)
-def test_any_config_passes_with_a_mesh_of_all_ranks_or_is_refused(
-    parallel: dict[str, Any], nodes: int, local: int, device: Any
-) -> None:
-    world = nodes * local
-    try:
-        config = configured(**parallel)
-        check(config, device=device, world_size=world, local_world_size=local)
-    except ConfigError:
-        return
-    replicate, shard = mesh_shape(config, world, local)
-    assert replicate * shard == world
 
 
 # The table of docs/capability.md

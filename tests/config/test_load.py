@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,16 +51,11 @@ def refused(path: Path | str | None = None, overrides: Any = ()) -> ConfigError:
 # What is read, and from where it came
 
 
-def test_nothing_given_is_all_defaults() -> None:
-    loaded = load_config(None)
+@pytest.mark.parametrize("text", [None, "", "# only a comment\n", "---\n", "train:\n", "\ufeff"])
+def test_nothing_given_is_all_defaults(write: Write, text: str | None) -> None:
+    loaded = load_config(None if text is None else write(text))
     assert loaded.config == RunConfig()
-    assert set(loaded.sources) == set(KEYS)
-    assert set(loaded.sources.values()) == {"default"}
-
-
-@pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "train:\n", "\ufeff"])
-def test_an_empty_file_is_all_defaults(write: Write, text: str) -> None:
-    assert load_config(write(text)).config == RunConfig()
+    assert set(loaded.sources) == set(KEYS) and set(loaded.sources.values()) == {"default"}
 
 
 def test_later_layers_win_and_sources_say_so(write: Write) -> None:
@@ -72,14 +66,6 @@ def test_later_layers_win_and_sources_say_so(write: Write) -> None:
     assert loaded.sources["train.max_steps"] == "command line"
     assert loaded.sources["train.seq_len"] == str(path)
     assert loaded.sources["train.seed"] == "default"
-
-
-def test_overrides_as_a_mapping() -> None:
-    loaded = load_config(overrides={"optim.lr": 1e-3, "optim.betas": (0.8, 0.9), "train.max_norm": None})
-    assert loaded.config.optim.lr == 1e-3
-    assert loaded.config.optim.betas == (0.8, 0.9)
-    assert loaded.config.train.max_norm is None
-    assert loaded.sources["optim.lr"] == "command line"
 
 
 @pytest.mark.parametrize(
@@ -209,17 +195,6 @@ def test_file_errors(tmp_path: Path, write: Write) -> None:
     assert "not UTF-8" in refused(write(b"\xff\xfe\x00t")).cause
     assert "cannot be read" in refused(tmp_path / "a\0b").cause
     assert "cannot be read" in refused(write("train: {}") / "below_a_file").cause
-
-
-def test_a_missing_file_lists_its_neighbours() -> None:
-    assert "fsdp.yaml" in refused(REPO / "configs" / "fdsp.yaml").fix
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user that is not root")
-def test_a_file_without_permission(write: Write) -> None:
-    path = write("train: {}")
-    path.chmod(0)
-    assert "Permission denied" in refused(path).cause
 
 
 @pytest.mark.parametrize(
@@ -481,7 +456,6 @@ def test_batches_that_cannot_be_met_say_which_would(overrides: list[str], world:
 # Random input: a valid config or a ConfigError, nothing else
 
 keys = st.sampled_from(KEYS) | st.text(max_size=10)
-values = plain | st.floats() | st.integers() | st.binary(max_size=3) | st.dates() | st.tuples(st.integers())
 
 
 def loads_or_refuses(path: Path | None, overrides: Any = ()) -> None:
@@ -505,16 +479,6 @@ def load_or_error(path: Path | None, overrides: Any) -> LoadedConfig | ConfigErr
 
 
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@given(st.dictionaries(keys, values, max_size=4))
-@example({"model.n_heads": 0})
-@example({"optim.betas": [0.5, 10**400]})
-@example({"optim.lr": 10**5000})
-@example({"task.args": {1: 2}})
-@fuzz
-def test_random_mappings(overrides: dict[str, Any]) -> None:
-    loads_or_refuses(None, overrides)
 
 
 @given(st.lists(st.builds("{}={}".format, keys, st.text(max_size=15) | plain.map(json.dumps)) | st.text(), max_size=4))
@@ -584,12 +548,12 @@ def test_loading_imports_no_torch() -> None:
 
 
 def test_a_setting_in_the_place_of_the_file_is_told_from_one() -> None:
-    assert refused("model.preset=debug").fix == "put a config file before the settings, or - for the defaults"
+    assert "- for the defaults" in refused("model.preset=debug").fix
 
 
 def test_a_missing_file_is_not_answered_with_hidden_ones(tmp_path: Path) -> None:
     (tmp_path / ".pre-commit-config.yaml").touch()
     missing = tmp_path / "none.yaml"
-    assert refused(missing).fix == "check the path; a relative one starts at the current directory"
+    assert "pre-commit" not in refused(missing).fix
     (tmp_path / "mine.yaml").touch()
-    assert refused(missing).fix == f"in {tmp_path}: mine.yaml"
+    assert "mine.yaml" in refused(missing).fix and "pre-commit" not in refused(missing).fix

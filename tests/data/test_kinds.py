@@ -214,25 +214,11 @@ def test_pictures_and_settings_beside_records_are_no_data_but_a_shard_is_a_shard
         opened(tmp_path, shards)
 
 
-def test_validation_data_in_a_folder_of_splits_are_its_validation_split(tmp_path: Path) -> None:
-    folder = hub(tmp_path / "set", "train.jsonl", "validation.jsonl")
-    for path in (folder / "train.jsonl", folder):
-        data = opened(tmp_path, path, val_path=str(folder))
-        assert data.sources is not None and [len(data.documents(split)) for split in ("train", "val")] == [3, 3]
-        [row, *_] = [Documents(data.sources.val)[i]["tokens"].tolist() for i in range(3)]
-        assert "ask 2 " in load_tokenizer(tmp_path / "tok").decode(row)
-
-
 @pytest.mark.parametrize("content", ['[{"text": "a"}, {"te', '[{"text": "a"},]', '[{"text": "a"}]\n[{"text": "b"}]'])
 def test_a_damaged_array_of_json_is_refused_by_its_file(content: str, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(content)
     with pytest.raises(DataError, match=r"rows\.json is damaged or cut short"):
         opened(tmp_path, tmp_path / "rows.json")
-
-
-def test_turns_in_a_column_of_another_name_are_no_rows_of_an_export(tmp_path: Path) -> None:
-    error = refusal(tmp_path, [{"conversation": turns()}])
-    assert "jq" not in error.fix and "data.columns={messages: NAME}" in error.fix
 
 
 def test_a_card_names_the_files_of_each_split(tmp_path: Path) -> None:
@@ -347,17 +333,6 @@ def test_a_marked_turn_is_in_the_text_and_not_predicted(
         assert of_row(tmp_path, {column: turns({}, mark, sharegpt=sharegpt)}, template, ignore=[name]) == (plain, both)
 
 
-def test_marks_of_parquet_are_those_of_json(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    rows = [{"messages": turns({}, {"weight": 0}, {}, {"weight": 1})}, {"messages": turns()}]
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    expected = predicted(tmp_path, write_lines(tmp_path / "rows.jsonl", rows))
-    assert [parts for _, parts in expected] == [["good<|im_end|>"], ["bad<|im_end|>", "good<|im_end|>"]]
-    assert predicted(tmp_path, tmp_path / "rows.parquet") == expected
-
-
 def test_marks_on_a_completion_are_obeyed(tmp_path: Path) -> None:
     row = {"prompt": turns()[:1], "completion": turns({}, {"weight": 0})[1:]}
     assert of_row(tmp_path, row)[1] == ["good<|im_end|>"]
@@ -376,6 +351,8 @@ def test_marks_on_a_completion_are_obeyed(tmp_path: Path) -> None:
         ([{}, {"train_detail": [{"begin_offset": 0}]}], {}, "marks parts of its text"),
         ([{}, {"liked": False}, {}, {"liked": True}], {}, "turns have the member liked"),
         ([{}, {"keep": 0}], {}, "turns have the member keep"),
+        ([{"learn": "false"}, {"learn": "true"}], {}, "turns have the member learn"),
+        ([{"learn": None}, {"learn": False}], {}, "turns have the member learn"),
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
@@ -400,12 +377,6 @@ def test_a_late_mark_in_a_stream_is_refused(tmp_path: Path) -> None:
     assert len(data[149]["tokens"])
     with pytest.raises(DataError, match=r"row 151 .* have the member liked"):
         data[150]
-
-
-@pytest.mark.parametrize("values", [("false", "true"), (None, False)])
-def test_a_member_of_words_or_with_nulls_may_be_a_mark_too(values: tuple[Any, Any], tmp_path: Path) -> None:
-    row = {"messages": turns({"learn": values[0]}, {"learn": values[1]})}
-    assert "data.ignore=[learn]" in refusal(tmp_path, [row]).fix
 
 
 def test_other_members_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

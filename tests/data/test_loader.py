@@ -25,8 +25,16 @@ class Squares:
 
 
 class Broken(Squares):
+    """Sample 3 raises an error of this kind."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        super().__init__(10)
+        self.kind = kind
+
     def __getitem__(self, index: int) -> torch.Tensor:
-        raise RuntimeError(f"sample {index} is broken")
+        if index == 3:
+            raise self.kind("sample 3 is bad", "mend it")
+        return super().__getitem__(index)
 
 
 def schedule(n: int = 10, rank: int = 0, world: int = 2) -> BatchSchedule:
@@ -61,11 +69,6 @@ def test_goes_on_from_a_state() -> None:
     assert drain(StepLoader(Squares(10), schedule(), state=whole[1][1], n_steps=3)) == whole[2:]
 
 
-def test_runs_on_without_a_number_of_steps() -> None:
-    loader = StepLoader(Squares(10), schedule())
-    assert [next(loader).state_after.epoch for _ in range(8)] == [0, 1, 1, 2, 2, 3, 3, 4]
-
-
 def test_close_ends_the_workers_and_further_use_is_refused() -> None:
     before = set(multiprocessing.active_children())
     loader = StepLoader(Squares(100), schedule(100), workers=2)
@@ -89,31 +92,17 @@ def test_the_global_random_state_is_left_alone(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_in_a_dataset_reaches_the_caller(workers: int) -> None:
-    loader = StepLoader(Broken(10), schedule(), workers=workers)
-    with pytest.raises(RuntimeError, match="is broken"):
-        next(loader)
+@pytest.mark.parametrize(
+    ("kind", "shown"), [(RuntimeError, "sample 3 is"), (DataError, r"^sample 3 is bad\n  fix: mend it$")]
+)
+def test_an_error_in_a_dataset_reaches_the_caller_whoever_loads(
+    workers: int, kind: type[Exception], shown: str
+) -> None:
+    loader = StepLoader(Broken(kind), schedule(), workers=workers)
+    with pytest.raises(kind, match=shown):
+        drain(loader)
     loader.close()
     gc.collect()  # the error's traceback holds the iterator, which ends its workers when it goes
-
-
-class Unusable(Squares):
-    """Sample 3 is one that the user has to mend."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 3:
-            raise DataError("sample 3 is bad", "mend it")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_for_the_user_has_its_two_lines_whoever_loads(workers: int) -> None:
-    loader = StepLoader(Unusable(10), schedule(), workers=workers)
-    with pytest.raises(DataError) as caught:
-        drain(loader)
-    assert (caught.value.cause, caught.value.fix) == ("sample 3 is bad", "mend it")
-    loader.close()
-    gc.collect()
 
 
 class Collecting(Squares):
@@ -140,11 +129,6 @@ def test_workers_leave_what_was_garbage_before_they_started() -> None:
         gc.enable()
     assert gc.get_freeze_count() == frozen, "this process collects as before"
     gc.collect()
-
-
-def test_own_collate() -> None:
-    loader = StepLoader(Squares(10), schedule(), collate=len)
-    assert [batch for batch, _ in next(loader).micro_batches] == [2, 2]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])

@@ -45,6 +45,9 @@ class Draw:
             "loss_on": self.rng.choice(["auto", "auto", "all", "completion"]) if self.kind != "text" else "auto",
         }
         self.odd = self.rng.choice([0.0, 0.1, 0.3])
+        self.marks = self.rng.random() < 0.4
+        if self.marks and self.rng.random() < 0.3:
+            self.keys["ignore"] = ["weight"]
         n_rows = self.rng.randint(1, 9)
         self.rows = [self.row() for _ in range(n_rows)]
         if self.rng.random() < 0.3:  # a first row that has nothing of the others
@@ -73,6 +76,8 @@ class Draw:
         if role == "assistant" and self.rng.random() < 0.4:
             call = {"type": "function", "function": {"name": "weather", "arguments": self.arguments()}}
             message["tool_calls"] = self.maybe([call] * self.rng.randint(0, 2))
+        if self.marks and role == "assistant" and self.rng.random() < 0.5:
+            message["weight"] = self.maybe(self.rng.choice([0, 1, 1]))
         present = {key: value for key, value in message.items() if self.rng.random() > self.odd / 4}
         return present if self.rng.random() > self.odd / 8 else None
 
@@ -113,6 +118,7 @@ class Draw:
             pa.struct([("type", text), ("function", pa.struct([("name", text), ("arguments", arguments)]))])
         )
         members = [("role", text), ("content", text), ("reasoning", text), ("tool_calls", tools)]
+        members += [("weight", pa.int64())]
         sharegpt = [("from", text), ("value", text), *members[2:]]
         messages, theirs = pa.list_(pa.struct(members)), pa.list_(pa.struct(sharegpt))
         prompt = messages if self.kind == "chat prompt" else text

@@ -11,8 +11,6 @@ import pytest
 
 from shardkit.data.tokenizer import load_tokenizer
 from shardkit.errors import ConfigError, DataError
-from shardkit.run.job import start
-from shardkit.run.trainer import Trainer
 from tests.commands import python_m
 
 from .chats import KINDS, PLAIN, conversation, write_lines, write_tokenizer
@@ -209,25 +207,6 @@ def test_a_template_that_writes_the_date_takes_it_from_the_config(tmp_path: Path
     write_tokenizer(tmp_path / "plain")
     with pytest.raises(ConfigError, match=r"data.chat_date=2024-07-06 would be ignored"):
         opened(tmp_path, path, chat_date="2024-07-06", tokenizer=str(tmp_path / "plain"))
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_the_date_that_it_began_with(tmp_path: Path) -> None:
-    rows = [{"messages": conversation(i, turns=2)} for i in range(20)]
-    keys = {
-        "data.path": str(write_lines(tmp_path / "rows.jsonl", rows)),
-        "data.tokenizer": str(write_tokenizer(tmp_path / "tok", DATED)), "data.cache_dir": str(tmp_path / "cache"),
-        "data.chat_date": "2024-07-06", "model.vocab_size": 512, "model.d_model": 16, "model.n_layers": 1,
-        "model.n_heads": 2, "train.seq_len": 128, "train.micro_batch_size": 2, "train.eval_samples": 0,
-        "train.max_steps": 1, "run.device": "cpu", "run.dir": str(tmp_path / "run"), "logging.tensorboard": False,
-    }  # fmt: skip
-    with start(None, keys) as job:
-        Trainer(job).fit()
-    resume = {**keys, "run.resume": True, "train.max_steps": 2}
-    with start(None, {**resume, "data.chat_date": "2024-07-07"}) as job, pytest.raises(DataError, match="digest"):
-        Trainer(job)
-    with start(None, resume) as job:
-        assert [record["step"] for record in Trainer(job).steps()] == [2]
 
 
 THINKING = (

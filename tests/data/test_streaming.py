@@ -16,9 +16,8 @@ from shardkit.data.text_data import Streamed
 from shardkit.data.tokenizer import load_tokenizer
 from shardkit.data.windows import IGNORE_INDEX
 from shardkit.errors import ConfigError, DataError
-from tests.commands import python_m
 
-from .chats import conversation, write_lines, write_tokenizer
+from .chats import conversation, write_lines
 from .test_text import config, everything, opened
 
 pytest.importorskip("transformers")
@@ -57,23 +56,15 @@ def ids_of(tmp_path: Path, batch: Any) -> list[int]:
     return [int(re.search(r"ask (\d+) ", text).group(1)) for text in texts]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("jsonl", marks=pytest.mark.slow), "parquet"])
 def test_interruptions_and_other_world_sizes_repeat_and_skip_nothing(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = 130
     rows = [{"messages": conversation(i)} for i in range(n)]
     path = tmp_path / "shards"
     for shard in range(2):
         part = rows[shard * 65 : shard * 65 + 65]
-        if kind == "jsonl":
-            write_lines(path / f"{shard}.jsonl", [*part[:9], "", *part[9:]])
-        else:
-            parquet = pytest.importorskip("pyarrow.parquet")
-            import pyarrow as pa
-
-            path.mkdir(exist_ok=True)
-            parquet.write_table(pa.Table.from_pylist(part), path / f"{shard}.parquet", row_group_size=8)
+        write_lines(path / f"{shard}.jsonl", [*part[:9], "", *part[9:]])
     taken: list[int] = []
     state, step = State(), 0
     for world, steps in ((2, 4), (3, 3), (1, 5), (2, 10)):  # global batches of 12
@@ -91,67 +82,6 @@ def test_interruptions_and_other_world_sizes_repeat_and_skip_nothing(
         state, step = after[0], step + steps
     assert step == 22 and (state.epoch, state.next_sample) == (2, 0)
     assert sorted(taken) == sorted([*range(n), *range(n)])
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.timeout(900)
-def test_real_jobs_of_other_sizes_count_each_row_once_over_three_interruptions(tmp_path: Path) -> None:
-    """torchrun with 2, 1, 3 and 2 ranks, ended by SIGTERM, SIGKILL and SIGTERM; then other data are refused."""
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    n, per_step = 150, 12
-
-    def write(word: str = "middle") -> None:
-        for shard in range(2):
-            rows = [{"messages": conversation(i)} for i in range(shard * 75, shard * 75 + 75)]
-            rows[5]["messages"][-1]["content"] = f"answer 80 {word}"  # no extreme, so not in the statistics
-            file = tmp_path / "shards" / f"{shard}.parquet"
-            parquet.write_table(
-                pa.Table.from_pylist(rows), file, row_group_size=8, compression="none", use_dictionary=False
-            )
-
-    (tmp_path / "shards").mkdir()
-    write()
-    write_tokenizer(tmp_path / "tok")
-    keys = {
-        "task.factory": "tests.data.counting:Counting", "model.vocab_size": 512, "model.d_model": 32,
-        "model.n_layers": 1, "model.n_heads": 2, "train.seq_len": 64, "train.micro_batch_size": 2,
-        "train.global_batch_size": per_step, "train.eval_samples": 0, "train.max_steps": 13, "data.streaming": "true",
-        "data.path": tmp_path / "shards", "data.tokenizer": tmp_path / "tok", "data.cache_dir": tmp_path / "cache",
-        "parallel.strategy": "fsdp", "run.dir": tmp_path / "run", "run.device": "cpu", "run.resume": "auto",
-        "checkpoint.every_steps": 2, "logging.tensorboard": "false",
-    }  # fmt: skip
-    given = [f"{key}={value}" for key, value in keys.items()]
-    starts = [(2, 3 * 2 + 1, "TERM"), (1, 6 * 3 + 4, "KILL"), (3, 2 * 2 + 1, "TERM"), (2, 0, "TERM")]
-    began = []
-    for start, (world, ends_at, by) in enumerate(starts):
-        args = json.dumps({"root": str(tmp_path), "start": start, "ends_at": ends_at, "by": by})
-        done = python_m(
-            "torch.distributed.run", "--standalone", "--nproc-per-node", world, "-m", "shardkit.train", *given,
-            f"task.args={args}",
-        )  # fmt: skip
-        assert (done.returncode == 0) == (not ends_at), done.stderr
-        resumed = re.search(r"^resuming from .*, step (\d+)$", done.stdout, re.MULTILINE)
-        began.append(int(resumed.group(1)) if resumed else 0)
-    assert began == sorted(set(began)), "each start went on from a later step"
-    taken: list[int] = []
-    for start, (world, _, _) in enumerate(starts):
-        n_steps = (began[start + 1] if start + 1 < len(began) else 13) - began[start]
-        for rank in range(world):
-            batches = [json.loads(line) for line in (tmp_path / f"{start}-{rank}.jsonl").read_text().splitlines()]
-            taken += [i for batch in batches[: n_steps * per_step // (2 * world)] for i in batch]
-    assert sorted(taken) == list(range(n))
-
-    size = (tmp_path / "shards" / "1.parquet").stat().st_size
-    write("muddle")
-    assert (tmp_path / "shards" / "1.parquet").stat().st_size == size
-    args = json.dumps({"root": str(tmp_path), "start": 9})
-    done = python_m("shardkit.train", *given, f"task.args={args}", "train.max_steps=15", env={"RANK": "0"}, ranks=1)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "  fix: "))]
-    assert len(said) == 2 and "the data is not the one that the checkpoint was trained with" in said[0]
 
 
 def test_rows_are_those_of_the_tokenised_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

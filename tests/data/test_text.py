@@ -15,7 +15,7 @@ import pytest
 
 from shardkit.config.schema import RunConfig
 from shardkit.data.loader import MixOrder
-from shardkit.data.rows import Json, RowFormat, cut, find
+from shardkit.data.rows import Json, RowFormat
 from shardkit.data.text_data import TextData
 from shardkit.data.tokenize import open_source
 from shardkit.data.tokenizer import load_tokenizer, tokenizer_path
@@ -187,13 +187,6 @@ def test_an_error_of_a_worker_is_two_lines(case: str, tmp_path: Path, monkeypatc
     assert not [entry for entry in (tmp_path / "cache").glob("*") if entry.is_dir()], "nothing is half-written"
 
 
-def test_a_small_set_has_work_for_every_worker(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "rows.jsonl", ({"text": f"ask {i} " * 100} for i in range(2000)))
-    found = find(str(path))
-    sizes = [piece.size for piece in cut(found.train, found.format, found.format.encoded_piece_bytes(found.train))]
-    assert len(sizes) >= 12 and max(sizes) < path.stat().st_size / 10
-
-
 @pytest.mark.parametrize("how", ["truncate", "split", "drop"])
 def test_long_conversations_are_counted(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i, turns=1 + i % 4)} for i in range(60)))
@@ -281,15 +274,19 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
         "hostile": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
         "endless": "{% for a in range(10**9) %}x{% endfor %}",
         "division": "{{ 1 / 0 }}",
+        "long": "{{ raise_exception('x ' * 10**6) }}",
     }
     if case in templates:
         write_tokenizer(tmp_path / "tok", templates[case])
     if case == "auto_map":
         write_tokenizer(tmp_path / "tok", auto_map={"AutoTokenizer": ["code.Evil", None]})
         (tmp_path / "tok" / "code.py").write_text("raise SystemExit('it ran')")
-    if case == "damaged":
-        write_tokenizer(tmp_path / "tok")
-        (tmp_path / "tok" / "tokenizer.json").write_text('{"model": ')
+    if case in ("damaged", "panics"):
+        rules = write_tokenizer(tmp_path / "tok") / "tokenizer.json"
+        nested = {"Regex": "(" * 20_000 + "a" + ")" * 20_000}
+        split = {"type": "Split", "pattern": nested, "behavior": "Isolated", "invert": False}
+        panics = json.dumps({**json.loads(rules.read_text()), "pre_tokenizer": split})
+        rules.write_text('{"model": ' if case == "damaged" else panics)
     return path, {"columns": {"text": "boddy"}} if case == "columns" else {}
 
 
@@ -324,7 +321,9 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
             "or the chat template",
         ),
         ("auto_map", r"code of its own \(auto_map", "tokenizer.json"),
+        ("long", r"good.jsonl:1: the chat template rejects it: x x", "or the chat template"),
         ("damaged", r"tokenizer in .* cannot be read", "data.tokenizer"),
+        ("panics", r"tokenizer in .* cannot be read", "data.tokenizer"),
     ],
 )
 def test_bad_input_is_two_lines_and_nothing_is_half_written(case: str, cause: str, fix: str, tmp_path: Path) -> None:
@@ -332,7 +331,7 @@ def test_bad_input_is_two_lines_and_nothing_is_half_written(case: str, cause: st
     with pytest.raises((DataError, ConfigError), match=cause) as caught:
         opened(tmp_path, path, **keys)
     assert fix in caught.value.fix
-    assert "\n" not in caught.value.cause + caught.value.fix
+    assert "\n" not in caught.value.cause + caught.value.fix and len(caught.value.cause) < 800
     cache = tmp_path / "cache"
     assert [p for p in cache.glob("*") if p.is_dir() and not (p / "meta.json").is_file()] == []
 

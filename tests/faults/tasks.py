@@ -97,9 +97,6 @@ class Hungry:
             return
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "host":  # until the kernel has enough of it
-            self.kept.append(bytearray(os.urandom(2**20) * (self.n_bytes // 2**20)))
-            return
         if self.how == "pinned":
             self.kept.append(torch.empty(self.n_bytes, dtype=torch.uint8, pin_memory=True))
             return

@@ -14,7 +14,7 @@ from shardkit.errors import ConfigError
 from shardkit.foreign import translate
 from shardkit.foreign.translate import accelerate_release, find, read_job
 
-from .samples import FSDP2, fates, write
+from .samples import fates, write
 
 CLUSTER = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2}
 OPEN = ["train.micro_batch_size=2", "train.seq_len=64"]
@@ -58,15 +58,6 @@ def test_a_key_of_a_later_release_is_not_planned(monkeypatch: pytest.MonkeyPatch
     job = read_job([content])
     assert len(job.not_planned) == 1 and "fsdp_new_in_99=true" in job.not_planned[0]
     assert fates(job)["fsdp_config.fsdp_new_in_100"] == "unknown"
-
-
-def test_a_key_that_the_installed_release_lacks_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    release = accelerate_release()
-    older = release._replace(options={k: v for k, v in release.options.items() if k != "fsdp_version"})
-    monkeypatch.setattr(translate, "accelerate_release", lambda: older)
-    job = read_job(write(tmp_path, accelerate__yaml=FSDP2))
-    assert fates(job)["fsdp_config.fsdp_version"] == "unknown"
-    assert job.settings["precision.autocast"] is True, "it is FSDP1"
 
 
 def test_keys_of_before_are_read_as_accelerate_converts_them(model: str) -> None:

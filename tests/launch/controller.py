@@ -70,7 +70,7 @@ echo $$ >rank
 touch training
 until [ "$stop" ]; do sleep 0.05; done
 touch saving
-for _ in $(seq {save_ticks}); do sleep 0.05; done
+sleep 0.3
 while [ -e held ]; do sleep 0.05; done
 case {style} in
 script) mkdir -p run/mine; touch run/mine/last.pt; exit 0;;
@@ -99,16 +99,14 @@ class Job:
 
     Args:
         style: one of `STYLES`.
-        save_s: how long the rank's save takes.
-        srun: a script in place of the rank.
     """
 
-    def __init__(self, folder: Path, style: str, save_s: float = 0.3, srun: str = SRUN, n_nodes: int = 1) -> None:
+    def __init__(self, folder: Path, style: str) -> None:
         self.folder, self.run_dir = folder, folder / "run"
         programs = folder / "bin"
         stopped = json.dumps({"message": {"message": "", "extraInfo": {}}, "shardkit": STOPPED})
-        values = {"folder": folder, "style": style, "save_ticks": round(save_s / 0.05), "stopped": stopped}
-        for name, text in (("scontrol", SCONTROL), ("scancel", SCANCEL), ("srun", srun), ("../end", END)):
+        values = {"folder": folder, "style": style, "stopped": stopped}
+        for name, text in (("scontrol", SCONTROL), ("scancel", SCANCEL), ("srun", SRUN), ("../end", END)):
             write_program(programs / name, text.format(**values))
         write_files(folder, {"state": "RUNNING\n", "reason": "None\n", "restarts": "0\n", "out": "", "calls": ""})
         (self.run_dir / "logs").mkdir(parents=True)
@@ -123,7 +121,7 @@ class Job:
         else:
             words += [str(REPO / "configs/ddp.yaml"), *settings(self.run_dir)]
         environ = environment(
-            PATH=f"{programs}:{os.environ['PATH']}", SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES=str(n_nodes),
+            PATH=f"{programs}:{os.environ['PATH']}", SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="1",
             NPROC_PER_NODE="1", SLURM_JOB_NODELIST="n[1-2]",
         )  # fmt: skip
         with (folder / "out").open("ab") as out:

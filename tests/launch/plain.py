@@ -48,8 +48,10 @@ def go_wrong(how: str) -> None:
         raise ValueError("the cat sat on the GPU")
     if how == "full":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if how in ("kill", "term", "int", "segv"):
+        os.kill(os.getpid(), getattr(signal, f"SIG{how.upper()}"))
+    if how == "done":
+        sys.exit(0)
     if how == "exit":
         print("no sample is left", file=sys.stderr, flush=True)
         os._exit(7)

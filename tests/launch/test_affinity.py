@@ -31,11 +31,6 @@ def test_gpu_ranks_get_cpus_beside_their_gpu() -> None:
     assert [affinity.render(cpus) for cpus in one_each] == ["8-15,24-31", "0-7,16-23"]
 
 
-@pytest.mark.parametrize("beside", [[None, 0], [0], [7, 0]])
-def test_gpus_of_unknown_place_change_nothing(beside: list[int | None]) -> None:
-    assert affinity.divide(range(32), 2, TWO_SOCKETS, beside) == affinity.divide(range(32), 2, TWO_SOCKETS)
-
-
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("allowed", [range(32), range(3, 20), [1, 2, 9, 10, 25, 26, 30, 31]])
 def test_shares_are_equal_allowed_and_nobody_elses(n_ranks: int, allowed: list[int]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from shardkit.launch.failures.failure import (
     read,
 )
 from tests.commands import python_m
-from tests.launch.jobs import REPO, environment, settings
+from tests.launch.jobs import settings
 from tests.launch.test_failure import recorded
 
 ENTRY = """
@@ -144,17 +142,6 @@ def test_a_rank_of_a_config_records_how_it_ended(how: str, code: int, tmp_path: 
     (failure,) = read([path])
     assert failure.exit_code == code and "tests/launch/tasks.py" in failure.trace
     assert json.loads(path.read_text())["message"]
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_drawn_endings_name_the_rank_or_say_that_it_is_not_known(tmp_path: Path) -> None:
-    """A few seeds of tests/launch/culprits.py, one for each way to end."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.launch.culprits", "--seeds", "0-16"], cwd=REPO,
-        env=environment(TMPDIR=os.fspath(tmp_path)), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0 and "wrong" not in done.stdout.splitlines()[-1], done.stdout + done.stderr
 
 
 def test_a_breakpoint_without_a_terminal_is_explained() -> None:

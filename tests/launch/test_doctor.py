@@ -3,16 +3,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError
 from shardkit.files import memory_limits
 from shardkit.hardware import calibration
-from shardkit.hardware import measure as hardware
 from shardkit.launch import doctor
 from shardkit.launch.doctor import Check
 from shardkit.launch.ranks import affinity
@@ -76,19 +73,6 @@ def test_slow_ranks_and_wrong_clocks_are_named() -> None:
     assert found["clocks"].status == "warn" and "chrony" in found["clocks"].fix
 
 
-def test_the_card_beyond_the_allocator_is_told_apart_by_context_and_communicator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # An imitation of a card on which 700 MiB are in use, 100 of them the allocator's.
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300 * 2**20, 1000 * 2**20))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * 2**20)
-    world = SimpleNamespace(size=2, device=torch.device("cuda"), gather=lambda value: [value, value])
-    found = hardware._outside(world, 450 * 2**20)  # type: ignore[arg-type]
-    assert found == {"context_bytes": 450 * 2**20, "communicator_bytes": 150 * 2**20}
-    alone = SimpleNamespace(size=1, device=torch.device("cuda"), gather=lambda value: [value])
-    assert hardware._outside(alone, 450 * 2**20)["communicator_bytes"] is None  # type: ignore[arg-type]
-
-
 def test_constants_of_the_nearest_world_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert calibration.find("NVIDIA H100", 8) is None
@@ -137,12 +121,6 @@ def test_gpus_far_from_the_allowed_cpus_are_a_warning(tmp_path: Path, monkeypatc
     monkeypatch.setattr(affinity, "allowed_cpus", lambda: [0, 1])
     (far,) = doctor.numa(root)
     assert far.status == "warn" and far.found.endswith("none of the CPUs beside GPU 0") and far.fix
-
-
-def test_the_worst_finding_decides() -> None:
-    fine, bad = Check("a", "pass", "x"), Check("b", "fail", "y", "do z")
-    assert doctor.worst([fine, bad]) == "fail" and doctor.worst([fine]) == "pass"
-    assert doctor.render([fine, bad]).splitlines()[1:3] == ["FAIL  b  y", "         fix: do z"]
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import random
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,8 +16,8 @@ from tests.texts import write_program
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def make(style: str, **options: object) -> Job:
-        jobs.append(Job(tmp_path / str(len(jobs)), style, **options))  # type: ignore[arg-type]
+    def make(style: str) -> Job:
+        jobs.append(Job(tmp_path / str(len(jobs)), style))
         return jobs[-1]
 
     yield make
@@ -81,61 +78,6 @@ def test_a_cancel_after_the_last_look_takes_the_job_from_the_queue(shown: str, s
     job.end()
     assert job.calls == ["cancel", "requeue", "cancel"], job.output
     assert "cancelled, not queued again; saved last: step 5" in job.said() and job.reason == "cancelled"
-
-
-@pytest.mark.slow
-def test_a_cancel_at_any_moment_is_a_cancel(start: Callable[..., Job]) -> None:
-    """40 moments, in start-up, training, a save or at its end; with a warning before it and without."""
-    chance = random.Random(41)
-    for number in range(40):
-        job = start(STYLES[number % 3], save_s=chance.choice([0.0, 0.2, 0.6]))
-        if number % 4:
-            job.until("training")
-            if number % 2:
-                time.sleep(chance.uniform(0, 0.2))
-                job.warn()
-            time.sleep(chance.uniform(0, 0.9))
-        else:
-            time.sleep(chance.uniform(0, 3.0))
-        job.cancel()
-        job.end()
-        check_cancelled(job)
-
-
-WAITS = r"""#!/bin/bash
-cd {folder}
-case $* in *" nodes "*) exit 1;; esac  # the check of the nodes
-mkdir -p $SHARDKIT_ERROR_DIR
-echo '{{"message": {{"message": "", "extraInfo": {{}}}}, "shardkit": {{"rank": 0, "exit_code": 1, "when": 1.0,
-  "message": "RuntimeError: Connection closed by peer"}}}}' >$SHARDKIT_ERROR_DIR/rank-0.json
-echo "srun: error: n1: task 0: Exited with exit code 1" >&2
-exec sleep 1000
-"""
-
-
-def test_a_job_that_srun_would_wait_for_in_vain_is_queued_again_with_the_node_named(start: Callable[..., Job]) -> None:
-    job = start("srun", srun=WAITS, n_nodes=2)
-    assert job.end() == 75, job.output
-    assert job.calls == ["requeue"], job.output
-    assert job.reason == "processes on n2 died without a word (rank 1)", job.output
-    assert "; Slurm has not declared the node lost" in job.output
-
-
-def test_a_time_limit_in_a_save_says_what_the_save_had_and_what_is_saved(start: Callable[..., Job]) -> None:
-    """KillWait ends before the save does: Slurm kills the rank."""
-    job = start("srun")
-    job.until_it_saves()
-    job.set(state="COMPLETING", reason="TimeLimit")
-    job.process.send_signal(signal.SIGTERM)
-    while "its time limit" not in job.output:
-        assert job.process.poll() is None, job.output
-        time.sleep(0.02)
-    os.kill(int((job.folder / "rank").read_text()), signal.SIGKILL)
-    assert job.end() == 137, job.output
-    assert job.calls == []
-    told = "error: not saved in time: its time limit: the ranks were told to save "
-    assert told in job.output and " and have 0 s after it (Slurm's KillWait)" in job.output
-    assert "the longest save so far took 400.0 s; nothing is saved\n  fix: raise --signal-s or --time" in job.output
 
 
 def test_a_cancelled_job_that_slurm_has_queued_again_is_taken_from_the_queue(start: Callable[..., Job]) -> None:

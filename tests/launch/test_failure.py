@@ -236,10 +236,6 @@ def test_torchrun_shows_cause_and_fix_of_a_user_error_and_no_traceback(tmp_path:
     assert "Traceback" in json.loads(crash.read_text())["message"]["extraInfo"]["py_callstack"]
 
 
-def test_without_a_launcher_nothing_is_written() -> None:
-    assert record(ValueError("x"), {}) is None
-
-
 @pytest.mark.parametrize(
     ("code", "text", "cause"),
     [

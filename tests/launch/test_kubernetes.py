@@ -55,17 +55,6 @@ def test_the_published_models_read_every_key(name: str) -> None:
     assert model.from_dict(manifest).to_dict() != manifest
 
 
-def test_words_reach_the_script_unchanged() -> None:
-    for spec in CASES.values():
-        node = _container(yaml.safe_load(render_job_set(spec)))
-        words = [*node["command"], *node["args"]]
-        assert words[:4] == ["python3", "-m", "shardkit.cli", "launch"]
-        if spec.script is not None:
-            assert words[words.index("--") + 1 :] == list(spec.script.argv)
-        else:
-            assert words[4] == "configs/fsdp.yaml" and words[-1] == "optim.lr=1e-4"
-
-
 def test_kubernetes_expands_nothing_in_the_users_words() -> None:
     """Kubernetes replaces $(NAME) by a variable of the container, and reads $$ as a $, in command, args and env."""
     words = ["train.py", "--title", "$(HF_TOKEN)", "$$(HF_TOKEN)", "costs $5", "$$"]

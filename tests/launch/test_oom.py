@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,7 @@ def test_a_killed_rank_is_explained_by_what_it_saw_coming(tmp_path: Path) -> Non
     killed = Failure(1, -9, message=exit_codes.describe(-9))
     shown = explain([killed], "LOGS", 1, memory_words([killed], read_post_mortems(tmp_path, 50)))
     assert "out of host memory: the kernel killed 1 process" in shown
-    assert (
-        "almost used up at step 20: 62.0 GiB of 64.0 GiB on n1; rank 1 held 20.0 GiB, its loader processes 10.0 GiB"
-        in shown
-    )
+    assert re.search(r"step 20: 62.0 GiB of 64.0 GiB on n1; rank 1 held 20.0 GiB, .* 10.0 GiB", shown)
     assert "activation.policy=full" in shown and "dmesg" not in shown
 
 

@@ -118,19 +118,13 @@ def test_a_template_used_wrongly_says_how(args: list[str], said: str) -> None:
 @pytest.mark.parametrize("template", ["train", "train_srun", "single_gpu_offload"])
 def test_templates_outside_slurm_and_without_shardkit(template: str, tmp_path: Path) -> None:
     script = REPO / f"slurm/{template}.sbatch"
-    process = subprocess.run(
-        ["bash", str(script), "-"], env=environment(SHARDKIT_PYTHON=sys.executable), capture_output=True, text=True
-    )
-    assert process.returncode == 2 and "SLURM_JOB_ID is not set" in process.stderr
-    process = subprocess.run(
-        ["bash", str(script), "-"],
-        env=environment(SHARDKIT_PYTHON=str(tmp_path / "no")),
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 2 and process.stderr.startswith(
-        "error: shardkit and its packages are not installed for any of: "
-    )
+    for python, said in (
+        (sys.executable, "SLURM_JOB_ID is not set"),
+        (str(tmp_path / "no"), "error: shardkit and its packages are not installed for any of: "),
+    ):
+        env = environment(SHARDKIT_PYTHON=python)
+        process = subprocess.run(["bash", str(script), "-"], env=env, capture_output=True, text=True)
+        assert process.returncode == 2 and said in process.stderr
 
 
 PYTHON = """#!/bin/bash
@@ -171,10 +165,11 @@ def shardkit(*args: str, cwd: Path = REPO, **env: str) -> subprocess.CompletedPr
 
 def test_a_dry_run_prints_a_script_and_writes_nothing(tmp_path: Path) -> None:
     process = shardkit(
-        "submit", "configs/fsdp.yaml", f"run.dir={tmp_path}/run", "--nodes", "2", "--time", "1:00:00", "--dry-run"
+        "submit", "configs/fsdp.yaml", f"run.dir={tmp_path}/run", "--nodes", "2", "--time", "2", "--dry-run"
     )
     assert process.returncode == 0, process.stderr
-    assert "#SBATCH --nodes=2\n" in process.stdout and "#SBATCH --time=1:00:00\n" in process.stdout
+    assert all(f"#SBATCH --{option}\n" in process.stdout for option in ("nodes=2", "time=2", "signal=B:USR2@120"))
+    assert process.stderr.startswith("warning: the time limit leaves 120 s, and the job is told to save 120 s before")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,17 +180,7 @@ def test_without_slurm_the_error_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_directory_with_a_run_is_refused_unless_it_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    sizes = submit.Request(nodes=1, ranks_per_node=2, gpus_per_node=2)
-    with pytest.raises(ConfigError, match="already holds a run"):
-        submit.prepare("-", [f"run.dir={tmp_path}"], sizes)
-    submit.prepare("-", [f"run.dir={tmp_path}", "run.resume=true"], sizes)
-
-
-def test_a_person_may_not_submit_the_continuation_of_no_run_nor_train_in_a_folder_of_other_things(
-    tmp_path: Path,
-) -> None:
+def test_a_directory_that_training_would_refuse_is_refused_before_it_is_queued(tmp_path: Path) -> None:
     def prepare(*overrides: str, **options: Any) -> None:
         settings = [f"run.dir={tmp_path}/run", *overrides]
         submit.prepare("-", settings, submit.Request(1, 2, 2, **options))
@@ -209,6 +194,10 @@ def test_a_person_may_not_submit_the_continuation_of_no_run_nor_train_in_a_folde
     for more in ("run.overwrite=true", "run.resume=auto"):
         with pytest.raises(ConfigError, match="is a model folder"):
             prepare(more)
+    write_files(tmp_path, {"other/metrics.jsonl": "{}\n"})
+    with pytest.raises(ConfigError, match="already holds a run"):
+        prepare(f"run.dir={tmp_path}/other")
+    prepare(f"run.dir={tmp_path}/other", "run.resume=true")
 
 
 def test_snapshots_are_kept_and_taken_back(tmp_path: Path) -> None:
@@ -304,21 +293,18 @@ def test_slurms_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 NO_CLUSTER = {
-    "no configuration": "echo 'X: error: fetch_config: DNS SRV lookup failed' >&2\n"
-    "echo 'X: error: _establish_config_source: failed to fetch config' >&2\n"
-    "echo 'X: fatal: Could not establish a configuration source' >&2\n",
-    "no controller": "echo 'X: error: Unable to contact slurm controller (connect failure)' >&2\n",
-    "a dead socket": "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2\n",
-    "an overloaded controller": "echo 'X: error: Batch job submission failed: Socket timed out on send/recv operation' "
-    ">&2\n",
-}  # fmt: skip
+    "no configuration": "X: error: fetch_config: lookup failed\nX: fatal: Could not establish a configuration source",
+    "no controller": "X: error: Unable to contact slurm controller (connect failure)",
+    "a dead socket": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+    "an overloaded controller": "X: error: Batch job submission failed: Socket timed out on send/recv operation",
+}
 """What Slurm's client commands write where no controller answers."""
 
 
 def silent_cluster(folder: Path, kind: str) -> str:
     """A PATH with Slurm's commands in front, which find no cluster."""
     for name in ("sbatch", "squeue", "scontrol", "scancel"):
-        write_program(folder / name, f"#!/bin/bash\n{NO_CLUSTER[kind].replace('X', name)}exit 1\n")
+        write_program(folder / name, f"#!/bin/bash\necho '{NO_CLUSTER[kind].replace('X', name)}' >&2\nexit 1\n")
     return f"{folder}:{os.environ['PATH']}"
 
 

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from shardkit.errors import LaunchError
 from shardkit.launch.ranks import affinity
-from shardkit.launch.ranks.affinity import available_cores, cgroup_cpu_quota, default_omp_threads
+from shardkit.launch.ranks.affinity import cgroup_cpu_quota, default_omp_threads
 from tests.texts import write_files
 
 SRUN = {
@@ -73,16 +72,8 @@ def test_cgroup_quota(tmp_path: Path, membership: str, limits: dict[str, str], e
     assert cgroup_cpu_quota(cgroup(tmp_path, membership, limits)) == expected
 
 
-def test_quota_below_one_core_still_leaves_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(affinity, "cgroup_cpu_quota", lambda: 0.5)
-    assert available_cores() == 1
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
-def test_affinity_counts() -> None:
-    mine = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(mine)})
-    try:
-        assert available_cores() == 1
-    finally:
-        os.sched_setaffinity(0, mine)
+def test_cores_are_those_of_affinity_and_quota_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affinity, "n_cpus", lambda: 2)
+    for quota, cores in ((None, 2), (1.5, 1), (0.5, 1)):
+        monkeypatch.setattr(affinity, "cgroup_cpu_quota", lambda found=quota: found)
+        assert affinity.available_cores() == cores

@@ -48,37 +48,19 @@ def test_the_command_can_be_pasted_into_a_shell() -> None:
     assert shlex.split(line) == ["OMP_NUM_THREADS=4", *build_argv(spec)]
 
 
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        (replace(ONE, nodes=(2, 2)), "without --rdzv-endpoint"),
-        (replace(ONE, nproc_per_node=0), "--nproc-per-node 0"),
-        (replace(ONE, max_restarts=-1), "--max-restarts -1"),
-        (replace(ONE, rendezvous=Rendezvous("head")), "not HOST:PORT"),
-    ],
-)
-def test_what_cannot_work_is_refused(spec: JobSpec, said: str) -> None:
-    with pytest.raises(LaunchError) as caught:
-        build_argv(spec)
-    assert said in caught.value.cause and caught.value.fix
-
-
 @pytest.mark.parametrize(("given", "meant"), [("1", (1, 1)), ("3", (3, 3)), ("1:2", (1, 2))])
 def test_nnodes(given: str, meant: tuple[int, int]) -> None:
     assert parse_nnodes(given) == meant
 
 
-@pytest.mark.parametrize("given", ["", "0", "2:1", "a", "1:", ":2", "1:2:3", "-1", "１"])
+@pytest.mark.parametrize("given", ["", "0", "2:1", "a", "1:", "1:2:3", "-1", "１"])
 def test_nnodes_refused(given: str) -> None:
     with pytest.raises(LaunchError, match="--nnodes"):
         parse_nnodes(given)
 
 
 @pytest.mark.parametrize("given", ["host", "host:", ":1", "host:0", "host:65536", "host:x"])
-def test_endpoint_refused(given: str) -> None:
+def test_an_endpoint_is_a_host_and_a_port(given: str) -> None:
+    assert split_endpoint("[fe80::1]:29500") == ("[fe80::1]", 29500)
     with pytest.raises(LaunchError, match="HOST:PORT"):
         split_endpoint(given)
-
-
-def test_an_ipv6_endpoint() -> None:
-    assert split_endpoint("[fe80::1]:29500") == ("[fe80::1]", 29500)

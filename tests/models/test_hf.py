@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from shardkit.config.schema import ModelConfig
 from shardkit.errors import ConfigError
-from shardkit.memory import TensorTracker
 from shardkit.models.cross_entropy import attach_loss, check_loss_fits
 from shardkit.models.hf import HFModel, hf_flops_per_token
 from shardkit.models.transformer import transformer_flops_per_token
@@ -121,13 +120,8 @@ def test_models_that_change_their_logits_are_refused_chunks(model_type: str) -> 
     with pytest.raises(ConfigError, match="changes the logits after the output projection") as caught:
         check_loss_fits(hf.reference, "set model.loss_chunk_size=0")
     assert caught.value.fix == "set model.loss_chunk_size=0"
-
-
-@pytest.mark.parametrize(
-    "model_type", ["gpt2", "llama", "qwen2", "qwen3", "mistral", "phi", "gpt_neox", "opt", "mixtral"]
-)
-def test_usual_models_compute_their_loss_in_chunks(model_type: str) -> None:
-    check_loss_fits(model(hf={"model_type": model_type, "num_hidden_layers": 1}).reference, "")
+    for usual in ("gpt2", "llama", "qwen2", "qwen3", "mistral", "phi", "gpt_neox", "opt", "mixtral"):
+        check_loss_fits(model(hf={"model_type": usual, "num_hidden_layers": 1}).reference, "")
 
 
 def test_keys_win_over_the_file_and_the_file_over_nothing(tmp_path: Path) -> None:
@@ -174,25 +168,6 @@ def test_flops_are_those_of_the_reference_transformer_of_the_same_size() -> None
     want = transformer_flops_per_token(ModelConfig(preset="124m"), 512)
     assert hf_flops_per_token(model(preset="gpt2").reference, 512) == want
     assert hf_flops_per_token(model(hf={"model_type": "mixtral", "num_hidden_layers": 1}).reference, 512) is None
-
-
-def test_blocks_are_the_layers() -> None:
-    assert [c.__name__ for c in model(preset="gpt2-debug").block_classes] == ["GPT2Block"]
-    assert [c.__name__ for c in model("super_resolution", preset="swin2sr-debug").block_classes] == ["Swin2SRStage"]
-
-
-def test_chunks_cut_the_peak_of_the_logits_eightfold() -> None:
-    sizes = {"vocab_size": 50257, "n_embd": 4, "n_head": 1, "n_layer": 1, "n_positions": 256}
-    hf = model(preset="gpt2-debug", hf=sizes)
-    tokens = torch.randint(0, 50257, (1, 256), generator=torch.Generator().manual_seed(0))
-    peaks = []
-    for chunk in (0, 16):
-        built = real(hf, chunk)
-        with TensorTracker() as tracker:
-            built(tokens, tokens).backward()
-        peaks.append(tracker.peak("cpu"))
-    assert peaks[0] > 2 * 256 * 50257 * 4, "logits and their gradient"
-    assert peaks[0] > 8 * peaks[1]
 
 
 def test_a_config_file_cannot_name_code_to_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

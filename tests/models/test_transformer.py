@@ -35,12 +35,6 @@ def test_parameter_count_of_1_3b(tied: bool, billions: float) -> None:
     assert round(count / 1e9, 3) == billions
 
 
-def test_construction_draws_no_random_numbers() -> None:
-    before = torch.get_rng_state()
-    Transformer(ModelConfig.model_validate(SMALL))
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_logits_shape_and_causality() -> None:
     model, x = make(), tokens()
     logits = model(x)
@@ -72,12 +66,6 @@ def test_loss_is_the_sum_of_cross_entropies_in_value_and_gradient(tied: bool, ch
         torch.testing.assert_close(grads[fqn], parameter.grad, rtol=1e-4, atol=1e-5, msg=fqn)
 
 
-def test_tied_head_is_the_embedding() -> None:
-    model = make(tie_weights=True)
-    assert model.head.weight is model.tok_emb.weight
-    assert "head.weight" not in dict(model.named_parameters())
-
-
 def test_initial_weights_follow_gpt2() -> None:
     model = make(d_model=256, n_layers=2, vocab_size=500)
     for fqn, parameter in model.named_parameters():
@@ -89,11 +77,6 @@ def test_initial_weights_follow_gpt2() -> None:
             std = 0.02 / math.sqrt(4) if fqn.endswith("proj.weight") else 0.02
             assert parameter.std().item() == pytest.approx(std, rel=0.05), fqn
     assert model(tokens()).std() < 1
-
-
-def test_a_parameter_that_has_no_rule_is_refused() -> None:
-    with pytest.raises(KeyError, match="rotary"):
-        init_parameter(ModelConfig(), "blocks.0.rotary.weight", torch.empty(2), torch.Generator())
 
 
 def test_too_long_a_sequence_is_refused_with_both_lengths() -> None:

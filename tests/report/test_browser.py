@@ -40,12 +40,6 @@ class Opened:
             "() => [...document.querySelectorAll('[id^=figure-]')].every(d => d.querySelector('.main-svg'))"
         )
 
-    def traces(self, figure: str) -> list[dict[str, Any]]:
-        """What Plotly holds of a figure."""
-        script = "id => document.getElementById(id).data.map(t => ({name: t.name, x: t.x, y: t.y, yaxis: t.yaxis}))"
-        found: list[dict[str, Any]] = self.page.evaluate(script, f"figure-{figure}")
-        return found
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -99,26 +93,6 @@ def test_it_draws_every_figure_asks_for_nothing_and_says_nothing(opened: Opened,
     opened.show(other)
     assert opened.said == []
     assert opened.asked == [(run / "report.html").as_uri(), other.as_uri()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("figure", "trace", "mark", "said"),
-    [
-        ("training", ".scatterlayer .trace", ".points path >> nth=4", ["4", "step 5"]),  # 5 - 0.2 * 5
-        ("timeline", ".barlayer .trace", ".point path >> nth=2", ["model.layers.1", "events 10 to 18"]),
-    ],
-)
-def test_hovering_over_a_mark_says_what_it_stands_for(
-    figure: str, trace: str, mark: str, said: list[str], opened: Opened, run: Path
-) -> None:
-    opened.show(run / "report.html")
-    opened.page.locator(f"#figure-{figure}").scroll_into_view_if_needed()
-    box = opened.page.locator(f"#figure-{figure} {trace}").first.locator(mark).bounding_box()
-    opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    hover = opened.page.locator(f"#figure-{figure} .hoverlayer .hovertext").first
-    hover.wait_for()
-    assert all(words in hover.text_content() for words in said), hover.text_content()
 
 
 @pytest.mark.slow

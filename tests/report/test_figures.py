@@ -74,14 +74,6 @@ def test_the_timeline_is_stacked_over_bands_in_lanes() -> None:
     assert drawn["forward"]["x"] == [19, 7, 8]
 
 
-def test_each_phase_of_the_traced_step_has_its_peaks_categories() -> None:
-    found = traced.by_phase(trace())
-    assert found == {
-        "forward": {"model.layers.0": {"params": 3, "workspace": 4}}, "backward": {"–": {"params": 5}}
-    }  # fmt: skip
-    assert traced.by_phase({"phases": {"forward": 3}}) == {"forward": {"–": {}}}
-
-
 def test_predictions_stand_beside_what_was_measured(gpu: Run) -> None:
     found = {(c.rank, c.figure): c for c in planned.compared(plan(), gpu.gathers, {})}
     peak = found[3, "peak allocated"]
@@ -118,18 +110,6 @@ def test_a_plan_may_be_about_a_single_rank(gpu: Run) -> None:
     one = {"rank": 1, "peak": {"allocated": 7}, "host_peak": 2**31}
     found = {c.figure: (c.rank, c.predicted, c.measured) for c in planned.compared(one, gpu.gathers, {})}
     assert found == {"peak allocated": (1, 7, 4 * 2**30 + 20 * MIB), "tensors on the host": (1, 2**31, 2**31)}
-
-
-def test_each_run_has_one_colour_and_a_long_loss_is_smoothed(tmp_path: Path) -> None:
-    runs = {name: read_run(write_run(tmp_path / name, steps=200)) for name in "AB"}
-    drawn = figures.training(runs)
-    colours = {name: {t["line"]["color"] for t in drawn.data if t["name"].startswith(name)} for name in runs}
-    assert [len(found) for found in colours.values()] == [1, 1] and colours["A"] != colours["B"]
-    raw, smooth = (next(t for t in drawn.data if t["name"] == f"A {name}") for name in ("loss", "loss, smoothed"))
-    assert raw["opacity"] < 1 and len(raw["y"]) == len(smooth["y"]) == 200
-    jump = raw["y"].index(max(raw["y"][15:25]))
-    assert abs(smooth["y"][jump] - smooth["y"][jump - 1]) < abs(raw["y"][jump] - raw["y"][jump - 1])
-    assert figures.smoothed([3.0] * 60) == pytest.approx([3.0] * 60)
 
 
 def test_samples_are_not_called_tokens(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from shardkit.report import measure
 from shardkit.report.measure import KeyFigure
 from shardkit.report.read import Gather, Run, read_run
 from tests.memory.samples import MIB
-from tests.report.samples import cpu_rows, gpu_rows, write_run
+from tests.report.samples import cpu_rows, write_run
 
 
 @pytest.fixture
@@ -52,43 +52,11 @@ def test_the_rank_that_is_busy_for_long_is_named(gpu: Run) -> None:
     assert slow.ratio == pytest.approx(4.5)
 
 
-def test_parts_of_a_row_sum_to_its_peaks(gpu: Run) -> None:
-    row = gpu.last_rows[3]
-    assert row.device_mem is not None
-    places = measure.parts(row)
-    assert sum(places["device"].values()) == row.device_mem.peak_allocated
-    assert places["device"]["params"] == 2**29 + 3
-    assert places["host"]["optimizer"] == 2**31
-    held = measure.parts(replace(row, device_mem=None, host_mem=replace(row.host_mem, peak_rss=2**40, staging=7)))
-    assert list(held) == ["host"]
-    assert held["host"]["staging"] == 7
-    assert sum(held["host"].values()) == 2**40
-
-
 def test_peaks_by_phase_are_the_largest_of_all_gathers(gpu: Run) -> None:
     peaks = measure.phase_peaks(gpu.gathers, 2)
     assert list(peaks) == ["init", "wrap", "forward", "backward", "update"]
     assert peaks["update"] == 5 * 2**30 + 20 * MIB
     assert peaks["init"] == 5 * 2**30 + 20 * MIB - 4
-
-
-def test_step_times_leave_out_the_first_gather(gpu: Run) -> None:
-    slow_start = [replace(row, step_time_s=99.0) for row in gpu.gathers[0].rows]
-    run = replace(gpu, gathers=[replace(gpu.gathers[0], rows=slow_start), *gpu.gathers[1:]])
-    time = measure.step_times(run)[3]
-    assert (time.total, time.data, time.forward) == pytest.approx((0.5, 0.225, 0.225))
-    assert time.remainder == pytest.approx(0.05)
-
-
-def test_of_a_large_world_the_worst_and_the_best_are_shown() -> None:
-    rows = [replace(row, identity=replace(row.identity, rank=rank)) for rank in range(40) for row in gpu_rows(1)[:1]]
-    rows = [
-        replace(row, device_mem=replace(row.device_mem, peak_allocated=row.identity.rank))
-        for row in rows
-        if row.device_mem
-    ]
-    assert [row.identity.rank for row in measure.shown(rows)] == [0, 1, *range(32, 40)]
-    assert measure.shown(rows[:16]) == rows[:16]
 
 
 def test_step_times_are_those_of_the_last_start_alone(tmp_path: Path) -> None:

@@ -1,13 +1,8 @@
-"""Faults at moments that a seed draws, on the test cluster, and the outcomes that are allowed.
-
-A draw names a template, a strategy, a fault, a moment, the seconds that a save takes and Slurm's KillWait.
-tests/slurm/test_moments.py plays them.
-"""
+"""Faults at chosen moments, on the test cluster, and the outcomes that are allowed; test_moments.py plays them."""
 
 from __future__ import annotations
 
 import os
-import random
 import re
 import time
 from collections.abc import Callable
@@ -21,15 +16,8 @@ from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, until
 from tests.slurm.runs import reasons, record, with_task
 from tests.slurm.tasks import phase_of
 
-TEMPLATES = ("torchrun", "srun", "script")
-STRATEGIES = ("ddp", "fsdp")
 STEPS = 400
 """Optimizer steps of a run that nothing disturbs."""
-CANCEL_MOMENTS = ("start-up", "training", "warned", "writing", "publishing", "published", "look")
-CYCLE = ("cancel", "preempt", "limit", "cancel", "stop", "preempt", "cancel", "processes", "preempt")
-"""The faults of one draw after another."""
-BLOCK = 24
-"""Draws that share Slurm's timers, which belong to the cluster."""
 _LOOK_S = 30.0  # between two looks of the batch script at the controller
 
 
@@ -39,15 +27,13 @@ class Draw:
 
     Attributes:
         template: `torchrun` and `srun` are the templates in slurm/, `script` is a program of the user's own.
-        fault: a key of `FAULTS`.
+        fault: what `play` plays: cancel, limit, stop, processes or preempt.
         moment: the phase that the fault is aimed at.
         at: how far into that phase, from 0 to 1.
         save_s: seconds that a save takes.
         kill_wait_s: seconds between Slurm's SIGTERM and its SIGKILL.
     """
 
-    seed: int
-    number: int
     template: str
     strategy: str
     fault: str
@@ -59,21 +45,6 @@ class Draw:
     @property
     def name(self) -> str:
         return f"{self.fault} at {self.moment}, {self.template}"
-
-
-def draw(seed: int, number: int) -> Draw:
-    """The draw of this number."""
-    chance = random.Random(f"{seed}.{number}")
-    kill_wait_s = random.Random(f"{seed}.timers.{number // BLOCK}").choice([20, 30, 60])
-    fault = CYCLE[number % len(CYCLE)]
-    moments = FAULTS[fault][1]
-    template = chance.choice(TEMPLATES if fault == "cancel" else TEMPLATES[:2])
-    if template == "script":
-        moments = ("training", "warned", "writing")
-    return Draw(
-        seed, number, template, "ddp" if template == "script" else chance.choice(STRATEGIES), fault,
-        chance.choice(moments), round(chance.random(), 3), chance.choice([1.0, 3.0, 6.0]), kill_wait_s,
-    )  # fmt: skip
 
 
 class Played:
@@ -160,7 +131,8 @@ def play(drawn: Draw, cluster: Cluster, folder: Path, whole: Callable[[str], dic
     """
     played = Played(drawn, cluster, folder)
     try:
-        outcome = FAULTS[drawn.fault][0](played)
+        faults = {"cancel": cancel, "limit": limit, "stop": stop, "processes": processes, "preempt": preempt}
+        outcome = faults[drawn.fault](played)
         if drawn.template != "script" and (played.run_dir / "metrics.jsonl").exists():
             expected, trained = whole(drawn.strategy), losses(played.run_dir)
             assert trained == {step: expected[step] for step in trained}, f"other losses: {played.say()}"
@@ -302,13 +274,3 @@ def preempt(played: Played) -> str:
     assert last_step(played.run_dir) == STEPS, played.say()
     assert "started 2 times; ended before: 1 x " in read(played.output), played.say()
     return "queued again, each step once"
-
-
-FAULTS: dict[str, tuple[Callable[[Played], str], tuple[str, ...]]] = {
-    "cancel": (cancel, CANCEL_MOMENTS),
-    "limit": (limit, ("writing",)),
-    "stop": (stop, ("writing",)),
-    "processes": (processes, ("training",)),
-    "preempt": (preempt, ("start-up", "training", "writing", "publishing", "published")),
-}
-"""Fault → what plays it, the moments that it is aimed at."""

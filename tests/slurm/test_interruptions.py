@@ -64,33 +64,6 @@ def test_a_run_longer_than_the_time_limit_is_a_chain_of_starts(cluster: Cluster,
 
 
 @pytest.mark.release
-def test_slow_saves_are_begun_earlier_than_slurm_signals(cluster: Cluster, tmp_path: Path) -> None:
-    """Saves that take two minutes need more than --signal's two minutes: the job watches its own clock."""
-    output, run_dir = tmp_path / "out", tmp_path / "run"
-    (run_dir / "logs").mkdir(parents=True)
-    (run_dir / "logs/checkpoints.jsonl").write_text(json.dumps({"step": 0, "total_s": 128}) + "\n")
-    job = cluster.sbatch("srun", output, steady(run_dir, steps=100_000), "--time=5", ranks=1)
-    until(lambda: last_step(run_dir) > 0, 60, lambda: read(output))
-    until(lambda: cluster.field(job, "Restarts") == "1", 60, lambda: read(output))
-    cluster.call("scancel", job)
-    assert "told to save 286 s before its time limit" in read(output) and "the time limit is near" in read(output)
-    assert reasons(run_dir)[0] == "saved after USR2"
-    cluster.wait(job, output)
-
-
-@pytest.mark.parametrize("style", [pytest.param("torchrun", marks=pytest.mark.release), "srun"])
-def test_a_cancelled_job_keeps_its_checkpoint_and_stays_cancelled(style: str, cluster: Cluster, tmp_path: Path) -> None:
-    output, run_dir = tmp_path / "out", tmp_path / "run"
-    job = cluster.sbatch(style, output, steady(run_dir, steps=100_000), ranks=1)
-    cluster.wait_for_step(run_dir, 3, output)
-    cluster.call("scancel", job)
-    assert cluster.wait(job, output) == "CANCELLED", read(output)
-    until(lambda: (run_dir / "checkpoints/latest").exists(), 20, lambda: read(output))
-    assert cluster.field(job, "Restarts") == "0"
-    assert max(losses(run_dir)) == int((run_dir / "checkpoints/latest").read_text().strip().rpartition("_")[2])
-
-
-@pytest.mark.release
 def test_a_job_whose_node_dies_is_queued_again_and_finishes(
     cluster: Cluster, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
@@ -175,16 +148,3 @@ def test_a_node_whose_hardware_fails_is_left_out(cluster: Cluster, tmp_path: Pat
     assert cluster.field(job, "Restarts") == "1"
     assert reasons(run_dir) == [f"node at fault: {broken}", "done"]
     assert f"queued again without {broken}" in read(output)
-
-
-@pytest.mark.release
-def test_a_job_that_fails_at_once_each_time_is_not_started_for_ever(cluster: Cluster, tmp_path: Path) -> None:
-    """Somebody, or a site's RequeueExit, queues a broken job again and again."""
-    output, run_dir = tmp_path / "out", tmp_path / "run"
-    job = cluster.sbatch("srun", output, with_task(run_dir, "Nowhere"), nodes=1, ranks=1)
-    for _ in range(3):
-        assert cluster.wait(job, output) == "FAILED", read(output)
-        cluster.call("scontrol", "requeue", job)
-    assert cluster.wait(job, output) == "FAILED", read(output)
-    assert cluster.field(job, "ExitCode") == "2:0"
-    assert f"error: job {job} made no step in 3 starts: it is still at 0. They ended: failed: " in read(output)

@@ -77,16 +77,6 @@ def test_slurms_refusal_is_passed_on_and_nothing_is_left(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_time_limit_that_leaves_no_time_is_said_before_it_is_queued(cluster: Cluster, tmp_path: Path) -> None:
-    args = ["configs/ddp.yaml", *settings(tmp_path / "run"), "--gpus-per-node=0", "--time=2", "--dry-run"]
-    process = cluster.shardkit("submit", *args)
-    assert process.returncode == 0 and "#SBATCH --signal=B:USR2@120" in process.stdout, process
-    first, second = process.stderr.splitlines()
-    assert first.startswith("warning: the time limit leaves 120 s, and the job is told to save 120 s before it: 0 s")
-    assert second.startswith("warning: no save was timed yet") and "set checkpoint.every_minutes" in second
-    assert not (tmp_path / "run").exists()
-
-
 def test_what_slurm_accepts_but_holds_back_is_said(cluster: Cluster, tmp_path: Path) -> None:
     failed = cluster.call("sbatch", "--parsable", "-o", "/dev/null", "--wrap=false").strip()
     assert cluster.wait(failed, tmp_path) == "FAILED"

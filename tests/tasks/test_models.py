@@ -11,8 +11,7 @@ from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
-from shardkit.tasks.base import Task
-from shardkit.tasks.load import BUILT_IN, load_task
+from shardkit.tasks.load import load_task
 from tests.ranks import run_ranks
 from tests.tasks import cases
 from tests.texts import write_words
@@ -50,14 +49,6 @@ def test_every_task_under_every_strategy(task: str, tmp_path: Path) -> None:
     compare([task], STRATEGIES, tmp_path)
 
 
-def test_every_built_in_is_a_task(tmp_path: Path) -> None:
-    write_words(tmp_path)
-    for case in cases.TASKS:
-        task = load_task(load_config(None, cases.settings(case, "single", 1, str(tmp_path))).config)
-        assert isinstance(task, Task)
-    assert {overrides["task.name"] for overrides in cases.TASKS.values()} | {"causal_lm"} == set(BUILT_IN)
-
-
 @pytest.mark.parametrize("case", ["gpt2", "bert"])
 def test_a_sequence_beyond_the_positions_is_refused(case: str, tmp_path: Path) -> None:
     write_words(tmp_path)
@@ -66,11 +57,15 @@ def test_a_sequence_beyond_the_positions_is_refused(case: str, tmp_path: Path) -
         load_task(load_config(None, settings).config)
 
 
-def test_a_vocabulary_that_does_not_cover_the_data_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["model.hf.vocab_size", "model.vocab_size"])
+def test_a_vocabulary_that_does_not_cover_the_data_is_refused(key: str, tmp_path: Path) -> None:
     write_words(tmp_path)
-    settings = cases.settings("gpt2", "single", 1, str(tmp_path)) | {"model.hf.vocab_size": 100}
-    with pytest.raises(ConfigError, match=r"model.hf.vocab_size=100, but .* holds the token"):
+    settings = cases.settings("gpt2", "single", 1, str(tmp_path)) | {key: 100}
+    if key == "model.vocab_size":
+        settings |= {"task.name": "causal_lm", "model.preset": "debug"}
+    with pytest.raises(ConfigError, match=rf"{key}=100, but .* holds the token") as caught:
         load_task(load_config(None, settings).config).dataset("train")
+    assert "at least 117" in caught.value.fix
 
 
 SMALL: dict[str, dict[str, Any]] = {

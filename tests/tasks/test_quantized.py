@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -236,51 +235,23 @@ def test_engines_on_one_rank_and_on_four(root: Path, alone: dict[str, Any]) -> N
         assert run["digests"] == 2 * [expected["digests"][0]], name
 
 
-def drawn_settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Random settings of the packed base, and of a ZeRO-3 or fsdp run over it."""
-    base: dict[str, Any] = {
-        "model.quantize": {
-            "bits": 4, "type": draw.choice(("nf4", "fp4")), "double": draw.random() < 0.5,
-            "skip": draw.choice(([], [], ["k_proj"], ["layers.0.mlp"])),
-        },
-        "adapter.targets": draw.choice((["q_proj"], ["q_proj", "v_proj", "down_proj"], "all-linear")),
-        "train.max_norm": draw.choice((None, 1.0)),
-    }  # fmt: skip
-    if draw.random() < 0.3:
-        base["model.init_from"] = None
-    run: dict[str, Any] = {
-        "parallel.offload_param": draw.choice(("none", "none", "cpu")),
-        "activation.policy": draw.choice(("none", "full", "selective", "every_k", "full")),
-    }
-    if draw.random() < 0.5:
-        run |= {"train.micro_batch_size": 1, "train.grad_accum_steps": 2}
-    if draw.random() < 0.7:
-        few = draw.choice((0, 100, 5000))
-        run["parallel.ds_config"] = {"zero_optimization": {"stage3_param_persistence_threshold": few}}
-    return base, run
-
-
 @pytest.mark.slow
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("world", [2, 3])
-def test_random_settings_over_a_sharded_base_equal_one_process(world: int, root: Path) -> None:
-    """Three ranks cut packed rows, scales and pairs of 4 bits anywhere."""
-    alone: dict[str, dict[str, Any]] = {}
-    cases: dict[str, dict[str, Any]] = {}
-    for seed in range(8):
-        base, run = drawn_settings(random.Random(seed))
-        strategy = "fsdp" if seed % 4 == 3 else "zero3"
-        if strategy == "fsdp":
-            run.pop("parallel.ds_config", None)
-        alone[f"single {seed}"] = {**base, "train.micro_batch_size": 2 * world}
-        cases[f"{strategy} {seed}"] = {"train.micro_batch_size": 2, **base, **run}
-    (right,) = run_ranks(1, "tests.tasks.quantized:under", root=str(root), cases=alone, timeout=300)
-    sharded = run_ranks(world, "tests.tasks.quantized:under", root=str(root), cases=cases, timeout=300)[0]
-    for name, found in sharded.items():
+def test_three_ranks_cut_rows_scales_and_pairs_of_4_bits_anywhere(root: Path) -> None:
+    sizes, accumulated = {"train.micro_batch_size": 2}, {"train.micro_batch_size": 1, "train.grad_accum_steps": 2}
+    kinds = {"plain": {}, "double": FP4_DOUBLE, "drawn": {"model.init_from": None, "adapter.targets": "all-linear"}}
+    alone = {f"single {name}": {**keys, "train.micro_batch_size": 6} for name, keys in kinds.items()}
+    (right,) = run_ranks(1, "tests.tasks.quantized:under", root=str(root), cases=alone)
+    cases = {
+        "fsdp plain": sizes, "fsdp double": {**kinds["double"], **accumulated},
+        "zero3 plain": {**PARTITIONED, **sizes, "activation.policy": "full"},
+        "zero3 double": {**PARTITIONED, **kinds["double"], **sizes, "parallel.offload_param": "cpu"},
+        "zero3 drawn": {**PARTITIONED, **kinds["drawn"], **accumulated},
+    }  # fmt: skip
+    for name, run in run_ranks(3, "tests.tasks.quantized:under", root=str(root), cases=cases)[0].items():
         expected = right[f"single {name.partition(' ')[2]}"]
-        assert close(found["curve"], expected["curve"]), (name, cases[name], found["curve"], expected["curve"])
-        assert found["digests"] == 2 * [expected["digests"][0]], (name, cases[name])
-        assert found["seen"] == expected["seen"], (name, cases[name])
+        assert close(run["curve"], expected["curve"]), (name, run["curve"], expected["curve"])
+        assert run["digests"] == 2 * [expected["digests"][0]] and run["seen"] == expected["seen"], name
 
 
 @pytest.mark.slow
@@ -337,10 +308,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_elsewhere(root: Path) 
     cases = {"single": {}, "single plain": {"model.quantize": None}, "single fp4": {"model.quantize": {"type": "fp4"}}}
     found = run_ranks(1, "tests.tasks.quantized:resumed", root=str(root), source=str(saved), cases=cases)[0]
     assert close(found["single"], want[1:])
-    assert (
-        "model.quantize=null, but the checkpoint's is {bits: 4, block_size: 64, double: false"
-        in found["single plain"][0]
-    )
+    assert "model.quantize=null" in found["single plain"][0]
     assert re.search(r"set model.quantize='\{bits: 4, .*skip: \[\], type: nf4\}'", found["single plain"][1])
     assert "type: fp4" in found["single fp4"][0]
     both = {"zero2": {}, "zero3": {}}
@@ -414,19 +382,11 @@ def test_the_five_commands_of_the_page_make_one_folder(tmp_path: Path) -> None:
         if program == "torchrun":
             here = [f"run.dir={tmp_path}/run", "run.device=cpu"]
             done = python_m("shardkit.train", *words[words.index("--config") :], *here, ranks=2)
+            packed = r"^quantised: 14 layers, .* in nf4 \(.*, scales .*\); in bfloat16: .*lm_head"
+            assert re.search(packed, done.stdout, re.MULTILINE), done.stdout
         else:
             done = python_m("shardkit.cli", *words)
         assert done.returncode == 0, (command, done.stderr)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
     ids = AutoTokenizer.from_pretrained(tmp_path / "served")("ask 3", return_tensors="pt").input_ids
     assert model(ids).logits.isfinite().all()
-
-
-@pytest.mark.slow
-def test_the_shipped_config_trains(root: Path, tmp_path: Path) -> None:
-    done = python_m(
-        "shardkit.train", "--config", "configs/qlora.yaml", f"run.dir={tmp_path}/run", "train.eval_samples=4",
-        f"data.cache_dir={tmp_path}/cache", f"data.path={root}/text.txt", "train.max_steps=3", "run.device=cpu",
-        ranks=2, code=0,
-    )  # fmt: skip
-    assert re.search(r"^quantised: 14 layers, .* in nf4 \(.*, scales .*\); in float32: .*lm_head", done.stdout, re.M)

@@ -71,13 +71,6 @@ def test_what_a_device_does_not_have_is_left_out(server: MetricsServer) -> None:
     assert not any("device" in name or "state" in name or "retries" in name for name in names)
 
 
-def test_an_evaluations_loss_stays_until_the_next(server: MetricsServer) -> None:
-    server.update({"step": 1, "val_loss": 3.0}, [])
-    server.update({"step": 2}, [])
-    found = scrape(server.url)
-    assert (found["shardkit_step", ""], found["shardkit_validation_loss", ""]) == (2, 3.0)
-
-
 def test_a_missing_library_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"logging\.prometheus_port=9400 needs prometheus_client") as error:

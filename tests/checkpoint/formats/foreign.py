@@ -56,7 +56,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 CASES = ("zero1-bf16", "zero2-fp32", "zero3-bf16", "dcp", "dcp-flat")
-OTHERS = ("zero1-fp32", "zero2-bf16", "zero3-fp32")
 
 
 def make_all(root: str, cases: tuple[str, ...] = CASES) -> None:

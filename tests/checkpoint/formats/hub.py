@@ -92,10 +92,16 @@ def write_tokens(root: Path) -> None:
 
 
 def train_all(cases: list[tuple[str, dict[str, Any]]], root: str) -> list[tuple[float, int]]:
-    """A step of each (folder, settings), each in a run directory of its own; the losses, and the bytes read."""
+    """A step of each (folder, settings), each in a run directory of its own; the losses, and the bytes read.
+
+    Buckets and messages are so small that tensors are cut into several.
+    """
+    from shardkit.checkpoint import node_reads
     from shardkit.checkpoint.formats import start as loading
 
     out, whole, read = [], loading.load_weights, []
+    sizes = loading.BUCKET_BYTES, node_reads.MESSAGE_BYTES
+    loading.BUCKET_BYTES, node_reads.MESSAGE_BYTES = 2**14, 2**12
 
     def counted(*args: Any) -> Any:
         read.append(whole(*args))
@@ -110,4 +116,5 @@ def train_all(cases: list[tuple[str, dict[str, Any]]], root: str) -> list[tuple[
             gc.collect()
     finally:
         loading.load_weights = whole
+        loading.BUCKET_BYTES, node_reads.MESSAGE_BYTES = sizes
     return out

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from shardkit.checkpoint.formats.convert import convert
@@ -51,33 +50,6 @@ def test_from_pretrained_gives_the_logits_of_the_run(case: str, runs_root: Path,
     tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(model(tokens, use_cache=False).logits, model_of(runs_root / case)(tokens))
-
-
-def test_the_index_lists_every_tensor_once(runs_root: Path, tmp_path: Path) -> None:
-    convert(runs_root / "gpt2", "safetensors", tmp_path / "hf", max_shard_size="100KB")
-    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    found: dict[str, str] = {}
-    total = 0
-    for file in (tmp_path / "hf").glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                assert name not in found
-                found[name] = file.name
-                total += opened.get_tensor(name).nbytes
-    assert found == index["weight_map"] and total == index["metadata"]["total_size"]
-    assert "lm_head.weight" not in found, "tied: transformers itself does not save it twice"
-
-
-def test_weights_in_another_type(runs_root: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    convert(runs_root / "gpt2", "safetensors", tmp_path / "hf", dtype="bf16")
-    assert [p.name for p in (tmp_path / "hf").glob("*.safetensors")] == ["model.safetensors"]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
-    expected = dict(model_of(runs_root / "gpt2").named_parameters())
-    for name, param in model.named_parameters():
-        assert torch.equal(param, expected[name].to(torch.bfloat16)), name
 
 
 def test_a_state_dict_loads_into_a_plain_model_with_the_loss_of_the_run(runs_root: Path, tmp_path: Path) -> None:

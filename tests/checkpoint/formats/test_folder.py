@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from shardkit.checkpoint.formats import start
 from shardkit.checkpoint.formats.convert import convert
-from shardkit.checkpoint.formats.detect import open_source
 from shardkit.checkpoint.formats.folder import copy_tokenizer, write_configs
 from shardkit.checkpoint.formats.targets import model_facts
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError
-from shardkit.strategies.base import Shard
+from shardkit.run.job import start as start_job
+from shardkit.tasks.load import build_model, load_task
 from tests.checkpoint.formats import hub, loaders
 from tests.ranks import run_ranks
 from tests.strategies.cases import PARTITION_ALL
@@ -74,19 +76,6 @@ def test_a_folder_goes_through_a_run_unchanged(index: int, begun: Path, tmp_path
     for name, tensor in tensors.items():
         assert torch.equal(written[prefix + name], tensor.float()), name
     assert any("--dtype bf16" in note for note in converted.notes) == (kind == "llama")
-
-
-def test_missing_names_are_all_counted(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2), "left": torch.ones(3)}, tmp_path / "model.safetensors")
-    source = open_source(tmp_path, weights_only=True)
-
-    def engine(*names: str) -> Any:
-        return SimpleNamespace(load_targets=lambda: [Shard(f"model.{n}", (2,), 0, torch.zeros(2)) for n in names])
-
-    with pytest.raises(CheckpointError, match="has no b, c, d and 2 more"):
-        start._destinations(engine(*"abcdef"), source, str)
-    assert list(start._destinations(engine("a"), source, str)[0]) == [("model.a", 0, 2)]
-    source.close()
 
 
 @pytest.mark.dist
@@ -221,3 +210,47 @@ def test_files_of_the_hubs_cache_are_links_to_its_blobs(tmp_path: Path) -> None:
     assert copy_tokenizer(config, out) == ""
     assert (out / "tokenizer.json").read_bytes() == (tmp_path / "plain" / "tokenizer.json").read_bytes()
     assert (out / "LICENSE").read_text() == "mine"
+
+
+def refused(root: str, folders: list[str]) -> str:
+    """What a load says where each rank is a node of its own, whose folder under the path is its own."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    with start_job(None, hub.settings(folders[0], root)) as job:
+        task = load_task(job.config)
+        job.wrap(partial(build_model, job.config, task), block_classes=task.block_classes, drawn=False)
+        try:
+            with start.opening(folders[rank], job.model) as open_source:
+                start.load_weights(job.strategy, job.world, job.world.control_group, open_source)
+        except CheckpointError as error:
+            return error.cause
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_nodes_with_other_weights_under_one_path_are_refused(tmp_path: Path) -> None:
+    """Each node would read its own, and the ranks would train a mixture."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    hub.make_folder(ours, "llama")
+    shutil.copytree(ours, theirs)
+    weights = next(theirs.glob("*.safetensors"))
+    tensors = load_file(weights)
+    next(iter(tensors.values())).add_(1)
+    save_file(tensors, weights, {"format": "pt"})
+    call = "tests.checkpoint.formats.test_folder:refused"
+    assert run_ranks(2, call, root=str(tmp_path), folders=[str(ours), str(ours)]) == ["", ""]
+    for rank, said in enumerate(run_ranks(2, call, root=str(tmp_path), folders=[str(ours), str(theirs)])):
+        assert said == f"{(ours, theirs)[rank]} of node 1 holds another model than that of node 0"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_weights_that_a_folder_lacks_are_named_and_counted(tmp_path: Path) -> None:
+    hub.make_folder(tmp_path / "model", "qwen3")
+    weights = tmp_path / "model" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(weights).items() if "norm" not in name}
+    save_file(kept, weights, {"format": "pt"})
+    call = "tests.checkpoint.formats.test_folder:refused"
+    (said,) = run_ranks(1, call, root=str(tmp_path), folders=[str(tmp_path / "model")])
+    assert re.search(r"has no \S*norm\.weight, .* and \d+ more", said), said

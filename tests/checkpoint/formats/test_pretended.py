@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardkit.checkpoint.formats.pretended import write_pretended_weights
-from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError
+from tests.cli.test_main import shardkit
 from tests.data.chats import write_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -81,27 +81,17 @@ def test_a_config_without_a_class_is_refused(keys: dict[str, Any], cause: str, t
     assert not (tmp_path / "model").exists()
 
 
-def test_a_folder_with_files_in_it_is_left_alone(tmp_path: Path) -> None:
-    source = described(tmp_path / "source", model_type="llama")
-    with pytest.raises(ConfigError, match="exists already"):
-        write_pretended_weights(source, source)
-    assert [file.name for file in source.iterdir()] == ["config.json"]
-
-
-def exit_code(*words: object) -> Any:
-    with pytest.raises(SystemExit) as ended:
-        main([*map(str, words)])
-    return ended.value.code
-
-
 def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = described(tmp_path / "source", model_type="llama")
-    assert exit_code("pretend-weights", source, tmp_path / "model", "--dtype", "fp16") == 0
+    assert shardkit("pretend-weights", source, tmp_path / "model", "--dtype", "fp16") == 0
     assert re.fullmatch(
         rf"{tmp_path}/model: LlamaForCausalLM, [\d,]+ numbers, 0\.3 MiB by name\n", capsys.readouterr().out
     )
-    assert exit_code("pretend-weights", source, tmp_path / "other", "--dtype", "int4") == 2
-    assert capsys.readouterr().err.startswith("error: --dtype int4 is no type of weights\n  fix: choose one of fp32")
-    assert exit_code("pretend-weights", tmp_path / "missing", tmp_path / "other") == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/missing cannot be read: ")
-    assert not (tmp_path / "other").exists()
+    for words, said in (
+        ((source, tmp_path / "other", "--dtype", "int4"), "--dtype int4"),
+        ((tmp_path / "missing", tmp_path / "other"), f"{tmp_path}/missing cannot be read: "),
+        ((source, source), f"{source} exists already"),
+    ):
+        assert shardkit("pretend-weights", *words) == 2
+        assert f"error: {said}" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists() and [file.name for file in source.iterdir()] == ["config.json"]
