@@ -217,7 +217,10 @@ def _users(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, tup
             parents.setdefault(child, []).append(module)
     users: dict[nn.Module, tuple[Kind | None, set[nn.Module]]] = {}
     for module in TopologicalSorter(parents).static_order():
-        held_by = {unit for parent in parents[module] for unit in _nearest(parent, users)}
+        held_by: set[nn.Module] = set()
+        for parent in parents[module]:  # the innermost units that hold the parent's parameters: itself, if it is one
+            kind_of_parent, holders = users[parent]
+            held_by |= holders if kind_of_parent is None else {parent}
         kind: Kind | None = None
         if module is model:
             kind = "rest"
@@ -231,12 +234,6 @@ def _users(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, tup
             kind = "shared"  # a list has no forward: its members are shared instead
         users[module] = kind, held_by
     return users
-
-
-def _nearest(module: nn.Module, users: dict[nn.Module, tuple[Kind | None, set[nn.Module]]]) -> set[nn.Module]:
-    """The innermost units that hold the module's own parameters: the module itself, if it is a unit."""
-    kind, held_by = users[module]
-    return held_by if kind is None else {module}
 
 
 def _innermost_first(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

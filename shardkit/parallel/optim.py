@@ -33,7 +33,12 @@ def make_optimizer(
     if config.name == "adamw8bit":
         return _adamw8bit(groups, adam)
     if config.name == "adamw_bnb_8bit":
-        return _adamw_bnb_8bit(groups, adam)
+        fix = "pip install 'shardkit[quantize]', or set optim.name=adamw"
+        with importing("optim.name=adamw_bnb_8bit needs bitsandbytes", fix):
+            from bitsandbytes.optim.adamw import AdamW8bit
+        # Parameters of fewer than 4,096 elements keep fp32 moments, as is its default.
+        optimizer: torch.optim.Optimizer = AdamW8bit(groups, **adam)  # type: ignore[no-untyped-call]
+        return optimizer
     params = [param for group in groups for param in group["params"]]
     kernel = _kernel(config, next((param for param in params if param.is_complex()), params[0]))
     if config.name == "muon":
@@ -55,15 +60,6 @@ def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
 
     optimizer.register_step_pre_hook(lr_as_tensor)
-    return optimizer
-
-
-def _adamw_bnb_8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW: parameters of fewer than 4,096 elements keep fp32 moments, as is its default."""
-    fix = "pip install 'shardkit[quantize]', or set optim.name=adamw"
-    with importing("optim.name=adamw_bnb_8bit needs bitsandbytes", fix):
-        from bitsandbytes.optim.adamw import AdamW8bit
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)  # type: ignore[no-untyped-call]
     return optimizer
 
 

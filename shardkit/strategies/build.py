@@ -146,7 +146,11 @@ class CPUSyncBatchNorm(nn.BatchNorm1d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
-            return self._with_running(input)
+            # The running statistics, or, if there are none, this batch's, as torch does.
+            return nn.functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias,
+                training=self.running_mean is None and self.running_var is None, eps=self.eps,
+            )  # fmt: skip
         dims = [d for d in range(input.dim()) if d != 1]
         wide = input.float()
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -163,13 +167,6 @@ class CPUSyncBatchNorm(nn.BatchNorm1d):
             if self.bias is not None:
                 out = out + self.bias.view(shape)
         return out.to(input.dtype)
-
-    def _with_running(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise with the running statistics, or, if there are none, with this batch's, as torch does."""
-        return nn.functional.batch_norm(
-            input, self.running_mean, self.running_var, self.weight, self.bias,
-            training=self.running_mean is None and self.running_var is None, eps=self.eps,
-        )  # fmt: skip
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, var: torch.Tensor, n: float) -> None:
@@ -220,23 +217,16 @@ def prepare_batchnorm(model: nn.Module, config: RunConfig, device: torch.device)
     if not norms or (dist.is_initialized() and dist.get_rank() != 0):
         return
     world = dist.get_world_size() if dist.is_initialized() else 1
-    _warn(norms[0], resolve_batch(config, world), apart=world > 1 and not sync)
-
-
-def _warn(name: str, accum: int, apart: bool) -> None:
-    """Warn that batch norm sees single micro-batches, or each rank's alone (`apart`)."""
-    if accum > 1:
+    if (accum := resolve_batch(config, world)) > 1:
         logger.warning(
             "batch norm (%s) sees one micro-batch at a time: it does not treat %d accumulated ones as one large batch",
-            name,
-            accum,
-        )
-    if apart:
+            norms[0], accum,
+        )  # fmt: skip
+    if world > 1 and not sync:
         logger.warning(
             "batch norm (%s) sees each rank's micro-batch alone, and the losses depend on the number of ranks: "
-            "model.sync_batchnorm=true makes them the same",
-            name,
-        )
+            "model.sync_batchnorm=true makes them the same", norms[0],
+        )  # fmt: skip
 
 
 def _replace(model: nn.Module, name: str, kind: Any) -> None:

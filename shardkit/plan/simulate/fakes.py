@@ -57,7 +57,11 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             if answer is not NotImplemented:
                 return answer
         if traits.wants_one_dtype:
-            _refuse_mixed(func, args)
+            floats = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
+            dtypes = list(dict.fromkeys(arg.dtype for arg in floats))
+            if len(dtypes) > 1 and any(arg.is_cuda for arg in floats):
+                words = f"{func.name()} expects tensors of the same dtype, but got {dtypes[0]} and {dtypes[1]}"
+                raise RuntimeError(words)
         if kwargs and kwargs.get("pin_memory"):
             return self._pin(self._run(func, types, args, {**kwargs, "pin_memory": False}))
         return self._run(func, types, args, kwargs or {})
@@ -198,13 +202,6 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         storage.resize_(page_locked(storage.nbytes()))
         self._pinned.add(storage)
         return tensor
-
-
-def _refuse_mixed(func: Any, args: Any) -> None:
-    floats = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
-    dtypes = list(dict.fromkeys(arg.dtype for arg in floats))
-    if len(dtypes) > 1 and any(arg.is_cuda for arg in floats):
-        raise RuntimeError(f"{func.name()} expects tensors of the same dtype, but got {dtypes[0]} and {dtypes[1]}")
 
 
 _MOST_REMEMBERED = 50_000

@@ -5,7 +5,7 @@ DeepSpeed pairs the ranks' gathers and reductions by their order alone, and upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,7 +110,8 @@ class ChosenParts:
 
     def _agree_on_order(self) -> _AgreedOrder:
         self._order = _AgreedOrder(self._zero, self._model, self._world)
-        self._zero._optimizer_step = self._skipping(self._zero._optimizer_step)
+        update = self._zero._optimizer_step
+        self._zero._optimizer_step = lambda index: None if index in self._skipped else update(index)
         return self._order
 
     def begin_backward(self, is_last: bool) -> None:
@@ -165,13 +166,6 @@ class ChosenParts:
             f"{self._strategy} cannot leave alone by itself",
             "use all of the module's parameters, freeze those, or set parallel.strategy=fsdp",
         )
-
-    def _skipping(self, update: Callable[[int], None]) -> Callable[[int], None]:
-        def update_used(index: int) -> None:
-            if index not in self._skipped:
-                update(index)
-
-        return update_used
 
 
 def _owners(model: nn.Module, parts: Mapping[str, nn.Module]) -> dict[int, str]:

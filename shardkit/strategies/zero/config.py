@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from ...config.libraries import NameGone
 from ...config.load import merged
-from ...config.schema import PrecisionConfig, RunConfig
+from ...config.schema import RunConfig
 from ...errors import BuildError, ConfigError
 from ...files import locked
 from ...parallel.world import World
@@ -86,32 +86,24 @@ def _owned_values(config: RunConfig, world_size: int, accum: int) -> dict[str, A
         zero["offload_optimizer"]["ratio"] = parallel.offload_ratio
     if parallel.hpz is not None:
         zero["zero_hpz_partition_size"] = parallel.hpz
+    precision = config.precision
+    bf16: dict[str, Any] = {"enabled": precision.mode == "bf16"}
+    if precision.mode == "pure_bf16":
+        bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    fp16: dict[str, Any] = {"enabled": precision.mode == "fp16"}
+    if precision.mode == "fp16":
+        fp16["initial_scale_power"] = precision.loss_scale_init_power
+        fp16["loss_scale_window"] = precision.loss_scale_window
+        fp16["hysteresis"] = 1  # halve at the first overflow, as torch's GradScaler does
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "train_batch_size": train.micro_batch_size * accum * world_size,
         "gradient_accumulation_steps": accum,
         "gradient_clipping": train.max_norm or 0.0,
-        "bf16": _bf16(config.precision.mode),
-        "fp16": _fp16(config.precision),
+        "bf16": bf16,
+        "fp16": fp16,
         **({} if reduce == "auto" else {"communication_data_type": reduce}),
         "zero_optimization": zero,
-    }
-
-
-def _bf16(mode: str) -> dict[str, Any]:
-    if mode == "pure_bf16":
-        return {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    return {"enabled": mode == "bf16"}
-
-
-def _fp16(precision: PrecisionConfig) -> dict[str, Any]:
-    if precision.mode != "fp16":
-        return {"enabled": False}
-    return {
-        "enabled": True,
-        "initial_scale_power": precision.loss_scale_init_power,
-        "loss_scale_window": precision.loss_scale_window,
-        "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
     }
 
 

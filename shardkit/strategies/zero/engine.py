@@ -80,7 +80,11 @@ class ZeRO(Strategy):
         self._is_last = self._has_ended = False
         """Whether this is the step's last micro-batch, and whether its backward has come to DeepSpeed's own end."""
         self._ds_config()  # a conflict in raw keys is refused before anything is written
-        _forget_groups(_deepspeed(world))
+        # DeepSpeed caches its process groups for good: in a process that has trained before it has to make new ones.
+        groups = _deepspeed(world).utils.groups
+        if groups._WORLD_GROUP not in compat.groups():  # otherwise it belongs to a process group that the caller keeps
+            groups._WORLD_GROUP = None
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # hpz: DeepSpeed refuses to create a second one
 
     def _ds_config(self, sizes: tuple[int, int] | None = None) -> dict[str, Any]:
         on_cuda = self._world.device.type == "cuda"
@@ -287,14 +291,6 @@ class ZeRO(Strategy):
         vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
 
 
-def _forget_groups(deepspeed: Any) -> None:
-    """Make DeepSpeed create its process groups again in a process that has trained before: it caches them for good."""
-    groups = deepspeed.utils.groups
-    if groups._WORLD_GROUP not in compat.groups():  # otherwise it belongs to a process group that the caller keeps
-        groups._WORLD_GROUP = None
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # hpz: DeepSpeed refuses to create a second one
-
-
 def _deepspeed(world: World) -> Any:
     """Import deepspeed for this device and make it use the existing process group."""
     if world.device.type == "cpu":
@@ -340,16 +336,15 @@ class FiniteNorms:
             return
         zero.get_grad_norm_direct = _inside(zero.get_grad_norm_direct, MASK, lambda norm, device=None, val=-1.0: None)
         zero.unscale_and_clip_grads = _inside(zero.unscale_and_clip_grads, IS_INVALID, lambda norm: False)
-        zero.scaled_global_norm = self._noting_total(zero.scaled_global_norm)
+        compute = zero.scaled_global_norm
 
-    def _noting_total(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
             norm = compute(*args, **kwargs)
             # inf · 0 and NaN · 0 are NaN, which differs from 0. Two kernels only: this runs in every step.
             torch.mul(norm, 0, out=self.bad).ne_(0)
             return norm
 
-        return noted
+        zero.scaled_global_norm = noted
 
     def _noting_group(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:

@@ -194,39 +194,27 @@ class KeepReused:
         self.in_backward = False  # whether the engine's own backward runs; set by the engine
         self._running: set[int] = set()
         before, after, before_backward = (getattr(offload, name) for name in _MODULE_HOOKS)
-        for name, hook in zip(
-            _MODULE_HOOKS,
-            (self._entering(before), self._leaving(after), self._going_back(before_backward)),
-            strict=True,
-        ):
-            setattr(offload, name, hook)
-        offload.module.register_forward_pre_hook(lambda *_: self._running.clear(), prepend=True)
 
-    def _entering(self, gather: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         def entering(module: nn.Module) -> None:
             if not self.in_backward:
                 if id(module) in self._running:
                     keep(module.parameters())
                 self._running.add(id(module))
-            gather(module)
+            before(module)
 
-        return entering
-
-    def _leaving(self, release: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         def leaving(module: nn.Module) -> None:
             self._running.discard(id(module))
-            release(module)
+            after(module)
 
-        return leaving
-
-    def _going_back(self, gather: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         def going_back(module: Any) -> None:
             if not self.in_backward:
                 keep(module.parameters(recurse=False))
                 keep(param for _, param in module.ds_external_parameters())
-            gather(module)
+            before_backward(module)
 
-        return going_back
+        for name, hook in zip(_MODULE_HOOKS, (entering, leaving, going_back), strict=True):
+            setattr(offload, name, hook)
+        offload.module.register_forward_pre_hook(lambda *_: self._running.clear(), prepend=True)
 
 
 def keep_behind_other_outputs(model: nn.Module) -> None:
