@@ -25,7 +25,8 @@ PACKAGE = Path(__file__).parent.parent
 
 
 MODULES = {
-    "launch": "launch", "submit": "submit", "rehearse": "rehearse", "pretend_weights": "rehearse", "doctor": "doctor",
+    "launch": "launch", "submit": "submit", "rehearse": "rehearse", "pretend_weights": "rehearse", "prove": "prove",
+    "doctor": "doctor",
     "plan": "plan", "ladder": "ladder", "max_model": "ladder", "report": "report",
     "checkpoint": "checkpoint", "convert": "checkpoint",
 }  # fmt: skip
@@ -50,7 +51,7 @@ class _Commands(TyperGroup):
             if name == "checkpoint":
                 group.add_typer(module.app)
             else:
-                takes_script = JobCommand if name in ("launch", "submit", "rehearse") else None
+                takes_script = JobCommand if name in ("launch", "submit", "rehearse", "prove") else None
                 group.command(name, cls=takes_script)(with_option_groups(getattr(module, function)))
             command: Any = typer.main.get_command(group)  # a group of one command is that command
             self.commands[name] = command.commands[name] if name == "checkpoint" else command

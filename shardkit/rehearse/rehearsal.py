@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from ..errors import LaunchError, gib, printable
 from ..hardware.cards import Gpu
@@ -188,9 +188,12 @@ def _run(command: Sequence[str], machine: Machine, limits: Limits) -> Verdict:
 
 
 def start_in_sandbox(
-    command: Sequence[str], folder: Path, environ: dict[str, str], limits: Limits
+    command: Sequence[str], folder: Path, environ: dict[str, str], limits: Limits, output: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a command whose writes and network are its own, as far as the limits want it; its stdout is our stderr."""
+    """Start a command whose writes and network are its own, as far as the limits want it.
+
+    `output`: takes what it prints; default: our stderr.
+    """
     settings = {
         "overlay": not limits.allow_writes, "network": limits.network, "folder": str(folder),
         "records": str(folder / "records"), "refusal": str(folder / "refusal"),
@@ -198,7 +201,7 @@ def start_in_sandbox(
     (folder / "sandbox.json").write_text(json.dumps(settings))
     processes.adopt_orphans()
     words = [sys.executable, "-I", "-S", str(SANDBOX), str(folder / "sandbox.json"), *command]
-    return processes.start(words, environ, sys.stderr.buffer)
+    return processes.start(words, environ, sys.stderr.buffer if output is None else output)
 
 
 def _environ(machine: Machine, limits: Limits, folder: Path) -> dict[str, str]:
@@ -297,7 +300,9 @@ def host_memory_is_short() -> bool:
     return kib["MemAvailable:"] < 0.03 * kib["MemTotal:"]
 
 
-def refuse_without_sandbox(process: subprocess.Popen[bytes], folder: Path, limits: Limits) -> None:
+def refuse_without_sandbox(
+    process: subprocess.Popen[bytes], folder: Path, limits: Limits, command: str = "rehearse"
+) -> None:
     """Refuse to run a program whose writes, or whose network, could not be kept from the machine."""
     if process.returncode != REFUSED or not (folder / "refusal").exists():
         return
@@ -307,7 +312,7 @@ def refuse_without_sandbox(process: subprocess.Popen[bytes], folder: Path, limit
     local = "set TMPDIR to a folder on a local disk or in memory (/dev/shm)"
     raise LaunchError(
         f"the program cannot be kept from the machine's files and network: {reason}",
-        f"{local}, or accept them: shardkit rehearse {' '.join(options)}",
+        f"{local}, or accept them: shardkit {command} {' '.join(options)}",
     )
 
 

@@ -1,0 +1,101 @@
+"""`shardkit prove`: whether a parallel training program computes what one process computes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from ..errors import LaunchError
+from .program import SCRIPT_WORDS, Count, MaybePath, Text
+
+
+@dataclass(frozen=True)
+class ProofOptions:
+    against: Annotated[
+        Text, typer.Option(metavar="'COMMAND'", help="The program of one process; default: the same with one process.")
+    ] = None
+    steps: Annotated[int, typer.Option(metavar="K", min=1, max=100, help="Optimizer steps to compare.")] = 2
+    gpus: Annotated[Count, typer.Option(metavar="N", min=1, max=64, help="Emulated GPUs, not the CPU.")] = None
+    until: Annotated[Text, typer.Option(metavar="save", help="Compare the first saved files, too.")] = None
+    leak: Annotated[bool, typer.Option("--leak", help="Whether tokens of one document move another's loss.")] = False
+    time_limit: Annotated[float, typer.Option(metavar="S", min=1, help="End each run after S seconds.")] = 600.0
+    allow_writes: Annotated[bool, typer.Option("--allow-writes", help="Let the program's writes be real.")] = False
+    network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False
+    expect: Annotated[Text, typer.Option(metavar="same", help="Exit code 4 for all but the same.")] = None
+    json_file: Annotated[MaybePath, typer.Option("--json", metavar="FILE", help="Write the verdict there as JSON.")] = (
+        None
+    )
+    keep: Annotated[MaybePath, typer.Option(metavar="DIR", help="Keep records and logs in this new folder.")] = None
+
+
+def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
+    """Run the command behind `--`, unchanged, and compare its gradients and updates with those of one process.
+
+    Both run on the CPU over gloo. What they write is thrown away, and they reach no network.
+
+    Exit code 0: the same; 4: not the same; 9: the same for the rows it saw, but rows repeat or are missing; 7: cannot
+    tell; 8: the program failed by itself.
+    """
+    command = ctx.meta[SCRIPT_WORDS]
+    if not command:
+        fix = "shardkit prove -- torchrun --nproc-per-node 2 train.py"
+        raise LaunchError("no command stands behind `--`", fix)
+    _refuse_what_is_not_there(options)
+    import json
+
+    from ..prove.proof import prove as run
+    from ..prove.runs import Runner, check
+    from ..prove.verdict import SAME, ProofVerdict
+    from ..rehearse.rehearsal import Limits, Machine, scratch_folder
+
+    check(command)
+    limits = Limits(
+        time_limit_s=options.time_limit, allow_writes=options.allow_writes, network=options.network, keep=options.keep
+    )
+
+    machine = None
+    if options.gpus is not None:
+        from ..hardware.cards import find_gpu
+        from ..rehearse.build import built
+        from ..rehearse.environment import torch_of
+
+        machine = Machine(find_gpu("h100"), options.gpus, built(torch_of(command, os.environ), computing=True))
+
+    def write(verdict: ProofVerdict | None, error: LaunchError | None = None) -> None:
+        if options.json_file is not None:
+            fields = verdict.as_json() if verdict is not None else _refusal(error)
+            options.json_file.write_text(json.dumps(fields, indent=1) + "\n")
+
+    try:
+        with scratch_folder(options.keep) as folder:
+            runner = Runner(folder, limits, machine)
+            verdict = run(command, options.against, options.steps, runner, options.until or "")
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except LaunchError as error:
+        write(None, error)
+        raise
+    write(verdict)
+    typer.echo(verdict.text())
+    raise typer.Exit(4 if options.expect and verdict.kind != SAME else verdict.exit_code)
+
+
+def _refusal(error: LaunchError | None) -> dict[str, object]:
+    reasons = [] if error is None else [error.cause, error.fix]
+    nothing: dict[str, object] = dict.fromkeys(("word", "parameter", "factor", "weights"))
+    return {"verdict": "refused", "exit_code": 2, **nothing, "reasons": reasons}
+
+
+def _refuse_what_is_not_there(options: ProofOptions) -> None:
+    """Refuse by name what no proof looks at yet, so that nobody takes it for proven."""
+    if options.expect not in (None, "same"):
+        raise LaunchError(f"--expect {options.expect}: a proof expects only one thing", "--expect same")
+    if options.until not in (None, "save"):
+        raise LaunchError(f"--until {options.until}: no such event", "--until save, or --steps K")
+    if options.until and options.allow_writes:
+        raise LaunchError("--until save reads the files that the sandbox keeps", "leave out --allow-writes")
+    if options.leak:
+        raise LaunchError("--leak is not there yet: documents are not told apart", "leave out --leak")

@@ -1,0 +1,1 @@
+"""Prove that a parallel training program computes what one process computes."""

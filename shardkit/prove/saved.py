@@ -1,0 +1,128 @@
+"""Compare the files that a program saved with the weights that its ranks had in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .inject import shardkit_pieces as pieces
+
+ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+WRAPPERS = re.compile(
+    r"(^|\.)(module|model|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|state_dict)(?=\.)"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a saved file holds of the trained weights."""
+
+    path: str
+    n_equal: int
+    wrong: tuple[tuple[str, str], ...]  # name and words, of tensors that are not those in memory
+    is_foreign: bool = False  # no tensor is that in memory: an average of the weights, or another step's
+
+
+def findings(folder: Path, memory: Mapping[str, torch.Tensor], trained: set[str]) -> tuple[list[Finding], list[str]]:
+    """What the files below a run's overlay hold of the weights in memory, and words on files that cannot be read."""
+    found_files, unread = [], []
+    by_key = {_plain(name): name for name in memory}
+    for path, load in _files(folder):
+        try:
+            tensors = {by_key[_plain(key)]: tensor for key, tensor in load().items() if _plain(key) in by_key}
+        except Exception as error:  # any reader's errors: the file is the program's
+            unread.append(f"{path} cannot be read: {type(error).__name__}")
+            continue
+        if not tensors.keys() & trained:
+            continue
+        wrong, n_equal, n_shapes = [], 0, 0
+        for name, tensor in tensors.items():
+            expected = memory[name]
+            if tuple(tensor.shape) != tuple(expected.shape):
+                n_shapes += 1
+                wrong.append((name, f"saved as {tuple(tensor.shape)}, in memory {tuple(expected.shape)}"))
+            elif torch.equal(tensor, expected.to(tensor.dtype)):
+                n_equal += 1
+            else:
+                n_zero = int(((tensor == 0) & (expected.to(tensor.dtype) != 0)).sum())
+                change = f"{n_zero} of {tensor.numel()} numbers are zero" if n_zero > 1 else "other numbers"
+                wrong.append((name, f"saved with {change}"))
+        is_foreign = not n_equal and not n_shapes and all(words.endswith("other numbers") for _, words in wrong)
+        wrong += [(name, "not in the file") for name in sorted(trained - tensors.keys())]
+        found_files.append(Finding(path, n_equal, tuple(wrong), is_foreign))
+    return found_files, unread
+
+
+def _plain(key: str) -> str:
+    """A name without wrappers and without the adapter's name, which peft leaves out of its files."""
+    return WRAPPERS.sub("", "." + key.replace(".default", "")).lstrip(".")
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The program's path of each saved model, and a function that reads its tensors."""
+    overlays = json.loads((folder / "overlays.json").read_text())["overlays"]
+    for number, lower in enumerate(overlays):
+        upper = folder / "upper" / str(number)
+        for parent, _, names in os.walk(upper):
+            original = os.path.join(lower, Path(parent).relative_to(upper))
+            if ".metadata" in names:
+                yield original, lambda parent=parent: _distributed(parent)
+            shards = sorted(os.path.join(parent, name) for name in names if name.endswith(".safetensors"))
+            if shards:
+                yield original, lambda shards=shards: _safetensors(shards)
+            for name in sorted(names):
+                if name.endswith(ENDINGS[1:]) and not name.startswith(("optimizer", "scheduler", "rng_state")):
+                    path = os.path.join(parent, name)
+                    yield (
+                        os.path.join(original, name),
+                        lambda path=path: _nested(torch.load(path, map_location="cpu", weights_only=True)),
+                    )
+
+
+def _safetensors(paths: list[str]) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {key: tensor for path in paths for key, tensor in load_file(path).items()}
+
+
+def _distributed(folder: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint of torch.distributed.checkpoint."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {key: torch.empty(about.size) for key, about in metadata.items() if hasattr(about, "size")}
+    load(state, storage_reader=FileSystemReader(folder), no_dist=True)  # type: ignore[arg-type]
+    return {key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _nested(content: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of nested dicts; those of an optimizer, whose keys are numbers, have no name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for key, member in content.items() if isinstance(content, Mapping) else ():
+        if isinstance(member, torch.Tensor):
+            tensors[f"{prefix}{key}"] = member
+        elif isinstance(member, Mapping) and "optim" not in str(key):
+            tensors |= _nested(member, f"{prefix}{key}.")
+    return tensors
+
+
+def in_memory(folder: Path, records: list[Mapping[int, dict[str, Any]]]) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Name → full weight, and the trained names; of the records the later ones count."""
+    tensors: dict[str, torch.Tensor] = {}
+    trained: set[str] = set()
+    for record in records:
+        field = "after" if "after" in next(iter(record.values())) else "weights"
+        for name, by_rank in pieces.by_name(dict(record), field).items():
+            shape = tuple(next(iter(by_rank.values()))["shape"])
+            tensor = pieces.assemble(str(folder), by_rank, shape)[0]
+            if tensor is not None:
+                tensors[name] = tensor
+                trained |= {name} if any(piece["trains"] for piece in by_rank.values()) else set()
+    return tensors, trained

@@ -1,0 +1,1 @@
+"""The comparer on small records, and whole proofs of small programs."""

@@ -1,0 +1,87 @@
+"""Whole proofs: a program of two ranks and the same with one process, started as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.prove.verdict import WORDS
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+bug = sys.argv[1] if len(sys.argv) > 1 else ""
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank if bug == "seed" else 0)
+rows = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.tensor(i % 4)) for i in range(256)]
+sampler = DistributedSampler(rows, world, rank, seed=1) if bug != "rows" else None
+loader = iter(DataLoader(rows, 4, sampler=sampler))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(16, 4))
+net = model if bug == "reduce" else torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if bug == "fails":
+    raise ValueError("no such corpus")
+for step in range(8):
+    for micro in range(2):
+        x, y = next(loader)
+        if bug == "last":
+            optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(x), y) / 2
+        (loss * world if bug == "scale" else loss).backward()
+    if bug == "reduce":
+        for p in list(model.parameters())[:-1]:
+            dist.all_reduce(p.grad)
+            p.grad /= world
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    open("weights.pt", "w").close()
+"""
+
+
+def prove(folder: Path, bug: str) -> tuple[int, dict[str, Any], str]:
+    (folder / "train.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", *filter(None, [bug])]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardkit.cli", "prove", "--json", "verdict.json", "--", *command],
+        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    if "cannot be kept from the machine" in done.stderr:
+        pytest.skip("needs namespaces and overlays")
+    assert (folder / "verdict.json").exists(), done.stdout + done.stderr
+    return done.returncode, json.loads((folder / "verdict.json").read_text()), done.stdout + done.stderr
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("bug", "code", "word"), [
+    ("", 0, None), ("last", 4, "micro-batches"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("reduce", 4, "not summed"), ("fails", 8, None), ("rows", 9, "rows"), ("scale", 4, "factor"),
+        ("seed", 4, "copies differ"),
+    ]),
+])  # fmt: skip
+def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: str | None) -> None:
+    exit_code, verdict, output = prove(tmp_path, bug)
+    assert (exit_code, verdict["exit_code"], verdict["word"]) == (code, code, word), output
+    assert word is None or word in WORDS
+    assert not (tmp_path / "weights.pt").exists()  # its writes are thrown away
+    if bug == "last":
+        assert "=> only the last micro-batch of a step counts" in output
+        assert verdict["weights"]["rank 0 micro-batch 1"] == pytest.approx(
+            {"parallel": 0, "one process": 0.25}, abs=1e-4
+        )
+    if bug == "scale":
+        assert verdict["factor"] == pytest.approx(2) and "the number of ranks" in output
+    if bug == "reduce":
+        assert verdict["parameter"] == "3.bias"
+    if bug == "fails":
+        assert "ValueError: no such corpus" in output

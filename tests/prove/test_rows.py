@@ -1,0 +1,94 @@
+"""Rows of several ranks: united as one process draws them, and seen where they repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardkit.prove import rows
+from shardkit.prove.rows import COPIES, DIFFERENT, SAME, SPLIT, Feed
+
+
+def record(draws: list[list[int]], n_backwards: int, n_yielded: int | None = None, **fields: Any) -> dict[str, Any]:
+    batches = [[{"row": str(row), "tokens": [row], "targets": 1} for row in draw] for draw in draws[:n_backwards]]
+    return {
+        "draws": {"0": draws}, "calls": n_backwards, "yielded": {"0": n_backwards if n_yielded is None else n_yielded},
+        "backwards": [None] * n_backwards, "rows": batches, "epoch": {"0": []}, **fields,
+    }  # fmt: skip
+
+
+def test_the_ranks_rows_are_united_by_micro_batch() -> None:
+    feed = Feed(0, ({(0, 0): [0, 1], (0, 1): [2, 3], (1, 0): [4, 5], (1, 1): [6, 7]},))
+    assert feed.united(0) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert feed.united(0, 1) == [[0, 1, 4, 5, 2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize(("lists", "united"), [
+    ([[0, 1], [2, 3]], [0, 1, 2, 3]), ([[0, 1], [0, 1]], [0, 1]), ([[0], [0], [1], [1]], [0, 1]),
+    ([[0], [0], [1]], [0, 0, 1]),
+])  # fmt: skip
+def test_ranks_that_share_rows_draw_them_once(lists: list[list[int]], united: list[int]) -> None:
+    assert rows.unite(lists) == united
+
+
+def test_a_loop_may_hold_a_batch_ahead() -> None:
+    ahead = [record([[0], [1]], 1, n_yielded=2), record([[0], [1], [2]], 1, n_yielded=3)]
+    feed = rows.drawn([{0: ahead[0]}, {0: ahead[1]}])
+    assert feed is not None and feed.steps == ({(0, 0): [0]}, {(0, 0): [1]})
+
+
+def test_several_backwards_may_share_a_batch() -> None:
+    steps = [record([[0]], 2, n_yielded=1), record([[0], [1]], 2, n_yielded=2)]
+    feed = rows.drawn([{0: steps[0]}, {0: steps[1]}])
+    assert feed is not None and feed.steps == ({(0, 0): [0]}, {(0, 0): [1]})
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [
+    ([[[0], [1]]], SAME), ([[[0, 1]], [[0, 1]]], COPIES), ([[[0]], [[2]]], DIFFERENT),
+])  # fmt: skip
+def test_the_rows_that_modules_see(ranks: list[list[list[int]]], kind: str) -> None:
+    parallel = {rank: record(draws, len(draws)) for rank, draws in enumerate(ranks)}
+    assert rows.compare(parallel, {0: record([[0, 1]], 1)})[0] == kind
+
+
+def test_a_row_split_between_ranks_is_not_another_row() -> None:
+    def part(name: str, tokens: list[int]) -> dict[str, Any]:
+        return {"rows": [[{"row": name, "tokens": tokens, "targets": 1}]]}
+
+    assert rows.compare({0: part("a", [1, 2]), 1: part("b", [3])}, {0: part("c", [1, 2, 3])})[0] == SPLIT
+
+
+def repeated(draws: list[list[int]], seen: list[list[int]], group: list[int] | None, part: bool = False) -> list[str]:
+    start = {
+        rank: {"group": group, "weights": {"w": {"offset": None, "hash": str(rank * part)}}}
+        for rank in range(len(draws))
+    }
+    records = {rank: record([numbers], 1) for rank, numbers in enumerate(seen)}
+    return rows.repeated(Feed(0, ({(rank, 0): draw for rank, draw in enumerate(draws)},)), [records], start)
+
+
+@pytest.mark.parametrize(("draws", "seen", "group", "part", "repeats"), [
+    ([[0], [1]], [[0], [1]], [0, 1], False, False),
+    ([[0], [0]], [[0], [0]], [0, 1], False, True),  # no DistributedSampler
+    ([[0], [0]], [[0], [0]], None, False, True),  # averaged by hand
+    ([[0], [0]], [[0], [0]], None, True, False),  # tensor parallelism: each holds a part of the weights
+    ([[0], [0]], [[5], [6]], [0, 1], False, False),  # context parallelism: each sees a part of the row
+    ([[0, 1], [1, 2]], [[0, 1], [1, 2]], [0, 1], False, True),
+    ([[0], [0], [1], [1]], [[0], [0], [1], [1]], [0, 2], False, False),  # in pairs of tensor parallelism
+])  # fmt: skip
+def test_rows_repeat_only_where_gradients_are_averaged(
+    draws: list[list[int]], seen: list[list[int]], group: list[int] | None, part: bool, repeats: bool
+) -> None:
+    assert bool(repeated(draws, seen, group, part)) == repeats
+
+
+def test_an_epoch_tells_rows_that_each_rank_samples_from_all() -> None:
+    feed = Feed(0, ({(0, 0): [0], (1, 0): [1]},))
+    apart = {rank: record([[]], 0, epoch={"0": [list(range(rank, 100, 2))]}) for rank in range(2)}
+    both = {rank: record([[]], 0, epoch={"0": [list(range(rank, 100))]}) for rank in range(2)}
+    process = {0: record([[]], 0, epoch={"0": [list(range(100))]})}
+    half = {rank: record([[]], 0, epoch={"0": [list(range(rank, 50, 2))]}) for rank in range(2)}
+    assert rows.over_the_epoch(feed, apart, process) == []
+    assert "another rank draws too" in rows.over_the_epoch(feed, both, process)[0]
+    assert "no rank draws 50 of 100" in rows.over_the_epoch(feed, half, process)[0]
