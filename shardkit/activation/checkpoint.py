@@ -376,8 +376,13 @@ class Offloader:
         if self._bus is not None:
             group.copied = self._bus.outward.record_event()
             self._leaving.append(group)
-        if index == self._n_blocks - 1:
-            self._warn_if_idle()
+        if index == self._n_blocks - 1 and not self._warned and self._largest and not self.moved_bytes:
+            self._warned = True
+            warnings.warn(
+                f"activation.offload=cpu moves nothing: the largest saved tensor has {self._largest} bytes, "
+                f"activation.offload_min_bytes is {self.min_bytes}",
+                stacklevel=2,
+            )
         return out
 
     def copy_of(self, tensor: torch.Tensor, group: _Group) -> _Copy:
@@ -393,15 +398,6 @@ class Offloader:
     def moves(self, n_bytes: int) -> bool:
         self._largest = max(self._largest, n_bytes)
         return n_bytes >= self.min_bytes
-
-    def _warn_if_idle(self) -> None:
-        if not self._warned and self._largest and not self.moved_bytes:
-            self._warned = True
-            warnings.warn(
-                f"activation.offload=cpu moves nothing: the largest saved tensor has {self._largest} bytes, "
-                f"activation.offload_min_bytes is {self.min_bytes}",
-                stacklevel=2,
-            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offloader:  # a copied model gets its own copies
         memo[id(self)] = fresh = Offloader(self.device, self.min_bytes, self._n_blocks)

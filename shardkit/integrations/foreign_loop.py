@@ -111,8 +111,13 @@ class ForeignLoop:
             "precision.mode": self._precision(),
             "train.grad_accum_steps": self.accum,
         }
-        if self.device.type == "cuda":
-            settings |= self._offloads()
+        if self.device.type == "cuda" and self._zero is not None:
+            settings |= {f"parallel.{key}": "cpu" for key in zero_state.offloaded(self._zero)}
+        elif self.device.type == "cuda" and self._strategy() == "fsdp":
+            locals_ = (local for param in self.model.parameters() for local in local_tensors(param))
+            settings |= (
+                {"parallel.offload_param": "cpu"} if any(local.device.type == "cpu" for local in locals_) else {}
+            )
         if self.micro_batch:
             settings["train.micro_batch_size"] = self.micro_batch
         if self.seq_len:
@@ -151,12 +156,6 @@ class ForeignLoop:
         if half is not None and self.stage is None:
             return "pure_bf16" if half == "bf16" and torch.float32 not in dtypes else self.autocast or "fp32"
         return half or self.autocast or "fp32"
-
-    def _offloads(self) -> dict[str, Any]:
-        if self._zero is not None:
-            return {f"parallel.{key}": "cpu" for key in zero_state.offloaded(self._zero)}
-        device_types = {local.device.type for param in self.model.parameters() for local in local_tensors(param)}
-        return {"parallel.offload_param": "cpu"} if "cpu" in device_types and self._strategy() == "fsdp" else {}
 
 
 def _is_of(instance: Any, module: str) -> bool:

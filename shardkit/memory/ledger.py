@@ -305,7 +305,13 @@ class MemoryLedger:
     def row(self) -> RankRow:
         """This rank's row as a gather would send it now."""
         device, host = self._phases.overall()
-        uss, children, on_card = self._slow_probes()
+        began = time.perf_counter()
+        if began >= self._slow_next:
+            self._slow = self._host_probe.uss(), self._host_probe.children_rss(), self._device_probe.in_use()
+            ended = time.perf_counter()
+            # The pause grows with the cost of a reading: USS walks the page tables, which is slow in large processes.
+            self._slow_next = ended + (ended - began) / SLOW_PROBE_SHARE
+        uss, children, on_card = self._slow
         times = [_mean(values) for values in zip(*self._step_times, strict=True)] or [None] * 3
         return RankRow(
             identity=self._identity,
@@ -343,16 +349,6 @@ class MemoryLedger:
         from .table import render_table
 
         return render_table(self.last_rows, width) if self.last_rows else ""
-
-    def _slow_probes(self) -> tuple[int | None, int | None, int | None]:
-        """USS, children's RSS, memory of the card's processes; cached while a new reading would cost too much."""
-        began = time.perf_counter()
-        if began >= self._slow_next:
-            self._slow = self._host_probe.uss(), self._host_probe.children_rss(), self._device_probe.in_use()
-            ended = time.perf_counter()
-            # The pause grows with the cost of a reading: USS walks the page tables, which is slow in large processes.
-            self._slow_next = ended + (ended - began) / SLOW_PROBE_SHARE
-        return self._slow
 
 
 def _key(rank: int) -> str:

@@ -123,11 +123,6 @@ class RankRow:
         return self.identity.name
 
     @property
-    def state_total(self) -> int | None:
-        """Bytes of all state, device and host."""
-        return None if self.state is None else sum(b.total for b in self.state.values())
-
-    @property
     def state_on_device(self) -> int | None:
         """Bytes of the state on the training device."""
         return None if self.state is None else sum(b.device for b in self.state.values())
@@ -211,7 +206,7 @@ _METRICS: dict[str, Callable[[RankRow], float | None]] = {
     "peak_allocated": lambda row: None if row.device_mem is None else row.device_mem.peak_allocated,
     "peak_reserved": lambda row: None if row.device_mem is None else row.device_mem.peak_reserved,
     "peak_rss": lambda row: row.host_mem.peak_rss,
-    "state": lambda row: row.state_total,
+    "state": lambda row: None if row.state is None else sum(n_bytes.total for n_bytes in row.state.values()),
     "step_time_s": lambda row: row.step_time_s,
 }
 

@@ -161,8 +161,15 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
 
 
 def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timedelta) -> None:
-    """Make the default process group together with all ranks."""
-    backend, device_id = _backend(config, env, device)
+    # A group that is bound to a device connects at once, and later groups split off from it.
+    backend = "gloo"
+    device_id: torch.device | None = None
+    if device.type == "cuda" and config.parallel.sharding.by_fsdp and config.parallel.offload_param == "cpu":
+        # The norm of CPU gradients is summed on the CPU. Not bound: NCCL would split off groups without gloo.
+        backend = "cpu:gloo,cuda:nccl"
+    elif device.type == "cuda":
+        # Splitting a communicator of one rank fails on some machines (DeepSpeed #8248), and has no peer to connect to.
+        backend, device_id = "nccl", device if env.world_size > 1 else None
     try:
         dist.init_process_group(
             backend,
@@ -193,20 +200,6 @@ def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timede
         ) from error
 
 
-def _backend(config: RunConfig, env: RankEnv, device: torch.device) -> tuple[str, torch.device | None]:
-    """The default group's backend, and the device to which it is bound, if any.
-
-    A group that is bound to a device connects at once, and later groups split off from it.
-    """
-    if device.type != "cuda":
-        return "gloo", None
-    if config.parallel.sharding.by_fsdp and config.parallel.offload_param == "cpu":
-        # The norm of CPU gradients is summed on the CPU. Not bound: NCCL would split off groups without gloo.
-        return "cpu:gloo,cuda:nccl", None
-    # Splitting a communicator of one rank fails on some machines (DeepSpeed #8248), and it has no peer to connect to.
-    return "nccl", device if env.world_size > 1 else None
-
-
 _stores: dict[str, Store] = {}
 """The stores through which this process met the other ranks. They stay here because the server must live as long as
 rank 0: another rank may still be leaving a group."""
@@ -223,21 +216,17 @@ def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
         file.set_timeout(timeout)
         return file
     if env.master_addr is not None and env.master_port is not None:
-        key, meet = f"{env.master_addr}:{env.master_port}", _addressed_store
+        key = f"{env.master_addr}:{env.master_port}"
+        if key not in _stores:
+            serve = env.rank == 0 and not _agent_serves()
+            _stores[key] = TCPStore(env.master_addr, env.master_port, None, serve, timeout, wait_for_workers=False)
     else:
-        key, meet = str(_meeting_place(config)), _published_store
-    if key not in _stores:
-        _stores[key] = meet(config, env, timeout)
+        key = str(_meeting_place(config))
+        if key not in _stores:
+            _stores[key] = _published_store(config, env, timeout)
     # An agent's store outlives its workers. Nodes that join later count restarts from 0, but they use no agent's store.
     restart = env.restart_count if _agent_serves() else 0
     return PrefixStore(f"shardkit/{restart}/{next(_joined)}", _stores[key])
-
-
-def _addressed_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT, which rank 0 serves unless torchrun's agent does."""
-    assert env.master_addr is not None and env.master_port is not None
-    serve = env.rank == 0 and not _agent_serves()
-    return TCPStore(env.master_addr, env.master_port, None, serve, timeout, wait_for_workers=False)
 
 
 def _agent_serves() -> bool:

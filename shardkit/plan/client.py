@@ -67,7 +67,12 @@ class Planner:
         estimate = self._limited(answer)
         if rough or answer["alike"] or self.target.rank is not None:
             return estimate
-        last_estimate = self._of_last_rank().predict(config, all_layers=all_layers, timed=timed)
+        with self._lock:
+            if self._last_rank_planner is None:
+                target = replace(self.target, rank=self.target.world_size - 1)
+                self._last_rank_planner = Planner(target, self._niceness)
+                self._last_rank_planner.is_stopped = self.is_stopped
+        last_estimate = self._last_rank_planner.predict(config, all_layers=all_layers, timed=timed)
         return max(estimate, last_estimate, key=lambda candidate: candidate.needed)
 
     def first_look(self, config: RunConfig) -> MemoryEstimate | None:
@@ -122,14 +127,6 @@ class Planner:
                 self._process.kill()
             if self._last_rank_planner is not None:
                 self._last_rank_planner.stop()
-
-    def _of_last_rank(self) -> Planner:
-        with self._lock:
-            if self._last_rank_planner is None:
-                target = replace(self.target, rank=self.target.world_size - 1)
-                self._last_rank_planner = Planner(target, self._niceness)
-                self._last_rank_planner.is_stopped = self.is_stopped
-            return self._last_rank_planner
 
     def _start(self) -> None:
         for fakes in ("cuda", "cpu") if self.target.gpu is not None else ("cpu",):

@@ -87,7 +87,8 @@ def run_computed(command: Sequence[str], card: Gpu, gpus: int, limits: Limits, s
     if reason is not None:
         return ComputedRun(NOT_KNOWN, f"not known: {reason}", code, n_processes, notes)
     if code:
-        return ComputedRun(FAILED, f"the program ended with {_described(code)}", code, n_processes, notes)
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return ComputedRun(FAILED, f"the program ended with {how}", code, n_processes, notes)
     if not n_processes:
         raise without_cuda(command)
     return ComputedRun(PASSED, f"passed on {gpus} emulated {card.name}", code, n_processes, notes)
@@ -103,7 +104,3 @@ def _wait(process: subprocess.Popen[bytes], time_limit_s: float) -> str | None:
             return "this machine's memory was nearly exhausted"
         time.sleep(0.1)
     return None
-
-
-def _described(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"

@@ -65,10 +65,12 @@ def interpreter(command: Sequence[str], environ: Mapping[str, str]) -> list[str]
         raise LaunchError(f"there is no program {command[0]}", "check its name, and that its environment is active")
     words, options = [path], list(command[1:])
     if not _is_python(path):
-        words = _shebang(path)
+        with open(path, "rb") as file:
+            line = file.readline(4096)
+        words = line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []
         if words and os.path.basename(words[0]) == "env":
             words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
-        if words and _is_shell(words[0]):
+        if words and os.path.basename(words[0]) in ("sh", "bash", "dash", "zsh"):
             words = _shell_trampoline(path)
         if not words or not _is_python(words[0]):
             cause = f"{command[0]} is not a Python program, so the interpreter that it may start cannot be asked"
@@ -136,17 +138,6 @@ def check(answers: Mapping[str, str | None]) -> Torch:
 def _is_python(path: str) -> bool:
     """Whether a program's own name is that of an interpreter; environments link theirs to others."""
     return re.fullmatch(r"(python|pypy)[\d.]*(-\w+)?", os.path.basename(path)) is not None
-
-
-def _is_shell(path: str) -> bool:
-    return os.path.basename(path) in ("sh", "bash", "dash", "zsh")
-
-
-def _shebang(path: str) -> list[str]:
-    """The words of a script's first line; empty for a program that is not a script."""
-    with open(path, "rb") as file:
-        line = file.readline(4096)
-    return line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []
 
 
 def _shell_trampoline(path: str) -> list[str]:

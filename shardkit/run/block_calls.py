@@ -145,13 +145,8 @@ class BlockCalls:
         if not torch.is_grad_enabled():
             self._engine.release()
 
-    def _smallest(self, entries: Sequence[str]) -> str | None:
-        """The smallest of these modules: every rank gathers it, and the others wait for their turn."""
-
-        def numel(name: str) -> int:
-            return sum(int(getattr(param, "ds_numel", param.numel())) for param in self._modules[name].parameters())
-
-        return min(entries, key=lambda name: (numel(name), name), default=None)
+    def _numel(self, name: str) -> int:
+        return sum(int(getattr(param, "ds_numel", param.numel())) for param in self._modules[name].parameters())
 
     @property
     def last_called(self) -> str:
@@ -184,7 +179,9 @@ class BlockCalls:
         while not self._agreed(f"{name} {enters}"):
             called: list[Any] = self._world.gather((name, enters))
             names = [str(called_name) for called_name, _ in called]
-            entry = self._smallest([entered for entered, is_entry in called if is_entry])
+            entered = [called_name for called_name, is_entry in called if is_entry]
+            # The smallest of these modules is next: every rank gathers it, and the others wait for their turn.
+            entry = min(entered, key=lambda name: (self._numel(name), name), default=None)
             if entry is not None:
                 self._engine.hold(self._modules[entry])
                 if name == entry:

@@ -140,8 +140,10 @@ class Reach(TorchFunctionMode):
 
     def finish_backward(self, reduces: bool) -> None:
         """Reduce the held units' gradients, if `reduces`, and free their parameters."""
-        if self._observes:
-            self._look_for_gradients(reduces)
+        for unit in [*self._units, self._model] if self._observes and reduces else ():
+            # It got gradients after it had reduced its own.
+            if unit not in self.held_units and unit not in self._late and compat.has_gradients(unit):
+                self._late.append(unit)
         for unit in self.held_units:
             unit.set_requires_gradient_sync(reduces or unit in self._passing, recurse=False)
             unit.set_reshard_after_backward(True, recurse=False)
@@ -149,12 +151,6 @@ class Reach(TorchFunctionMode):
             self._keep(unit)
         for unit in self._late if reduces else ():
             compat.reduce_gradients(unit)
-
-    def _look_for_gradients(self, reduces: bool) -> None:
-        """Find the units that got gradients after they had reduced theirs."""
-        for unit in [*self._units, self._model] if reduces else ():
-            if unit not in self.held_units and unit not in self._late and compat.has_gradients(unit):
-                self._late.append(unit)
 
     def finish_step(self) -> None:
         self._steps += 1

@@ -136,7 +136,9 @@ def _convolution(args: Any, out: Any) -> int:
     image, weight = args[0], args[1]
     backend = convolution_backend(image, weight, *args[3:9])
     if backend == _UNFOLDING:
-        return _unfolded(args, out)
+        # The windows of all images, for one group after another; the groups' results are then concatenated.
+        windows = _windows(image, weight, out, *args[3:5])
+        return windows if args[8] == 1 else max(windows + _of_group(image, args[8]), int(out.nbytes))
     lanes = _lanes(backend, image, args[8])
     if not lanes:
         return 0
@@ -163,13 +165,6 @@ def _convolution_backward(args: Any, out: Any) -> int:
     for_weight = of_input + grads + _read(image, lanes) + weights if of_weight else 0
     elements = max(for_input - of_input - of_weight, for_weight - of_input - of_weight, 0)
     return int(elements * image.element_size())
-
-
-def _unfolded(args: Any, out: Any) -> int:
-    """The windows of all images, for one group after another; the groups' results are then concatenated."""
-    image, weight, groups = args[0], args[1], args[8]
-    windows = _windows(image, weight, out, *args[3:5])
-    return windows if groups == 1 else max(windows + _of_group(image, groups), int(out.nbytes))
 
 
 def _unfolded_backward(args: Any, out: Any) -> int:

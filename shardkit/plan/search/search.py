@@ -59,15 +59,6 @@ def combinations(config: RunConfig, target: Target, fixed_keys: Collection[str])
     return allowed
 
 
-def one_of_each_engine(all_combinations: Sequence[Combination], config: RunConfig) -> list[Combination]:
-    """The combination of each engine that keeps the config's checkpointing, with the fastest precision offered."""
-    by_engine: dict[str, Combination] = {}
-    for combination in all_combinations:
-        if combination.engine not in by_engine or combination.policy == config.activation.policy:
-            by_engine[combination.engine] = combination
-    return list(by_engine.values())
-
-
 def engines(config: RunConfig, target: Target) -> Iterator[tuple[str, dict[str, str]]]:
     """(name, settings) of strategies with each kind of offload; the config's own keeps its `parallel` settings."""
     world = target.world_size
@@ -110,14 +101,6 @@ def micro_batches(config: RunConfig, target: Target, fixed_keys: Collection[str]
     if {"train.micro_batch_size", "train.grad_accum_steps"} & set(fixed_keys):
         return samples, [train.micro_batch_size]
     return samples, [n for n in range(1, samples + 1) if samples % n == 0]
-
-
-def batch_settings(samples: int, micro_batch: int, target: Target) -> tuple[str, ...]:
-    return (
-        f"train.micro_batch_size={micro_batch}",
-        "train.grad_accum_steps=null",
-        f"train.global_batch_size={samples * target.world_size}",
-    )
 
 
 Load = Callable[[Sequence[str]], RunConfig]
@@ -252,8 +235,13 @@ class Search:
         """Trace combinations at their largest micro-batch, then the misfits at their smallest, while time allows."""
         until = None if self._budget is None else self._begun + _FOR_ROUGH * self._budget
         self._left_out = set(all_combinations)
-        # They come first: a search that is cut short has compared the engines.
-        one_each = one_of_each_engine(all_combinations, self._load(()))
+        # The combination of each engine that keeps the config's checkpointing, with the fastest precision offered, is
+        # first: a search that is cut short has compared the engines.
+        policy, by_engine = self._load(()).activation.policy, dict[str, Combination]()
+        for combination in all_combinations:
+            if combination.engine not in by_engine or combination.policy == policy:
+                by_engine[combination.engine] = combination
+        one_each = list(by_engine.values())
         for group in (one_each, [combination for combination in all_combinations if combination not in one_each]):
             self._trace_roughly(group, self._sizes[-1], until)
             misfits = [c for c in group if c in self._largest and c in self._left_out]
@@ -364,7 +352,12 @@ class Search:
     def _settings(self, combination: Combination, size: int) -> tuple[str, ...]:
         if len(self._sizes) == 1:
             return combination.settings
-        return (*combination.settings, *batch_settings(self.samples, size, self._target))
+        return (
+            *combination.settings,
+            f"train.micro_batch_size={size}",
+            "train.grad_accum_steps=null",
+            f"train.global_batch_size={self.samples * self._target.world_size}",
+        )
 
     def _filled(self, estimate: MemoryEstimate, needed: float, on_host: float) -> float:
         usable = 1 / (1 + estimate.uncertainty) if self._margin is None else 1 - self._margin

@@ -165,7 +165,13 @@ def _attention(
             return out[..., :width] if padding else out  # type: ignore[no-any-return]
         if kernel == "efficient":
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-            bias = None if attn_mask is None else _bias(attn_mask, query, key)
+            bias = attn_mask
+            if bias is not None:  # that kernel's form: additive, rows padded to 16 elements, expanded
+                if bias.dtype == torch.bool:
+                    bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
+                padding = -bias.shape[-1] % 16
+                bias = F.pad(bias, (0, padding))[..., :-padding] if padding else bias
+                bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
             out, *_ = compat.efficient_attention(query, key, value, bias, grad, dropout_p, is_causal, scale=scale)
             return out  # type: ignore[no-any-return]
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, shared)
@@ -216,16 +222,6 @@ def _plain_attention(
         weights = F.dropout(weights, dropout)
     out, _ = (weights @ value).to(dtype), weights.to(dtype)  # torch returns both
     return out
-
-
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Convert a mask to the form of the memory-efficient kernel: additive, rows padded to 16 elements, expanded."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-    padding = -mask.shape[-1] % 16
-    if padding:
-        mask = F.pad(mask, (0, padding))[..., :-padding]
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 def _of_channels(like: Tensor) -> Tensor:
