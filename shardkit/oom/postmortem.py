@@ -33,14 +33,6 @@ from .shortage import Made, MemoryCap, Shortage, module_of, raised_at
 # Find the tensors that hold the memory, by a walk over all objects: slow, so only after a failure.
 
 
-class NamedShard(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def local(self) -> torch.Tensor: ...
-
-
 @dataclass
 class Live:
     """One storage that is alive."""
@@ -61,7 +53,7 @@ def biggest(
     count: int,
     device: torch.device,
     state: Iterable[tuple[StateKind, torch.Tensor]] = (),  # (kind, tensor) pairs, as a strategy yields them
-    shards: Iterable[NamedShard] = (),  # they give state its names
+    shards: Iterable[Any] = (),  # shards of a checkpoint, whose `name` and `local` give state its names
     made: Iterable[Made] = (),  # storages that a memory cap recorded
     # address → (bytes, where it was made) of the CUDA allocator's blocks in use, from `snapshot_blocks`
     blocks: Mapping[int, tuple[int, str | None]] | None = None,
@@ -153,7 +145,7 @@ class Subject(Protocol):
 
     def state_tensors(self) -> Iterable[tuple[StateKind, torch.Tensor]]: ...
 
-    def shards(self) -> Iterable[NamedShard]: ...
+    def shards(self) -> Iterable[Any]: ...
 
 
 class PostMortem:

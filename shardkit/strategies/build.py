@@ -136,8 +136,8 @@ _ENGINES: dict[StrategyName, tuple[str, str]] = {
 
 
 logger = logging.getLogger(__name__)
-# Batch normalisation with the statistics of all ranks' micro-batches, on the CPU too.
 
+# Batch normalisation with the statistics of all ranks' micro-batches, on the CPU too.
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -160,24 +160,20 @@ class CPUSyncBatchNorm(nn.BatchNorm1d):
         mean = total[:-1] / n
         centred = wide - mean.view(shape)
         var = _sum_over_ranks(centred.square().sum(dims)) / n
-        self._track(mean.detach(), var.detach(), float(n))
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked += 1
+            # With `momentum` None the running mean and unbiased variance are plain averages.
+            weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            unbiased = var.detach() * float(n) / max(float(n) - 1, 1)
+            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), weight)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
         out = centred * (var.view(shape) + self.eps).rsqrt()
         if self.affine:
             out = out * self.weight.view(shape)
             if self.bias is not None:
                 out = out + self.bias.view(shape)
         return out.to(input.dtype)
-
-    @torch.no_grad()
-    def _track(self, mean: torch.Tensor, var: torch.Tensor, n: float) -> None:
-        """Update the running mean and unbiased variance; with `momentum` None they are plain averages."""
-        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
-            return
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_((var * n / max(n - 1, 1)).to(self.running_var.dtype), weight)
 
 
 class _SumOverRanks(torch.autograd.Function):
