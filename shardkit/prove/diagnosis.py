@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from .inject import shardkit_pieces as pieces
 
 NEAR = 2e-3
 """How near a factor is to a number that has a name."""
+UNNAMED = "a constant factor"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Counts:
             for below, further in numbers.items():
                 if above != below and abs(abs(factor) * below / above - 1) < NEAR:
                     return f"multiplied by {above:g}, {words}, and divided by {below:g}, {further}{sign}"
-        return "a constant factor"
+        return UNNAMED
 
 
 def ratio(tensor: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
@@ -66,8 +67,10 @@ def explain(tensors: Tensors, counts: Counts) -> tuple[str, str, float | None]:
         return "other", "one process has zero", None
     factor, remaining = ratio(parallel, reference)
     if remaining <= ALLOWED * tensors.unit * max(1.0, abs(factor)):
-        kind = "sign" if abs(factor + 1) < NEAR else "factor"
-        return kind, f"x{factor:.6g}: {counts.word(factor)}", factor
+        word = counts.word(factor)
+        if parallel.numel() == 1 and word == UNNAMED:  # any two numbers are multiples
+            return "other", "another number", None
+        return "sign" if abs(factor + 1) < NEAR else "factor", f"x{factor:.6g}: {word}", factor
     if tensors.before is not None:
         _, remaining = ratio(parallel - reference, tensors.before.double())
         if remaining < 1e-2 * tensors.distance:
@@ -126,7 +129,7 @@ def grouped(differences: Mapping[str, Difference]) -> list[str]:
     groups: dict[str, list[Difference]] = {}
     for difference in wrong:
         key = difference.cause.partition(": ")[2] if difference.factor is not None else ""
-        groups.setdefault(difference.cause if key in ("", "a constant factor") else key, []).append(difference)
+        groups.setdefault(difference.cause if key in ("", UNNAMED) else key, []).append(difference)
     lines = []
     for members in sorted(groups.values(), key=lambda members: -len(members))[:4]:
         names = f" ({', '.join(member.name for member in members)})" if len(members) <= 4 else ""
@@ -134,11 +137,11 @@ def grouped(differences: Mapping[str, Difference]) -> list[str]:
     return lines
 
 
-def common_factor(differences: Mapping[str, Difference], names: Sequence[str] | None = None) -> float | None:
-    """The factor that all parameters are wrong by; None if there is none."""
-    factors = [d.factor for d in differences.values() if names is None or d.name in names]
-    if not factors or any(factor is None or not factor for factor in factors):
+def common_factor(differences: Mapping[str, Difference]) -> float | None:
+    """The factor that all wrong parameters are wrong by; None if there is none."""
+    factors = [d.factor for d in differences.values() if d.is_wrong]
+    known_factors = sorted(factor for factor in factors if factor)
+    if not factors or len(known_factors) < len(factors):
         return None
-    middle = sorted(factor for factor in factors if factor is not None)[len(factors) // 2]
-    close = all(factor is not None and abs(factor / middle - 1) < NEAR for factor in factors)
-    return middle if close else None
+    middle = known_factors[len(known_factors) // 2]
+    return middle if all(abs(factor / middle - 1) < NEAR for factor in known_factors) else None

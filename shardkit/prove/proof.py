@@ -21,7 +21,7 @@ from .inject import shardkit_pieces as pieces
 from .runs import PlannedStep, RecordedRun, Runner, one_process, say
 from .verdict import CANNOT_TELL, FAILED, NOT_SAME, ROWS, SAME, ProofVerdict
 
-NO_INTERACTION = frozenset({"sign", "missing gradient", "not summed", "copies differ", "shard"})
+NO_INTERACTION = frozenset({"factor", "sign", "missing gradient", "not summed", "copies differ", "shard"})
 """Kinds of differences that rows which act on each other cannot make."""
 STRANGE_SPREAD = 1e-3
 """Part of a gradient in fp32 that an ulp of the weights does not move: the loss depends on the number of the step."""
@@ -39,15 +39,14 @@ class Proof:
     feed: rows.Feed | None
     world_size: int
     taken: dict[str, RecordedRun] = field(default_factory=dict)  # step of one process → the run that took it
+    newest: RecordedRun | None = None  # of one process
     process_loader: int | None = None  # the number of one process's loader that is fed
     regrouped: int | None = None  # one process's micro-batches, where the ranks' rows are dealt anew to them
 
     # ---- one process's runs
 
-    def take(
-        self, steps: Sequence[PlannedStep], feeds: Sequence[list[list[Any]]] | None, fresh: bool = False
-    ) -> RecordedRun | None:
-        """Let one process take steps, in as many starts as that needs; the run that ended early, if one took none."""
+    def take(self, steps: Sequence[PlannedStep], feeds: Sequence[list[list[Any]]] | None, once: bool = False) -> None:
+        """Let one process take steps, in as many starts as that needs, or in one."""
         remaining = list(steps)
         while remaining:
             fed = {}
@@ -55,13 +54,14 @@ class Proof:
                 assert self.feed is not None and self.process_loader is not None, "nothing to feed"
                 draws = [draw for feed in feeds[len(steps) - len(remaining) :] for draw in feed]
                 fed = self.feed.plan(self.process_loader, draws)
-            run = self.runner.start(self.process_command, remaining, parallel=str(self.parallel.folder), **fed)
+            run = self.newest = self.runner.start(
+                self.process_command, remaining, parallel=str(self.parallel.folder), **fed
+            )
             for name in run.steps:
                 self.taken[name] = run
-            if not run.steps or fresh:
-                return run if len(run.steps) < len(remaining) else None
+            if once or not run.steps:
+                break
             remaining = remaining[len(run.steps) :]
-        return None
 
     def side(self, name: str, field_: str = "raw") -> Side:
         run = self.taken[name]
@@ -146,46 +146,39 @@ def _of_runs(proof: Proof, n_steps: int) -> ProofVerdict:
     if feed is not None and proof.is_replay:
         proof.process_loader = feed.loader
         feeds = [proof.united(number) for number in numbers]
-    is_long = feeds is not None and not proof.uses_engine()
-    failed = proof.take([*plain, *moved] if is_long else plain, [*feeds, *feeds] if feeds and is_long else feeds, True)
-    n_taken = sum(f"step{number}" in proof.taken for number in numbers)
-    if not n_taken:
-        assert failed is not None, "one process neither took a step nor ended"
-        return _process_failed(proof, failed)
-    numbers = range(1, n_taken + 1)
-    strangers = _other_names(proof)
-    if strangers is not None:
-        return strangers
-    kinds = {
-        number: rows.compare(proof.parallel.record(f"step{number}"), proof.side(f"step{number}").records)
-        for number in numbers
-    }
+
+    def start() -> tuple[range, dict[int, tuple[str, str]]]:
+        """The steps that one process took, and how their rows compare."""
+        proof.taken.clear()
+        # Steps that are fed their rows may be repeated in the same start, with moved weights.
+        is_long = feeds is not None and not proof.uses_engine()
+        proof.take([*plain, *moved] if is_long else plain, [*feeds, *feeds] if feeds and is_long else feeds, True)
+        taken = range(1, sum(f"step{number}" in proof.taken for number in numbers) + 1)
+        return taken, {
+            number: rows.compare(proof.parallel.record(f"step{number}"), proof.side(f"step{number}").records)
+            for number in taken
+        }
+
     notes = []
-    if (
-        not proof.is_replay
-        and feed is not None
-        and feed.kind == "rows"
-        and any(kind == rows.DIFFERENT for kind, _ in kinds.values())
-    ):
-        loader = rows.drawn([proof.side(f"step{number}").records for number in numbers])
-        if loader is not None:
-            words = next(words for kind, words in kinds.values() if kind == rows.DIFFERENT)
-            notes.append(f"the runs draw other rows ({words}): one process was given those of the ranks")
+    taken, kinds = start()
+    if taken and (strangers := _other_names(proof)) is not None:
+        return strangers
+    if feed is not None and feed.kind == "rows" and any(kind == rows.DIFFERENT for kind, _ in kinds.values()):
+        loader = rows.drawn([proof.side(f"step{number}").records for number in taken])
+        # A program that keeps its global batch takes more micro-batches with one process.
+        if loader is not None and not (proof.is_replay and len(loader.micros(0)) == len(feed.micros(0))):
+            if not proof.is_replay:
+                words = next(words for kind, words in kinds.values() if kind == rows.DIFFERENT)
+                notes.append(f"the runs draw other rows ({words}): one process was given those of the ranks")
             proof.process_loader, proof.regrouped = loader.loader, len(loader.micros(0))
             feeds = [proof.united(number) for number in numbers]
-            proof.taken.clear()
-            failed = proof.take(plain[:n_taken], feeds, fresh=True)
-            if failed is not None and not failed.steps:
-                return _process_failed(proof, failed)
-            numbers = range(1, sum(f"step{number}" in proof.taken for number in numbers) + 1)
-            kinds = {
-                number: rows.compare(proof.parallel.record(f"step{number}"), proof.side(f"step{number}").records)
-                for number in numbers
-            }
-    if f"moved{numbers[-1]}" not in proof.taken or _is_strange(proof, numbers):
+            taken, kinds = start()
+    if not taken:
+        return _process_failed(proof)
+    if f"moved{taken[-1]}" not in proof.taken or _is_strange(proof, taken):
         say("one process, its weights moved by one ulp")
-        proof.take(moved[: len(numbers)], feeds, fresh=True)
-    verdict = Judge(proof, numbers, kinds).verdict()
+        proof.take(moved[: len(taken)], feeds, True)
+    verdict = Judge(proof, taken, kinds).verdict()
     return replace(verdict, notes=(*notes, *verdict.notes))
 
 
@@ -226,7 +219,9 @@ def _of_files(parallel: RecordedRun, verdict: ProofVerdict) -> ProofVerdict:
     return replace(verdict, lines=(*verdict.lines, f"saved: {paths} as in memory"), notes=notes)
 
 
-def _process_failed(proof: Proof, run: RecordedRun) -> ProofVerdict:
+def _process_failed(proof: Proof) -> ProofVerdict:
+    run = proof.newest
+    assert run is not None, "one process was never started"
     words = shlex.join(proof.process_command)
     if not run.code and not run.is_late:
         headline = f"CANNOT TELL: one process made no optimizer step: {words}"
@@ -295,10 +290,11 @@ class Judge:
         self.notes: list[str] = []
 
     def verdict(self) -> ProofVerdict:
-        for judge in (self.copies_at_start, *(partial(self.step, number) for number in self.numbers)):
-            verdict = judge()
-            if verdict is not None:
-                return replace(verdict, notes=(*self.notes, *verdict.notes))
+        verdict = self.copies_at_start()
+        for number in self.numbers:
+            verdict = verdict or self.step(number)
+        if verdict is not None:
+            return replace(verdict, notes=(*self.notes, *verdict.notes))
         return replace(self.same(), notes=tuple(self.notes))
 
     def _not_same(self, lines: Sequence[str], word: str, **details: Any) -> ProofVerdict:
@@ -396,16 +392,16 @@ class Judge:
         )
         details: dict[str, Any] = {"parameter": wrong[-1].name, "factor": factor}
         is_ambiguous = factor is not None and abs(factor * counts.ranks - 1) < 2e-3 and self.proof.is_replay
-        if (kinds <= NO_INTERACTION or factor is not None) and not is_ambiguous and plain is None:
+        if kinds <= NO_INTERACTION and not is_ambiguous and plain is None:
             return self._not_same(lines, word, reasons=(self._cause(wrong, factor, counts),), **details)
         table, reason = self._table(number, plain)
         if table is None:
-            if self._has_same_batches(number) or (kinds <= NO_INTERACTION and plain is None):
+            if not is_ambiguous and (self._has_same_batches(number) or kinds <= NO_INTERACTION):
                 return self._not_same(lines, word, reasons=(self._cause(wrong, factor, counts),), **details)
             return self._cannot_tell(
                 lines,
-                f"rows may act on each other in a batch, and {reason}",
-                "an --against with the ranks' own micro-batches",
+                f"rows may act on each other in a batch or add up to the loss, and {reason}",
+                "an --against that takes the ranks' micro-batches one after the other",
             )
         details["weights"] = table.as_json()
         if is_ambiguous and table.is_sum_loss:
@@ -415,7 +411,7 @@ class Judge:
                 " program of one process with --against"
             )
             return self._cannot_tell(lines, reason, fix, table)
-        if table.rows_interact and factor is None and not kinds <= NO_INTERACTION and plain is None:
+        if table.rows_interact and not kinds <= NO_INTERACTION and plain is None:
             reason = (
                 "rows of a batch act on each other (batch norm, padding, in-batch negatives, a balance loss,"
                 f" capacities): one process's gradient is no sum of its rows' (rest {table.process_remaining:.2g})"
@@ -427,7 +423,7 @@ class Judge:
         words = table.words()
         if table.is_weighted_sum:
             word = "micro-batches"
-            lines += [f"  {line}" for line in table.lines()]
+            lines = [*lines[:2], *(f"  {line}" for line in table.lines())]
         else:
             lines.append(f"  {words} (rest {table.remaining:.2g})")
             words = self._cause(wrong, factor, counts)
@@ -447,7 +443,7 @@ class Judge:
 
     def _cause(self, wrong: Sequence[Difference], factor: float | None, counts: Counts) -> str:
         if factor is not None:
-            return f"every gradient is {factor:.6g} times one process's: {counts.word(factor)}"
+            return f"{len(wrong)} gradients are {factor:.6g} times one process's: {counts.word(factor)}"
         return f"{wrong[-1].name}: {wrong[-1].cause}"
 
     def _losses(self, number: int) -> str:

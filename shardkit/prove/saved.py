@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .compare import Ranks
 from .inject import shardkit_pieces as pieces
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -94,11 +95,12 @@ def _safetensors(paths: list[str]) -> dict[str, torch.Tensor]:
 
 def _distributed(folder: str) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint of torch.distributed.checkpoint."""
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     state = {key: torch.empty(about.size) for key, about in metadata.items() if hasattr(about, "size")}
-    load(state, storage_reader=FileSystemReader(folder), no_dist=True)  # type: ignore[arg-type]
+    load(state, storage_reader=FileSystemReader(folder), no_dist=True)
     return {key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
@@ -113,7 +115,7 @@ def _nested(content: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     return tensors
 
 
-def in_memory(folder: Path, records: list[Mapping[int, dict[str, Any]]]) -> tuple[dict[str, torch.Tensor], set[str]]:
+def in_memory(folder: Path, records: Sequence[Ranks]) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Name → full weight, and the trained names; of the records the later ones count."""
     tensors: dict[str, torch.Tensor] = {}
     trained: set[str] = set()

@@ -53,6 +53,7 @@ class WeightTable:
         lines = []
         for (rank, micro), a, b, n in zip(self.parts, self.parallel, self.process, self.targets, strict=True):
             targets = f" ({n} targets)" if n else ""
+            a, b = round(a, 4) + 0.0, round(b, 4) + 0.0  # no -0.0000
             lines.append(f"rank {rank} micro-batch {micro + 1}{targets}: parallel {a:+.4f}, one process {b:+.4f}")
         return lines
 

@@ -397,7 +397,7 @@ class ProofRecorder:
         remaining: dict[int, list[Any]] = {}
         for number, iterator in self.iterators.items():
             drawn = remaining[number] = []
-            sampler = getattr(iterator, "_sampler_iter", None)
+            sampler: Any = getattr(iterator, "_sampler_iter", None)
             with contextlib.suppress(Exception):  # samplers are the program's; the numbers are only one more look
                 while sum(map(len, drawn)) < 1_000_000:
                     rows = _numbers(next(sampler))

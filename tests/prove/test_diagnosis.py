@@ -1,0 +1,69 @@
+"""Differences between ranks and one process, made by hand, and the words for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.prove.compare import Difference, Side, compare
+from shardkit.prove.diagnosis import Counts, common_factor, explain
+from shardkit.prove.inject import shardkit_pieces as pieces
+
+GRADIENT = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+
+
+def side(folder: Path, name: str, tensors: list[torch.Tensor | None], offsets: list[Any] | None = None) -> Side:
+    folder = folder / name
+    folder.mkdir()
+    records = {}
+    for rank, tensor in enumerate(tensors):
+        writer = pieces.PieceWriter(str(folder / f"step1.rank{rank}.bin"))
+        piece = None if tensor is None else writer.add(tensor)
+        if piece is not None and offsets is not None:
+            piece |= {"offset": offsets[rank], "shape": tuple(GRADIENT.shape)}
+        writer.close({"raw": {"w": piece}})
+        records[rank] = {"raw": {"w": piece}}
+    return Side(folder, records, "raw")
+
+
+def difference(folder: Path, ranks: list[torch.Tensor | None], offsets: list[Any] | None = None) -> Difference:
+    reference, moved = side(folder, "process", [GRADIENT]), side(folder, "moved", [GRADIENT * (1 + 1e-7)])
+    counts = Counts(ranks=2, micro_batches=3, targets=0)
+    return compare(side(folder, "ranks", ranks, offsets), reference, moved, lambda t: explain(t, counts))["w"]
+
+
+HALVES: list[Any] = [(0, 0), (4, 0)]
+CASES: list[tuple[Callable[[torch.Tensor], list[torch.Tensor | None]], Any, str, str]] = [
+    (lambda g: [g, g], None, "", ""),
+    (lambda g: [g * (1 + 1e-7)] * 2, None, "", ""),
+    (lambda g: [g[:4], g[4:]], HALVES, "", ""),
+    (lambda g: [2 * g, 2 * g], None, "factor", "x2: multiplied by 2, the number of ranks"),
+    (lambda g: [g / 3, g / 3], None, "factor", "divided by 3, the micro-batches of a step"),
+    (lambda g: [-g, -g], None, "sign", "the sign is turned"),
+    (lambda g: [g[:4], 0 * g[4:]], HALVES, "shard", "zero on the parts of rank 1"),
+    (lambda g: [g[:4], 2 * g[4:]], HALVES, "shard", "each rank's part by another factor"),
+    (lambda g: [torch.cat([g[:4], 0 * g[4:]])] * 2, None, "shard", "zero in 4 of 8 of dimension 0"),
+    (lambda g: [0.3 * g + 0.1, 0.7 * g - 0.1], None, "not summed", "their sum is right"),
+    (lambda g: [1.3 * g + 0.1, 0.7 * g - 0.1], None, "not summed", "their mean is right"),
+    (lambda g: [g, g + 0.1], None, "copies differ", "ranks 1 differ"),
+    (lambda g: [g, None], None, "missing gradient", "no gradient on rank 1"),
+    (lambda g: [0 * g, 0 * g], None, "missing gradient", "zero"),
+    (lambda g: [g + 0.1] * 2, None, "other", "another direction"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "offsets", "kind", "words"), CASES)
+def test_words(tmp_path: Path, ranks: Any, offsets: Any, kind: str, words: str) -> None:
+    wrong = difference(tmp_path, ranks(GRADIENT), offsets)
+    assert wrong.kind == kind and words in wrong.cause, wrong
+
+
+def test_a_factor_is_common_only_if_all_have_it() -> None:
+    two, three = Difference("a", "factor", "x2", factor=2.0), Difference("b", "factor", "x3", factor=3.0)
+    assert common_factor({"a": two, "b": two}) == 2
+    assert common_factor({"a": two, "b": three}) is None
+    assert common_factor({"a": two, "b": Difference("b", "", "")}) == 2  # the right ones do not count

@@ -1,0 +1,68 @@
+"""Saved files hold the weights that the ranks had in memory, or the verdict names the tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import checkpoint
+
+from shardkit.prove.saved import findings
+
+MEMORY = {
+    "layers.0.weight": torch.randn(6, 4),
+    "layers.0.lora_A.default.weight": torch.randn(2, 4),
+    "head.bias": torch.randn(3),
+}
+TRAINED = {"layers.0.weight", "layers.0.lora_A.default.weight", "head.bias"}  # fmt: skip
+State = dict[str, torch.Tensor]
+
+
+def torch_file(folder: Path, state: State) -> None:
+    torch.save({"model": {f"module.{name}": tensor for name, tensor in state.items()}, "step": 3}, folder / "ck.pt")
+
+
+def safetensors_shards(folder: Path, state: State) -> None:
+    from safetensors.torch import save_file
+
+    for number, (name, tensor) in enumerate(state.items()):  # peft leaves out the adapter's name
+        save_file({name.replace(".default", ""): tensor.contiguous()}, folder / f"model-{number}.safetensors")
+
+
+def distributed_checkpoint(folder: Path, state: State) -> None:
+    checkpoint.save({"model": state}, checkpoint_id=folder / "dcp", no_dist=True)
+
+
+def changed(state: State, change: str) -> State:
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    if change == "half":
+        state["layers.0.weight"] = state["layers.0.weight"].chunk(2)[0]
+    if change == "zeros":
+        state["layers.0.weight"][3:] = 0
+    if change == "missing":
+        del state["head.bias"]
+    if change == "average":
+        state = {name: tensor * 0.9 for name, tensor in state.items()}
+    return state
+
+
+@pytest.mark.parametrize("write", [torch_file, safetensors_shards, distributed_checkpoint])
+@pytest.mark.parametrize(("change", "words"), [
+    ("", ""), ("half", "saved as (3, 4)"), ("zeros", "are zero"), ("missing", "not in the file"),
+    ("average", "foreign"),
+])  # fmt: skip
+def test_saved_weights(tmp_path: Path, write: Callable[[Path, State], None], change: str, words: str) -> None:
+    upper = tmp_path / "upper" / "0" / "runs"
+    upper.mkdir(parents=True)
+    (tmp_path / "overlays.json").write_text(json.dumps({"overlays": ["/home/me"], "read_only": []}))
+    write(upper, changed(MEMORY, change))
+    (finding,), unread = findings(tmp_path, MEMORY, TRAINED)
+    assert finding.path.startswith("/home/me/runs") and not unread
+    if words == "foreign":
+        assert finding.is_foreign
+    else:
+        assert not finding.is_foreign and all(words in each for _, each in finding.wrong)
+        assert bool(finding.wrong) == bool(change)
