@@ -116,17 +116,16 @@ def _trained(known: Known, accuracy: Known) -> dict[str, list[float]]:
 
 
 def provenance(known: dict[str, Known]) -> str:
-    """The places and dates of measurements and predictions, each once."""
-    origins: dict[str, None] = {}
+    """The places and dates of measurements, and the commits of predictions, each once."""
+    measured_on: dict[str, None] = {}
+    predicted_at: dict[str, None] = {}
     for cases in known.values():
         for case in cases.values():
             for what, figures in case.items():
                 env = figures["environment"]
-                line = machine(env)
                 if what == "predicted":
-                    line = (
-                        f"Predicted for {figures['card']} on {env['date'][:10]} at commit {str(env['commit'])[:10]} "
-                        f"with torch {env['torch']}."
-                    )
-                origins[line] = None
-    return "\n\n".join(f"~{line}" for line in origins)
+                    predicted_at[f"{str(env['commit'])[:10]} (torch {env['torch']})"] = None
+                else:
+                    measured_on[machine(env)] = None
+    predicted = [f"Predicted at {', '.join(predicted_at)}."] if predicted_at else []
+    return "\n\n".join(f"~{line}" for line in (*measured_on, *predicted))
