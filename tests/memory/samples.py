@@ -1,6 +1,8 @@
-"""Rows made by hand."""
+"""Rows made by hand, and what torch's profiler saw of its allocator."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from shardkit.memory.rows import KINDS, DeviceMemory, HostMemory, Identity, PhaseMemory, RankRow, StateBytes, StateKind
 
@@ -39,3 +41,15 @@ def gpu_row(rank: int, peak: int = 3 * 2**30, host: str = "node1") -> RankRow:
         ooms=0,
         overhead_s=0.25,
     )
+
+
+def allocator_events(profiler: Any) -> list[int]:
+    """Bytes allocated (> 0) and freed (< 0) by the c10 CPU allocator, in time order."""
+    found: list[tuple[int, int]] = []
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        if event.tag.name == "Allocation":
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+        pending += event.children
+    return [n_bytes for _, n_bytes in sorted(found, key=lambda item: item[0])]

@@ -14,7 +14,6 @@ from torch import nn
 from shardkit.errors import ConfigError
 from shardkit.memory import MemoryLedger
 from shardkit.memory.probe import HostProbe
-from shardkit.memory.rows import StateBytes
 from tests.ranks import RankError, run_ranks
 
 MIB = 2**20
@@ -156,11 +155,6 @@ def test_wrong_use_is_refused() -> None:
         ledger.begin("evaluate")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="world_size=2 and no process group"):
         MemoryLedger("cpu", None, 0, 2)
-
-
-def test_count_state_of_a_module_and_optimizer() -> None:
-    toy = Toy()
-    assert MemoryLedger("cpu").count_state(toy.model, toy.optimizer)["params"] == StateBytes(256, 0)
 
 
 def toy_rank(host: str | None) -> Any:

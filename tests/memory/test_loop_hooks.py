@@ -1,14 +1,20 @@
-"""Five lines around a loop that stays as it is."""
+"""Five lines around a loop that stays as it is, as README.md and docs/memory.md have them."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from shardkit.memory import MemoryLedger, read_jsonl
+from shardkit.memory.rows import SCHEMA, gather_json
+from tests.memory.samples import gpu_row
 
 
 class Loop:
@@ -28,14 +34,15 @@ class Loop:
                 self.model(torch.ones(1, 64))
 
 
-def test_a_loop_is_accounted_without_changing_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "gathered"), [(10, [1, 2, 4, 8, 10]), (8, [1, 2, 4, 8])])
+def test_a_loop_is_accounted_without_changing_it(steps: int, gathered: list[int], tmp_path: Path) -> None:
     loop, path = Loop(), tmp_path / "memory.jsonl"
     ledger = MemoryLedger.from_env("cpu", interval=4)
     with ledger.watch(loop.model, loop.optimizer, path=path):
-        loop.run(steps=10)
+        loop.run(steps)
     records = list(read_jsonl(path))
-    assert [step for step, _ in records] == [1, 2, 4, 8, 10]
-    row = records[-2][1][0]
+    assert [step for step, _ in records] == gathered
+    row = dict(records)[8][0]
     assert row.state is not None
     n_params = 64 * 64 + 64
     assert [row.state[kind].device for kind in ("params", "grads", "optimizer")] == [
@@ -58,13 +65,64 @@ def test_hooks_are_gone_afterwards_and_an_error_passes_through(tmp_path: Path) -
     assert ledger.overhead_s == asked
 
 
-def test_the_last_step_is_gathered_once(tmp_path: Path) -> None:
-    loop, path = Loop(), tmp_path / "memory.jsonl"
-    with MemoryLedger("cpu", interval=2).watch(loop.model, loop.optimizer, path=path):
-        loop.run(steps=4)
-    assert [step for step, _ in read_jsonl(path)] == [1, 2, 4]
-
-
 def test_an_optimizer_is_needed() -> None:
     with pytest.raises(TypeError, match="at least one optimizer"):
         MemoryLedger("cpu").watch(nn.Linear(1, 1))
+
+
+REPO = Path(__file__).resolve().parent.parent.parent
+
+
+def example(page: str) -> str:
+    """The page's first block of Python that makes a ledger."""
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", (REPO / page).read_text(), re.DOTALL)
+    return next(block for block in blocks if "MemoryLedger.from_env()" in block)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/memory.md"])
+def test_the_five_lines_around_a_loop_work_as_they_stand(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train() -> None:
+        for _ in range(3):
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    code = example(page)
+    assert len([line for line in code.splitlines() if line.strip()]) == 5
+    exec(code, {"model": model, "optimizer": optimizer, "train": train})
+    gathers = list(read_jsonl(tmp_path / "memory.jsonl"))
+    assert [step for step, _ in gathers] == [1, 2, 3]
+    state = gathers[-1][1][0].state
+    assert state is not None
+    assert state["params"].device == 4 * (16 * 16 + 16)
+    assert "optimizer" in capsys.readouterr().out
+
+
+def fields(found: dict[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in found.items():
+        yield key
+        if isinstance(value, dict) and above not in ("state", "phases"):
+            inner = (
+                next(iter(value.values())) if key in ("state", "phases") else value
+            )  # one category or phase is enough
+            yield from fields(inner, key)
+
+
+def test_every_field_of_memory_jsonl_is_documented() -> None:
+    text = (REPO / "docs" / "memory.md").read_text()
+    schema = text.partition("## memory.jsonl")[2].partition("## The table")[0]
+    written = json.loads(json.dumps(gather_json(20, 1.0, [gpu_row(0)])))
+    assert f'"schema": {SCHEMA}' in schema
+    row = written["ranks"][0]
+    missing = [
+        name
+        for name in {*written, *fields(row), *row["state"], *row["phases"]}
+        if f'"{name}"' not in schema and f"`{name}`" not in schema
+    ]
+    assert missing == []

@@ -62,30 +62,28 @@ def both() -> Both:
     return Both()
 
 
-def test_a_phase_keeps_its_largest_peak_over_micro_batches(both: Both) -> None:
+def test_a_phase_keeps_its_largest_peak_of_an_interval_and_those_that_do_not_come_again(both: Both) -> None:
+    both.spend("init", 90, 20)
     for peak in (30, 50, 40):
         both.spend("forward", peak, 20)
         both.spend("backward", peak + 5, 20)
-    assert (both.peak("forward"), both.peak("backward")) == (50, 55)
-    assert both.recorder.rows()["forward"].rss == 20
-
-
-def test_a_gather_starts_phases_afresh_but_keeps_those_that_do_not_come_again(both: Both) -> None:
-    for phase, peak in (("init", 90), ("forward", 70)):
-        both.spend(phase, peak, 20)
+    assert (both.peak("forward"), both.peak("backward"), both.recorder.rows()["forward"].rss) == (50, 55, 20)
     both.recorder.start_interval()
     both.spend("forward", 40, 20)
     assert (both.peak("init"), both.peak("forward")) == (90, 40)
 
 
-def test_what_happens_between_phases_counts_for_the_run_only(both: Both) -> None:
+def test_what_happens_between_phases_counts_for_the_run_only_and_an_outer_phase_covers_the_inner(both: Both) -> None:
     both.use(500, 20)
-    both.spend("update", 30, 20)
-    assert both.peak("update") == 30
+    both.recorder.begin("init")
+    both.use(60, 20)
+    both.spend("wrap", 40, 20)
+    assert both.peak("wrap") == 40
+    both.recorder.end()
+    assert both.peak("init") == 60
     device, host = both.recorder.overall()
     assert device is not None
-    assert device.peak_allocated == host.peak_rss == 500
-    assert host.rss == 20
+    assert (device.peak_allocated, host.peak_rss, host.rss) == (500, 500, 20)
 
 
 def test_where_the_host_is_not_read_phases_keep_its_figures_and_the_run_loses_no_peak(both: Both) -> None:
@@ -102,15 +100,6 @@ def test_where_the_host_is_not_read_phases_keep_its_figures_and_the_run_loses_no
     row = forward(30)
     assert (row.peak_allocated, row.peak_rss) == (70, 30)
     assert both.recorder.overall()[1].peak_rss == 70
-
-
-def test_an_outer_phase_covers_the_inner_one(both: Both) -> None:
-    both.recorder.begin("init")
-    both.use(60, 20)
-    both.spend("wrap", 40, 20)
-    assert both.peak("wrap") == 40
-    both.recorder.end()
-    assert both.peak("init") == 60
 
 
 def test_a_phase_that_follows_shares_the_reading_of_the_one_before_it(both: Both, monkeypatch: Any) -> None:

@@ -12,9 +12,8 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.errors import NotPlannedError, ShardkitError
-from shardkit.plan.advise import ROUGHLY, Changes, changes_that_fit, corrected
+from shardkit.plan.advise import ROUGHLY, Changes, changes_that_fit
 from shardkit.plan.model.estimate import CategoryEstimate, MemoryEstimate, PeakEstimate, PhaseEstimate
-from shardkit.plan.model.predict import is_slow
 from shardkit.plan.show import show_changes
 from shardkit.plan.simulate.step import planned_engine
 from shardkit.plan.target import choose_target
@@ -100,25 +99,6 @@ def test_a_change_that_time_ran_out_for_is_named() -> None:
     assert show_changes(planned).splitlines()[-1].startswith("not tried, as planning them takes more than ")
     nothing = changes(CountingPlanner(deep=True, stops_after=0))
     assert nothing == [] and show_changes(nothing).startswith("not tried")
-
-
-@pytest.mark.parametrize(
-    ("settings", "slow"),
-    [
-        (["parallel.strategy=zero3", "model.n_layers=32"], True),
-        (["parallel.strategy=zero3", "model.n_layers=80"], True),
-        (["parallel.strategy=fsdp", "model.n_layers=32"], True),
-        (["parallel.strategy=fsdp", "model.n_layers=80"], False),  # traced at two depths, exactly
-        (["parallel.strategy=zero3", "model.n_layers=8"], False),
-    ],
-)
-def test_deep_models_that_are_traced_whole_are_slow(settings: list[str], slow: bool) -> None:
-    assert is_slow(load_config(None, settings).config) == slow
-
-
-def test_a_correction_moves_every_peak() -> None:
-    after = corrected(estimate_of(9.0, host_peak=5), estimate_of(12.0, host_peak=4), estimate_of(10.0, host_peak=2))
-    assert after.needed == after.peak.reserved == after.peak.allocated == 7 * GIB and after.host_peak == 3
 
 
 @pytest.mark.parametrize(

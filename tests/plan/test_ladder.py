@@ -155,11 +155,15 @@ def test_sizes_grow_by_no_more_than_2_percent_where_they_matter(model: ModelConf
     assert all(1 < after / before <= FINEST for before, after in pairwise(sizes) if before > least)
 
 
-def test_heads_stay_as_even_as_the_configs() -> None:
+def test_heads_stay_as_even_as_the_configs_and_fp8_has_widths_that_its_products_take() -> None:
     """torch has no memory-efficient attention for others in fp32: a larger model with even heads needs less."""
-    for size in model_sizes(ModelConfig(preset="355m"), 1e10)[:-1]:
+    start = ModelConfig(preset="355m")
+    for size in model_sizes(start, 1e10)[:-1]:
         chosen = {"model.n_heads": "16", **dict(item.split("=") for item in size.settings)}
         assert size.amount < 1e9 or int(chosen["model.d_model"]) // int(chosen["model.n_heads"]) % 8 == 0, chosen
+    of_fp8 = model_sizes(start, 1e10, multiple=16)
+    assert all(int(dict(item.split("=") for item in one.settings)["model.d_model"]) % 16 == 0 for one in of_fp8)
+    assert all(b.amount / a.amount <= FINEST for a, b in pairwise(of_fp8) if a.amount > 1e9)
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
@@ -170,13 +174,6 @@ def test_a_size_has_the_parameters_that_its_settings_make(tied: str) -> None:
         with torch.device("meta"):
             assert sum(p.numel() for p in Transformer(changed).parameters()) == size.amount, size
         assert 3 <= changed.n_heads <= 12
-
-
-def test_fp8_has_widths_that_its_products_take() -> None:
-    sizes = model_sizes(ModelConfig(preset="355m"), 1e10, multiple=16)
-    settings = [dict(item.split("=") for item in size.settings) for size in sizes]
-    assert all(int(one["model.d_model"]) % 16 == 0 for one in settings)
-    assert all(b.amount / a.amount <= FINEST for a, b in pairwise(sizes) if a.amount > 1e9)
 
 
 def test_a_global_batch_does_not_limit_the_micro_batches_that_are_looked_at() -> None:

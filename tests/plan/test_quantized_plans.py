@@ -100,12 +100,3 @@ def test_a_search_over_a_base_in_4_bits_plans_every_engine(tmp_path: Path) -> No
     strategies = {combination["engine"].split(",")[0] for combination in search["fitting"]}
     assert strategies == {"ddp", "fsdp", "zero1", "zero2", "zero3"} and not search["refused"]
     assert load_config(tmp_path / "config.yaml", []).config.model.quantize is not None
-
-
-@pytest.mark.slow
-def test_a_job_is_queued_if_its_packed_base_fits(tmp_path: Path) -> None:
-    options = [f"run.dir={tmp_path}/run", "parallel.strategy=ddp", "--gpus-per-node", "2", "--dry-run"]
-    fits = command("submit", Q4, *options, "--gpu", "l4")
-    assert fits.returncode == 0 and "on each GPU: fits" in fits.stderr
-    refused = command("submit", *options, "--gpu-memory", "1150MiB")
-    assert refused.returncode == 2 and "model.quantize.bits=4" in refused.stderr

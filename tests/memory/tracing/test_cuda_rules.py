@@ -1,4 +1,4 @@
-"""What CUDA's kernels and autograd take and a trace of fake tensors does not show; figures of torch's allocator."""
+"""What CUDA takes and a trace of fake tensors does not show; a step that is repeated in the log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardkit.memory.tracing import tracker
-from shardkit.memory.tracing.events import EventLog
+from shardkit.memory.tracing.events import EventLog, repeat_last_step
 
 MIB = 2**20
 
@@ -64,3 +64,31 @@ def test_each_thread_keeps_one_workspace_from_its_first_product_on() -> None:
         log.mark(phase)
         log.multiplied("cuda:0", "aten::mm")
     assert [change for _, change in log.events] == [32 * MIB, 32 * MIB]
+
+
+def log_of(*steps: list[tuple[int, int]]) -> EventLog:
+    """A log whose steps change the sizes of these storages; each ends with a mark."""
+    log = EventLog()
+    for step in steps:
+        log.mark("forward")
+        for index, n_bytes in step:
+            while len(log.allocations) <= index:
+                log.made("cuda:0", "aten::mm")
+            log.changed(index, n_bytes)
+        log.mark("between")
+    return log
+
+
+def test_what_a_step_leaves_takes_the_place_of_what_it_frees() -> None:
+    log = log_of([(0, 8), (1, 4)], [(1, -4), (2, 2), (2, -2), (3, 4)])
+    assert repeat_last_step(log, "between")
+    assert log.events == [(0, 8), (1, 4), (1, -4), (4, 2), (4, -2), (5, 4), (5, -4), (2, 2), (2, -2), (3, 4)]
+    assert [at for at, phase, _ in log.marks if phase == "between"] == [2, 6, 10]
+
+
+@pytest.mark.parametrize("step", [[(2, 4)], [(1, -4)], [(1, -4), (2, 5)], [(1, 2)]], ids=str)
+def test_a_step_that_would_not_repeat_itself_is_left_alone(step: list[tuple[int, int]]) -> None:
+    log = log_of([(0, 8), (1, 4)], step)
+    before = list(log.events)
+    assert not repeat_last_step(log, "between")
+    assert log.events == before

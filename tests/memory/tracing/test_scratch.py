@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardkit.memory.tracing.tracker import scratch
+from tests.memory.samples import allocator_events
 
 aten = torch.ops.aten
 _BF16_ON_CPU = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -19,8 +20,6 @@ _BF16_ON_CPU = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 def given_out(run: Callable[[], Any]) -> tuple[int, int]:
     """Bytes of the CPU allocator while something runs: at the most, and what it returns with."""
-    from torch._C._profiler import _EventType
-
     run()  # what is made once is not asked for
     gc.disable()  # what earlier tests left would be freed among the events
     try:
@@ -28,14 +27,8 @@ def given_out(run: Callable[[], Any]) -> tuple[int, int]:
             kept = run()
     finally:
         gc.enable()
-    pending, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []
-    while pending:
-        event = pending.pop()
-        pending += event.children
-        if event.tag == _EventType.Allocation:
-            events.append((event.start_time_ns, event.extra_fields.alloc_size))
     total = most = 0
-    for _, size in sorted(events):
+    for size in allocator_events(profiler):
         total += size
         most = max(most, total)
     del kept

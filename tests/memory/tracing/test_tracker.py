@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from shardkit.memory import TensorTracker
+from tests.memory.samples import allocator_events
 from tests.ranks import run_ranks
 
 KIB = 1024
@@ -158,18 +158,6 @@ def train(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], fore
     return tracker
 
 
-def allocator_events(prof: Any) -> list[int]:
-    """Bytes allocated (> 0) and freed (< 0) by the c10 CPU allocator, in time order."""
-    found: list[tuple[int, int]] = []
-    pending = list(prof.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        if event.tag.name == "Allocation":
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        pending += event.children
-    return [n_bytes for _, n_bytes in sorted(found, key=lambda item: item[0])]
-
-
 @pytest.mark.parametrize("make", [mlp, transformer])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_peak_equals_the_allocators_own_events(
@@ -186,105 +174,28 @@ def test_peak_equals_the_allocators_own_events(
     assert tracker.peak("cpu") == pytest.approx(peak, rel=0.001)
 
 
-LAYER = 4 * 256 * 256
-SHARD = 4 * LAYER // 2
-"""Bytes of a layer in fp32, and of a rank's half of four layers."""
-STEPPED = 4 * SHARD + 4 * 4
-"""Parameters, gradients, two moments, four step counters."""
-
-
-def settled(tracker: TensorTracker, expected: int) -> int:
-    """Bytes alive once gloo's threads have let go of what their last collectives held; more after half a minute."""
-    gc.collect()
-    deadline = time.monotonic() + 30
-    while tracker.current("cpu") > expected and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return tracker.current("cpu")
-
-
-def fsdp_step() -> dict[str, int]:
-    """Bytes alive after wrapping and after a step, and the peak of forward and backward, of this rank."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with TensorTracker() as tracker:
-        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        wrapped = tracker.current("cpu")
-        tracker.mark("forward")
-        loss = model(torch.ones(2, 256)).sum()
-        tracker.mark("backward")
-        loss.backward()
-        del loss
-        grads = settled(tracker, 2 * SHARD)
-        optimizer.step()
-        stepped = settled(tracker, STEPPED)
-        peaks = tracker.phase_peaks("cpu")
-    return dict(wrapped=wrapped, grads=grads, stepped=stepped, forward=peaks["forward"], backward=peaks["backward"])
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, "tests.memory.tracing.test_tracker:on_two_ranks")
-
-
-def on_two_ranks() -> dict[str, Any]:
-    return dict(fsdp=fsdp_step(), matmul=sharded_matmul(), softmax=sharded_softmax())
-
-
-@pytest.mark.dist
-def test_fsdp2_shards_to_the_byte(two_ranks: list[dict[str, Any]]) -> None:
-    for bytes_of in (rank["fsdp"] for rank in two_ranks):
-        assert bytes_of["wrapped"] == SHARD
-        assert bytes_of["grads"] == 2 * SHARD
-        assert bytes_of["stepped"] == STEPPED
-        # one or two layers are whole at a time, on top of the shards; never all four
-        assert SHARD + LAYER < bytes_of["forward"] < SHARD + 4 * LAYER
-        assert bytes_of["backward"] < 2 * SHARD + 6 * LAYER
-
-
-def sharded_matmul() -> tuple[int, int]:
-    """Peak of a DTensor product on CPU under an outer fake mode, and the bytes of its local tensors."""
+def sharded() -> tuple[int, int, int]:
+    """Of DTensors: the peak of a product under an outer fake mode, the bytes of its local tensors, and the peak of an
+    operator that gathers its input first, in bytes per local byte."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with FakeTensorMode(), TensorTracker() as tracker:
+    with FakeTensorMode(), TensorTracker() as product:
         left = DTensor.from_local(torch.empty(128, 64), mesh, [Shard(0)], run_check=False)
         right = DTensor.from_local(torch.empty(64, 1024), mesh, [Replicate()], run_check=False)
         out = left @ right
         assert isinstance(out, DTensor)
-        local = sum(t.to_local().untyped_storage().nbytes() for t in (left, right, out))
-    return tracker.peak("cpu"), local
-
-
-@pytest.mark.dist
-def test_global_shapes_of_dtensor_do_not_count(two_ranks: list[dict[str, Any]]) -> None:
-    for peak, local in (rank["matmul"] for rank in two_ranks):
-        assert peak == local == 4 * (128 * 64 + 64 * 1024 + 128 * 1024)
-
-
-def sharded_softmax() -> int:
-    """Peak, in bytes per local byte, of an operator that gathers its input first."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        n_bytes = sum(t.to_local().untyped_storage().nbytes() for t in (left, right, out))
     with TensorTracker() as tracker:
         local = torch.ones(128, 64)
         out = DTensor.from_local(local, mesh, [Shard(0)], run_check=False).softmax(0)
-    assert out.shape == (256, 64)
-    return tracker.peak("cpu") // local.untyped_storage().nbytes()
+    return product.peak("cpu"), n_bytes, tracker.peak("cpu") // local.untyped_storage().nbytes()
 
 
 @pytest.mark.dist
-def test_what_a_dtensor_operator_allocates_inside_counts(two_ranks: list[dict[str, Any]]) -> None:
-    # the local half, the gathered whole, the whole result
-    assert min(rank["softmax"] for rank in two_ranks) >= 1 + 2 + 2
+def test_of_dtensors_local_parts_count_and_what_an_operator_allocates_inside() -> None:
+    for peak, local, gathered in run_ranks(2, "tests.memory.tracing.test_tracker:sharded"):
+        assert peak == local == 4 * (128 * 64 + 64 * 1024 + 128 * 1024)
+        assert gathered >= 1 + 2 + 2, "the local half, the gathered whole, the whole result"
