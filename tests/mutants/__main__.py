@@ -65,6 +65,7 @@ CHOSEN: dict[str, list[str]] = {
     ],
     "shardkit/strategies/fsdp.py": [
         "tests/strategies/test_fsdp.py",
+        "tests/strategies/test_graphs.py::test_random_graphs_train_as_in_one_process_or_are_refused",
         f"{PARITY}::test_every_strategy_gives_the_losses_of_one_process",
         f"{PARITY}::test_offload_gives_the_losses_of_one_process",
         f"{FOREIGN}::test_experts_chosen_by_the_data_train_as_in_one_process_or_are_refused_by_name",

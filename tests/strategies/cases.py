@@ -13,6 +13,8 @@ from shardkit.models.transformer import Block, Transformer, init_parameter
 from shardkit.run.job import Job, start
 from shardkit.strategies.base import Update
 
+Curve = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
 GLOBAL_BATCH, ACCUM, STEPS, SEQ = 24, 2, 8, 24
 MODEL = ModelConfig(vocab_size=48, max_seq_len=SEQ, d_model=32, n_layers=2, n_heads=2, loss_chunk_size=64)
 
@@ -99,6 +101,13 @@ def train(settings: dict[str, Any], rank: int, world: int, steps: int = STEPS) -
             curve.append((result.loss, result.grad_norm))
     gc.collect()
     return curve
+
+
+def assert_curve(found: Curve, want: Curve, name: object, loss: float = 1e-5, norm: float = 1e-4) -> None:
+    """Each step's loss is the wanted one within `loss`, its norm within a share `norm`."""
+    for step, ((value, size), (want_value, want_size)) in enumerate(zip(found, want, strict=True)):
+        assert abs(value - want_value) <= loss, f"{name} step {step}: loss {value} instead of {want_value}"
+        assert abs(size - want_size) <= norm * want_size, f"{name} step {step}: norm {size} instead of {want_size}"
 
 
 def curves(names: list[str], optimizer: str) -> dict[str, list[tuple[float, float]]]:

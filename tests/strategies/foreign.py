@@ -185,12 +185,16 @@ def train(
     micro_batches: int = 1,
     **extra: Any,
 ) -> list[float] | str:
-    """Losses of each step over the same global batches, then the last step's norm; or the words of the refusal."""
+    """Losses of each step over the same global batches, then the last step's norm; or the words of the refusal.
+
+    `micro_batches`: 0 = one for each row.
+    """
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     try:
+        micro_batches = micro_batches or ROWS // world
         if micro_batches > 1:
             extra |= {"train.grad_accum_steps": micro_batches}
         with start(None, settings(strategy, **extra)) as job:
@@ -250,41 +254,6 @@ class EarlyReentrant(EarlyBlock):
         return [partial(checkpoint, block, use_reentrant=True) for block in super().chosen(tokens)]
 
 
-OFFLOADED = {"parallel.offload_optimizer": "cpu"}
-ON_ALL = {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"}
-
-
-def early_block(strategies: list[str]) -> dict[str, Any]:
-    """Losses and last norm where the last micro-batches of all ranks leave a block out; also "zero1 offload" …"""
-    out: dict[str, Any] = {}
-    for name in strategies:
-        strategy, _, offload = name.partition(" ")
-        extra = {} if not offload else ON_ALL if strategy == "zero3" else OFFLOADED
-        models = {"": EarlyBlock} if strategy == "fsdp" else {"": EarlyBlock, " reentrant": EarlyReentrant}
-        for words, model in models.items():
-            micro_batches = 4 // torch.distributed.get_world_size()
-            out[name + words] = train(model, strategy, micro_batches=micro_batches, **extra)
-    return out
-
-
-CHOOSING = {"nested": Experts, "top": TopExperts, "named": NamedExperts, "leaver": Leaver, "together": Together}
-
-
-def by_expert(strategies: list[str], cases: list[str]) -> dict[str, Any]:
-    """ "<strategy> <case>" → losses or refusal, of models whose ranks use different parts."""
-    out: dict[str, Any] = {}
-    for name in strategies:
-        for case in cases:
-            out[f"{name} {case}"] = train(CHOOSING[case], name, steps=6 if case == "together" else 4)
-        out[f"{name}+class top"] = train(TopExperts, name, block_classes=(ExpertLayer,))
-        if name == "ddp":
-            for case, finds in (("named", True), ("top", False)):
-                out[f"ddp {case} {finds}"] = train(CHOOSING[case], name, **{"parallel.find_unused": finds})
-        if name == "fsdp":
-            out["fsdp late"] = train(Late, name, batches=late, steps=5)
-    return out
-
-
 def on_one_rank(step: int, rows: int) -> torch.Tensor:
     """Tokens by which each step needs the branches of `Branched` in the first micro-batch of one rank alone."""
     found = tokens(step, rows)
@@ -293,29 +262,17 @@ def on_one_rank(step: int, rows: int) -> torch.Tensor:
     return found
 
 
-def by_branch(strategies: list[str]) -> dict[str, Any]:
-    """Losses and last norm by AdamW with weight decay, where a rank needs a part of the blocks; also recomputed and
-    accumulated. "<strategy> idle": no rank needs it in the third step; "late": every rank needs it for one of its two
-    samples in the first two steps, then one rank alone."""
+def in_two_of_three(step: int, rows: int) -> torch.Tensor:
+    """The same, but no rank needs them in the third step."""
+    return on_one_rank(step, rows) | (step == 2)
 
-    def not_in_the_third(step: int, rows: int) -> torch.Tensor:
-        return on_one_rank(step, rows) if step != 2 else on_one_rank(step, rows) | 1
 
-    def late_branch(step: int, rows: int) -> torch.Tensor:
-        found = on_one_rank(step, rows)
-        if step < 2:
-            found[:, 0] = 2 + torch.arange(rows)
-        return found
-
-    out: dict[str, Any] = {}
-    for name in strategies:
-        out[name] = train(Branched, name, batches=on_one_rank)
-        out[f"{name} recomputed"] = train(Branched, name, batches=on_one_rank, **{"activation.policy": "full"})
-        rows_apart = {"micro_batches": ROWS // torch.distributed.get_world_size()}
-        out[f"{name} accumulated"] = train(Branched, name, batches=on_one_rank, **rows_apart)
-        out[f"{name} idle"] = train(Branched, name, batches=not_in_the_third)
-        out[f"{name} late"] = train(Branched, name, batches=late_branch)
-    return out
+def later_on_one_rank(step: int, rows: int) -> torch.Tensor:
+    """The same, but every rank needs them for one of its two samples in the first two steps."""
+    found = on_one_rank(step, rows)
+    if step < 2:
+        found[:, 0] = 2 + torch.arange(rows)
+    return found
 
 
 def idle(step: int, rows: int) -> torch.Tensor:
@@ -338,18 +295,6 @@ class RareExperts(NextToken):
             x = block(x)
         expert = self.experts[str(int(tokens[0, 0]) % 4)]  # a whole micro-batch goes to one of them
         return x + expert(x)
-
-
-def idle_experts(strategies: list[str]) -> dict[str, Any]:
-    """Losses and last norm by AdamW with weight decay, where no rank uses an expert in some steps; also accumulated."""
-    out: dict[str, Any] = {}
-    for name in strategies:
-        out[name] = train(Experts, name, batches=idle, steps=6)
-        out[f"{name} accumulated"] = train(Experts, name, batches=idle, steps=6, micro_batches=2)
-        out[f"{name} clipped"] = train(Experts, name, batches=idle, steps=3, **{"train.max_norm": 0.1})
-        rows_apart = {"micro_batches": ROWS // torch.distributed.get_world_size()}
-        out[f"{name} rare"] = train(RareExperts, name, batches=idle, steps=6, **rows_apart)
-    return out
 
 
 def late(step: int, rows: int) -> torch.Tensor:
@@ -456,16 +401,6 @@ class Mixed(Plain):
         return mean @ super().hidden(x, tokens)
 
 
-def mixed(strategies: list[str]) -> dict[str, Any]:
-    """bf16 losses of `Mixed`, and with precision.autocast."""
-    out: dict[str, Any] = {}
-    for name in strategies:
-        out[name] = train(Mixed, name, **{"precision.mode": "bf16"})
-        if name not in ("single", "ddp"):
-            out[f"{name}+autocast"] = train(Mixed, name, **{"precision.mode": "bf16", "precision.autocast": True})
-    return out
-
-
 class Preprocessed(Plain):
     """Has what its loss asks for beside the forward."""
 
@@ -477,25 +412,16 @@ class Preprocessed(Plain):
         return batch.roll(self.shift, 1)
 
 
+def prepared(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return next_token(model, model.prepare(batch))
+
+
+def round_the_call(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return next_token(lambda tokens: model.head(model.embed(tokens)), batch)
+
+
 def normal(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
     full.normal_(std=0.1, generator=generator)
-
-
-def attributes(strategies: list[str]) -> dict[str, Any]:
-    """Losses of a task that uses attributes of its model; the refusal of one that goes round the model's call."""
-
-    def prepared(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        return next_token(model, model.prepare(batch))
-
-    def round_it(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        return next_token(lambda tokens: model.head(model.embed(tokens)), batch)
-
-    out: dict[str, Any] = {}
-    for name in strategies:
-        out[name] = train(Preprocessed, name, loss=prepared, init=normal)
-        if name != "single":
-            out[f"{name} round"] = train(Plain, name, loss=round_it)
-    return out
 
 
 class Lazy(Plain):
@@ -543,11 +469,6 @@ def pairs(step: int, rows: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens(step, rows), "pixel_values": images(step, rows)["pixel_values"]}
 
 
-def sounds(step: int, rows: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {"tokens": tokens(step, rows), "input_features": torch.randn(rows, 8, 32, generator=generator)}
-
-
 def waves(step: int, rows: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {"labels": images(step, rows)["labels"], "input_values": torch.randn(rows, 400, generator=generator)}
@@ -559,23 +480,8 @@ def classify(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits.float(), batch["labels"], reduction="sum")
 
 
-def segment(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(batch["pixel_values"]).logits
-    return F.cross_entropy(logits.float().mean((2, 3)), batch["labels"], reduction="sum")
-
-
-def restore(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    image = batch["pixel_values"]
-    return F.mse_loss(model(image + 0.1 * image.roll(1, -1), batch["labels"]), image, reduction="sum") / 1000
-
-
 def translate(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return next_token(lambda _: model(input_ids=batch.flip(1), decoder_input_ids=batch), batch)
-
-
-def transcribe(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    out = model(input_features=batch["input_features"], decoder_input_ids=batch["tokens"])
-    return next_token(lambda _: out, batch["tokens"])
 
 
 def match(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -593,58 +499,12 @@ class Recurrent(nn.Module):
         return logits
 
 
-class Residual(nn.Module):
-    """Two convolutions between group norms, told how noisy its input is."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.GroupNorm(1, inputs), nn.SiLU(), nn.Conv2d(inputs, outputs, 3, padding=1))
-        self.time = nn.Linear(WIDTH, outputs)
-        self.second = nn.Sequential(nn.GroupNorm(1, outputs), nn.SiLU(), nn.Conv2d(outputs, outputs, 3, padding=1))
-        self.skip = nn.Conv2d(inputs, outputs, 1)
-
-    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.skip(x) + self.second(self.first(x) + self.time(time)[..., None, None])
-        return found
-
-
-class UNet(nn.Module):
-    """A diffusion model's: levels down and up with connections between them, attention in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
-        self.time = nn.Embedding(3, WIDTH)
-        self.down = nn.ModuleList([nn.ModuleList([Residual(8, 8)]), nn.ModuleList([Residual(8, 16)])])
-        self.middle = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.up = nn.ModuleList([Residual(32, 8), Residual(16, 8)])
-
-    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        x, seen, told = self.enter(x), [], self.time(time)
-        for level in self.down:
-            for block in level:
-                x = block(x, told)
-            seen.append(x)
-            x = F.avg_pool2d(x, 2)
-        flat = x.flatten(2).transpose(1, 2)
-        x = (flat + self.middle(flat, flat, flat, need_weights=False)[0]).transpose(1, 2).view_as(x)
-        for block in self.up:
-            x = block(torch.cat([F.interpolate(x, scale_factor=2), seen.pop()], 1), told)
-        found: torch.Tensor = self.leave(x)
-        return found
-
-
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
 SEEN: dict[str, Any] = {"image_size": 32, "num_labels": 3}
 FEW: dict[str, Any] = {"num_key_value_heads": 2}
-SPEECH: dict[str, Any] = {
-    "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": VOCAB, "pad_token_id": 2,
-    "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
-}  # fmt: skip
 TOWER: dict[str, Any] = {
     "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8,
     "image_size": 32,
@@ -655,11 +515,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any], Call
         hf("T5", "ForConditionalGeneration", vocab_size=VOCAB, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2,
            num_heads=2), tokens, translate,
     ),
-    "bart": (hf("Bart", "ForConditionalGeneration", **SPEECH, max_position_embeddings=16), tokens, translate),
-    "whisper": (
-        hf("Whisper", "ForConditionalGeneration", **SPEECH, num_mel_bins=8, max_source_positions=16,
-           max_target_positions=16), sounds, transcribe,
-    ),
     "wav2vec2": (
         hf("Wav2Vec2", "ForSequenceClassification", **TEXT, num_labels=3, conv_dim=(8, 8), conv_stride=(4, 4),
            conv_kernel=(4, 4), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, classifier_proj_size=8,
@@ -669,23 +524,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any], Call
         hf("CLIP", "Model", text_config=TEXT | {"max_position_embeddings": 16}, vision_config=TOWER, projection_dim=8),
         pairs, match,
     ),
-    "siglip": (
-        hf("Siglip", "Model", text_config=TEXT | {"max_position_embeddings": 16}, vision_config=TOWER), pairs, match,
-    ),
     "mixtral": (hf("Mixtral", "ForCausalLM", **TEXT, **FEW, num_local_experts=4), tokens, next_token),
     "qwen2_moe": (
         hf("Qwen2Moe", "ForCausalLM", **TEXT, **FEW, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
            shared_expert_intermediate_size=16), tokens, next_token,
     ),
-    "bert": (hf("Bert", "ForMaskedLM", **TEXT), tokens, next_token),
     "deberta": (
         hf("DebertaV2", "ForMaskedLM", **TEXT, relative_attention=True, max_position_embeddings=16,
            pos_att_type=["p2c", "c2p"]), tokens, next_token,
     ),
     "albert": (hf("Albert", "ForMaskedLM", **TEXT, embedding_size=8), tokens, next_token),
-    "gpt_neox": (hf("GPTNeoX", "ForCausalLM", **TEXT), tokens, next_token),
     "mamba": (hf("Mamba", "ForCausalLM", **TEXT, state_size=4), tokens, next_token),
-    "vit": (hf("ViT", "ForImageClassification", **TOWER, num_labels=3), images, classify),
     "swin": (
         hf("Swin", "ForImageClassification", **SEEN, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[2, 2],
            window_size=4), images, classify,
@@ -694,28 +543,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any], Call
         hf("ConvNext", "ForImageClassification", num_labels=3, hidden_sizes=[8, 16], depths=[2, 2], num_stages=2),
         images, classify,
     ),
-    "segformer": (
-        hf("Segformer", "ForSemanticSegmentation", num_labels=3, num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],
-           hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
-           decoder_hidden_size=8), images, segment,
-    ),
     "lstm": (Recurrent, tokens, next_token),
-    "unet": (UNet, images, restore),
-    "experts": (Experts, tokens, next_token),
 }  # fmt: skip
-
-
-def foreign(models: list[str], strategies: list[str]) -> dict[str, dict[str, Any]]:
-    """model → strategy → losses by SGD (AdamW would hide a wrong scale), or the words of the refusal."""
-    plain = {"optim.name": "sgd", "optim.lr": 0.1, "optim.weight_decay": 0.0, "train.max_norm": 1.0}
-    batch_norm = {"segformer": {"model.sync_batchnorm": True}}
-    out: dict[str, dict[str, Any]] = {}
-    for model in models:
-        build, batches, loss = MODELS[model]
-        for name in strategies:
-            extra = plain | batch_norm.get(model, {})
-            out.setdefault(model, {})[name] = train(build, name, batches, loss, **extra)
-    return out
 
 
 class Sparse(Recurrent):
@@ -797,50 +626,6 @@ def _halve(param: torch.Tensor) -> None:
     param.grad.mul_(0.5)
 
 
-class Recursive(Plain):
-    """Blocks that call themselves, a gradient penalty through the last one, and a step along an energy's gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([SelfCalling() for _ in range(3)])
-
-    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        (slope,) = torch.autograd.grad(self.blocks[2](x).square().sum(), x, create_graph=True)
-        return x - 0.01 * slope
-
-
-class SelfCalling(Expert):
-    def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
-        out = x + super().forward(x)
-        again: torch.Tensor = self(out, depth - 1) if depth else out
-        return again
-
-
-UNUSUAL = {
-    "sparse": Sparse, "bag": SparseBag, "complex": Complex, "lazy": Uninitialised, "expanded": Expanded,
-    "transposed": Transposed, "hooked": Hooked, "recursive": Recursive,
-}  # fmt: skip
-
-
-def unusual(strategies: list[str], cases: list[str]) -> dict[str, Any]:
-    """ "<strategy> <case>" → losses or refusal, of models with unusual parameters or calls.
-
-    "<strategy> <case> drawn" is the same model with weights that are drawn by name.
-    """
-    plain = {"optim.name": "sgd", "optim.lr": 0.1, "optim.momentum": 0.0, "optim.weight_decay": 0.0}
-    out: dict[str, Any] = {}
-    for name in strategies:
-        for case in cases:
-            if name == "fsdp" and case in ("hooked", "recursive"):
-                continue
-            out[f"{name} {case}"] = train(UNUSUAL[case], name, **plain)
-            if case in ("lazy", "hooked"):
-                out[f"{name} {case} drawn"] = train(UNUSUAL[case], name, init=normal, **plain)
-    return out
-
-
 class Reentrant(nn.Module):
     """A layer in a reentrant checkpoint(), which hides it from the loss's graph, and one that rank 0 alone uses."""
 
@@ -862,3 +647,58 @@ def reentrant() -> list[float]:
         for _ in range(2):
             job.step([torch.ones(2, WIDTH)], lambda model, x: model(x, rank == 0).pow(2).sum(), len)
         return [float((param - old).norm()) for param, old in zip(params, before, strict=True)]
+
+
+SGD = {"optim.name": "sgd", "optim.lr": 0.1, "optim.weight_decay": 0.0}
+"""AdamW would hide a wrong scale."""
+PLAIN_SGD = SGD | {"optim.momentum": 0.0}
+BF16 = {"precision.mode": "bf16"}
+CASES: dict[str, dict[str, Any]] = {
+    # The ranks use different parts.
+    "nested": {"build": Experts}, "top": {"build": TopExperts}, "named": {"build": NamedExperts},
+    "leaver": {"build": Leaver}, "together": {"build": Together, "steps": 6},
+    "late": {"build": Late, "batches": late, "steps": 5},
+    "top, by class": {"build": TopExperts, "block_classes": (ExpertLayer,)},
+    "top, not looked for": {"build": TopExperts, "parallel.find_unused": False},
+    "named, looked for": {"build": NamedExperts, "parallel.find_unused": True},
+    # A rank needs a part of the blocks.
+    "branch": {"build": Branched, "batches": on_one_rank},
+    "branch, recomputed": {"build": Branched, "batches": on_one_rank, "activation.policy": "full"},
+    "branch, accumulated": {"build": Branched, "batches": on_one_rank, "micro_batches": 0},
+    "branch, idle": {"build": Branched, "batches": in_two_of_three},
+    "branch, late": {"build": Branched, "batches": later_on_one_rank},
+    # The last micro-batches of all ranks leave a block out.
+    "early": {"build": EarlyBlock, "micro_batches": 0},
+    "early, reentrant": {"build": EarlyReentrant, "micro_batches": 0},
+    # No rank uses an expert in some steps.
+    "idle": {"build": Experts, "batches": idle, "steps": 6},
+    "idle, accumulated": {"build": Experts, "batches": idle, "steps": 6, "micro_batches": 2},
+    "idle, clipped": {"build": Experts, "batches": idle, "steps": 3, "train.max_norm": 0.1},
+    "rare": {"build": RareExperts, "batches": idle, "steps": 6, "micro_batches": 0},
+    # Types and calls.
+    "mixed": {"build": Mixed, **BF16}, "mixed, autocast": {"build": Mixed, **BF16, "precision.autocast": True},
+    "prepared": {"build": Preprocessed, "loss": prepared, "init": normal},
+    "round": {"build": Plain, "loss": round_the_call},
+    # Unusual parameters; "drawn": by their names.
+    "sparse": {"build": Sparse, **PLAIN_SGD}, "bag": {"build": SparseBag, **PLAIN_SGD},
+    "complex": {"build": Complex, **PLAIN_SGD}, "expanded": {"build": Expanded, **PLAIN_SGD},
+    "lazy": {"build": Uninitialised, **PLAIN_SGD}, "lazy, drawn": {"build": Uninitialised, "init": normal, **PLAIN_SGD},
+    "hooked, drawn": {"build": Hooked, "init": normal, **PLAIN_SGD},
+    # Other people's models.
+    **{
+        name: {"build": build, "batches": batches, "loss": loss, **SGD, "train.max_norm": 1.0}
+        for name, (build, batches, loss) in MODELS.items()
+    },
+}  # fmt: skip
+"""Case → the arguments of `train`."""
+
+
+def trained(todo: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """What `train` returns for each (strategy, case); "zero1 offload" is a strategy, too."""
+    out = {}
+    for name, case in todo:
+        strategy, _, offload = name.partition(" ")
+        parts = ["optimizer", "param"] if strategy == "zero3" else ["optimizer"]
+        offloaded = {f"parallel.offload_{part}": "cpu" for part in parts} if offload else {}
+        out[name, case] = train(strategy=strategy, **CASES[case], **offloaded)
+    return out

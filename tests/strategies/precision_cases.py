@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardkit.checkpoint.native.manifest import RunState
+from shardkit.checkpoint.save import Checkpointer
 from shardkit.config.schema import PrecisionConfig
 from shardkit.parallel.precision import loss_scaler, to_device
 from shardkit.run.checks import count_dtypes
-from shardkit.run.job import start
+from shardkit.run.job import Job, StepResult, start
 from shardkit.strategies.base import StepRequest
 from tests.strategies import cases
 
@@ -23,6 +25,20 @@ def settings(name: str, world: int, optimizer: str = "adamw_clipped", **extra: A
     return cases.overrides(name, world, optimizer) | extra
 
 
+def jobs(names: list[str], **extra: Any) -> Iterator[tuple[str, Job]]:
+    """A job of each strategy in turn, with the cases' model and `extra` settings."""
+    for name in names:
+        with start(None, settings(name, dist.get_world_size()) | extra) as job:
+            cases.wrap(job)
+            yield name, job
+        gc.collect()
+
+
+def step(job: Job, number: int) -> StepResult:
+    batches = cases.micro_batches(number, job.world.rank, job.world.size)
+    return job.step(batches, cases.loss_fn, cases.n_targets)
+
+
 def curves(names: list[str], extra: dict[str, Any], steps: int = 4) -> dict[str, Curve]:
     """Losses and norms of each strategy under `extra` settings."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -31,15 +47,11 @@ def curves(names: list[str], extra: dict[str, Any], steps: int = 4) -> dict[str,
 
 def types(names: list[str], extra: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
     """Bytes of state by category and type after two steps."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     out = {}
-    for name in names:
-        with start(None, settings(name, world) | extra) as job:
-            cases.wrap(job)
-            for step in range(2):
-                job.step(cases.micro_batches(step, rank, world), cases.loss_fn, cases.n_targets)
-            out[name] = count_dtypes(job.strategy)
-        gc.collect()
+    for name, job in jobs(names, **extra):
+        for number in range(2):
+            step(job, number)
+        out[name] = count_dtypes(job.strategy)
     return out
 
 
@@ -85,72 +97,46 @@ class Overflow(torch.autograd.Function):
 
 
 def averages(names: list[str], decay: float, steps: int = 4) -> dict[str, Any]:
-    """(sum and square sum of every averaged weight, loss with averages, loss of the next step) of each strategy."""
+    """Of each strategy: (sum, square sum) of every averaged weight, losses with averages and without them,
+    the loss of the next step, and how many elements this rank averages of how many."""
     rank, world = dist.get_rank(), dist.get_world_size()
     out = {}
-    for name in names:
-        with start(None, settings(name, world) | {"train.ema_decay": decay}) as job:
-            cases.wrap(job)
-            for step in range(steps):
-                job.step(cases.micro_batches(step, rank, world), cases.loss_fn, cases.n_targets)
-            local: dict[str, tuple[float, float]] = {}
-            for shard in job.strategy.shards():
-                if shard.name.startswith("ema.") and shard.replica == 0:
-                    values = shard.local.double()
-                    before = local.get(shard.name, (0.0, 0.0))
-                    local[shard.name] = (before[0] + float(values.sum()), before[1] + float(values.square().sum()))
-            with torch.no_grad(), job.strategy.evaluating():
-                judged = held_out(job.model, rank, world)
-            with torch.no_grad():
-                plain = held_out(job.model, rank, world)
-            after = job.step(cases.micro_batches(steps, rank, world), cases.loss_fn, cases.n_targets).loss
-            out[name] = (local, judged, plain, after)
-        gc.collect()
-    return out
-
-
-def averaged(names: list[str], decay: float = 0.5) -> dict[str, tuple[int, int, int]]:
-    """(weights of the model, elements of averages that this rank keeps, times a step looked at all of the state)."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    out = {}
-    for name in names:
-        with start(None, settings(name, world) | {"train.ema_decay": decay}) as job:
-            cases.wrap(job)
-            job.step(cases.micro_batches(0, rank, world), cases.loss_fn, cases.n_targets)
-            kept = sum(s.local.numel() for s in job.strategy.load_targets() if s.name.startswith("ema."))
-            whole = sum(getattr(p, "ds_numel", p.numel()) for p in job.model.parameters())
-            looked: list[str] = []
-            for verb in ("shards", "load_targets"):
-                look = getattr(job.strategy.inner, verb)  # type: ignore[attr-defined]
-                seen = partial(lambda out, verb, look: out.append(verb) or look(), looked, verb, look)
-                setattr(job.strategy.inner, verb, seen)  # type: ignore[attr-defined]
-            job.step(cases.micro_batches(1, rank, world), cases.loss_fn, cases.n_targets)
-            out[name] = whole, kept, len(looked)
-        gc.collect()
+    for name, job in jobs(names, **{"train.ema_decay": decay}):
+        for number in range(steps):
+            step(job, number)
+        local: dict[str, tuple[float, float]] = {}
+        for shard in job.strategy.shards():
+            if shard.name.startswith("ema.") and shard.replica == 0:
+                values = shard.local.double()
+                before = local.get(shard.name, (0.0, 0.0))
+                local[shard.name] = (before[0] + float(values.sum()), before[1] + float(values.square().sum()))
+        kept = sum(shard.local.numel() for shard in job.strategy.load_targets() if shard.name.startswith("ema."))
+        whole = sum(getattr(p, "ds_numel", p.numel()) for p in job.model.parameters())
+        with torch.no_grad(), job.strategy.evaluating():
+            judged = held_out(job.model, rank, world)
+        with torch.no_grad():
+            plain = held_out(job.model, rank, world)
+        out[name] = (local, judged, plain, step(job, steps).loss, (kept, whole))
     return out
 
 
 def skipped(names: list[str]) -> dict[str, tuple[bool, bool, float]]:
     """Of a step that loss scaling skips: whether averages and weights stayed, and the scale after it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    config = PrecisionConfig(mode="fp16", loss_scale_init_power=1)
     out = {}
-    for name in names:
-        with start(None, settings(name, world) | {"train.ema_decay": 0.5}) as job:
-            cases.wrap(job)
-            job.step(cases.micro_batches(0, rank, world), cases.loss_fn, cases.n_targets)  # weights leave the averages
-            scaler = loss_scaler(config, torch.device("cpu"))
-            scaler.scale(torch.ones(()))  # as a backward does first
-            job.strategy.inner._scaler = scaler  # type: ignore[attr-defined]
-            before = {s.name: s.local.clone() for s in job.strategy.load_targets()}
-            for param in job.model.parameters():
-                param.grad = torch.full_like(param, float("inf"))
-            job.strategy.step(StepRequest())
-            stayed = {s.name: torch.equal(s.local, before[s.name]) for s in job.strategy.load_targets()}
-            averages = all(same for name, same in stayed.items() if name.startswith("ema."))
-            weights = all(same for name, same in stayed.items() if name.startswith("model."))
-            out[name] = averages, weights, job.strategy.loss_scale()
-        gc.collect()
+    for name, job in jobs(names, **{"train.ema_decay": 0.5}):
+        step(job, 0)  # weights leave the averages
+        scaler = loss_scaler(PrecisionConfig(mode="fp16", loss_scale_init_power=1), torch.device("cpu"))
+        scaler.scale(torch.ones(()))  # as a backward does first
+        job.strategy.inner._scaler = scaler  # type: ignore[attr-defined]
+        before = {s.name: s.local.clone() for s in job.strategy.load_targets()}
+        for param in job.model.parameters():
+            param.grad = torch.full_like(param, float("inf"))
+        job.strategy.step(StepRequest())
+        stayed = {s.name: torch.equal(s.local, before[s.name]) for s in job.strategy.load_targets()}
+        averages, weights = (
+            all(same for name, same in stayed.items() if name.startswith(kind)) for kind in ("ema.", "model.")
+        )
+        out[name] = averages, weights, job.strategy.loss_scale()
     return out
 
 
@@ -197,52 +183,37 @@ def matrix(
 
 def averages_through_a_checkpoint(root: str, saver: str, loaders: list[str]) -> dict[str, dict[str, float]]:
     """Square sums on this rank of what `saver` wrote and each loader read, `ema.` and `model.` apart."""
-    from shardkit.checkpoint.native.manifest import RunState
-    from shardkit.checkpoint.save import Checkpointer
-
-    rank, world = dist.get_rank(), dist.get_world_size()
     out = {}
-    for name in [saver, *loaders]:
-        with start(None, settings(name, world) | {"train.ema_decay": 0.5}) as job:
-            cases.wrap(job)
-            checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, root, timeout_s=60)
-            if name == saver:
-                for step in range(3):
-                    job.step(cases.micro_batches(step, rank, world), cases.loss_fn, cases.n_targets)
-                checkpoints.save(RunState(step=3, seed=0))
-            else:
-                assert checkpoints.resume(root) is not None
-            sums: dict[str, float] = {}
-            for shard in job.strategy.shards():
-                if shard.replica == 0 and shard.name.startswith(("ema.", "model.")):
-                    sums[shard.name] = sums.get(shard.name, 0.0) + float(shard.local.double().square().sum())
-            out[name] = sums
-            checkpoints.close()
-        gc.collect()
+    for name, job in jobs([saver, *loaders], **{"train.ema_decay": 0.5}):
+        checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, root, timeout_s=60)
+        if name == saver:
+            for number in range(3):
+                step(job, number)
+            checkpoints.save(RunState(step=3, seed=0))
+        else:
+            assert checkpoints.resume(root) is not None
+        sums: dict[str, float] = {}
+        for shard in job.strategy.shards():
+            if shard.replica == 0 and shard.name.startswith(("ema.", "model.")):
+                sums[shard.name] = sums.get(shard.name, 0.0) + float(shard.local.double().square().sum())
+        out[name] = sums
+        checkpoints.close()
     return out
 
 
 def resumed_curve(root: str, extra: dict[str, Any]) -> tuple[Curve, Curve]:
     """Steps 3 to 5 of a run that went through, and of one that was saved after step 3 and resumed."""
-    from shardkit.checkpoint.native.manifest import RunState
-    from shardkit.checkpoint.save import Checkpointer
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    name = "single" if world == 1 else "ddp"
     curves: list[Curve] = []
-    for resume in (False, True):
-        with start(None, settings(name, world) | extra) as job:
-            cases.wrap(job)
-            checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, root, timeout_s=60)
-            if resume:
-                assert checkpoints.resume(root) is not None
-            curve = []
-            for step in range(3 if resume else 0, 6):
-                result = job.step(cases.micro_batches(step, rank, world), cases.loss_fn, cases.n_targets)
-                curve.append((result.loss, result.grad_norm))
-                if step == 2:
-                    checkpoints.save(RunState(step=3, seed=0))
-            curves.append(curve[-3:])
-            checkpoints.close()
-        gc.collect()
+    for _, job in jobs(["ddp", "ddp"], **extra):
+        checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, root, timeout_s=60)
+        if curves:
+            assert checkpoints.resume(root) is not None
+        curve = []
+        for number in range(3 if curves else 0, 6):
+            result = step(job, number)
+            curve.append((result.loss, result.grad_norm))
+            if number == 2:
+                checkpoints.save(RunState(step=3, seed=0))
+        curves.append(curve[-3:])
+        checkpoints.close()
     return curves[0], curves[1]

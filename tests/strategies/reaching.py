@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardkit.errors import ConfigError
-from shardkit.run.job import start
-from tests.strategies.foreign import ROWS, VOCAB, WIDTH, next_token, settings, tokens
+from tests.strategies.foreign import VOCAB, WIDTH, next_token, tokens, train
 
 
 class Inner(nn.Module):
@@ -120,53 +117,6 @@ class MethodCalled(Model):
         return x + self.blocks[2].score(x)  # type: ignore[no-any-return]
 
 
-class Recursive(Inner):
-    """Calls itself last."""
-
-    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-        x = x + torch.tanh(self.mix(self.norm(x)))
-        out: torch.Tensor = self(x, depth - 1) if depth else x
-        return out
-
-
-class Penalty(Model):
-    """Takes gradients of gradients in forward, through blocks, and refines the state by a gradient."""
-
-    def through(self, x: torch.Tensor) -> torch.Tensor:
-        energy = self.blocks[0](x).pow(2).sum() + self.blocks[2](x).pow(2).sum()
-        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
-        return super().through(x - 0.01 * slope) + 0.1 * slope.pow(2).mean((1, 2), True)
-
-
-class View(Inner):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)[:, :]
-
-
-class ViewsChanged(Model):
-    def __init__(self) -> None:
-        super().__init__(View)
-
-    def through(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            y = block(x)
-            y += x
-            x = y
-        return x
-
-
-class Laid(Model):
-    """Hooks on parameters and weights that are not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].mix.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t() / WIDTH)
-        for param in (self.blocks[1].mix.weight, self.head.weight):
-            param.register_hook(lambda grad: 0.5 * grad)
-        nn.utils.parametrizations.orthogonal(self.blocks[1].mix)
-        nn.utils.parametrizations.spectral_norm(self.blocks[2].mix)
-
-
 class Alone(nn.Module):
     """Without blocks; what it returns is a view, which the loss changes."""
 
@@ -210,47 +160,26 @@ class SideLoss(Model):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "shared in shared": SharedInShared, "tied": Tied, "tied head": TiedHead,
-    "recursive": lambda: Model(Recursive), "penalty": Penalty, "views": ViewsChanged, "laid": Laid,
-    "alone": Alone,
+    "shared in shared": SharedInShared, "tied": Tied, "tied head": TiedHead, "alone": Alone,
 }  # fmt: skip
-ARMS: dict[str, dict[str, Any]] = {
-    "fsdp": {},
-    "kept": {"parallel.reshard_after_forward": False},
-    "no sync": {"parallel.no_sync": True},
-    "recomputed": {"activation.policy": "full"},
-    "offload": {"parallel.offload_param": "cpu", "parallel.offload_optimizer": "cpu"},
-}
+"""What no graph of the campaign has."""
 
 
-def curves(strategy: str, arms: list[str], models: list[str] | None = None) -> dict[str, Any]:
-    """ "<model> <arm>" → (loss, norm) of each step, or the refusal; two micro-batches a step."""
+def curves(strategy: str, policies: list[str]) -> dict[tuple[str, str], Any]:
+    """(model, activation policy) → losses and the last norm, or the refusal."""
     return {
-        f"{name} {arm}": curve(MODELS[name], strategy, ARMS[arm])
-        for name in models or MODELS
-        for arm in arms
-        if arm != "recomputed" or MODELS[name] is not Alone
+        (name, policy): curve(build, strategy, {"activation.policy": policy})
+        for name, build in MODELS.items()
+        for policy in policies
+        if policy == "none" or build is not Alone
     }
 
 
-def curve(build: Callable[[], nn.Module], strategy: str, extra: dict[str, Any]) -> list[tuple[float, float]] | str:
-    import torch.distributed as dist
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    try:
-        with start(None, settings(strategy, **{"train.grad_accum_steps": 2, **extra})) as job:
-            job.wrap(build)
-            found = []
-            for step in range(5):
-                rows = tokens(step, 2 * ROWS).chunk(world)[rank].chunk(2)
-                result = job.step(list(rows), doubled if build is Alone else next_token, torch.Tensor.numel)
-                found.append((result.loss, result.grad_norm))
-            return found
-    except ConfigError as error:
-        return str(error)
-    finally:
-        gc.collect()
+def curve(build: Callable[[], nn.Module], strategy: str, extra: dict[str, Any]) -> list[float] | str:
+    """Of five steps with two micro-batches."""
+    loss = doubled if build is Alone else next_token
+    batches = lambda step, rows: tokens(step, 2 * rows)  # noqa: E731
+    return train(build, strategy, batches, loss, steps=5, micro_batches=2, **extra)
 
 
 class Leftover(Model):
@@ -299,7 +228,7 @@ class ByRank(Model):
 
 
 def refusals() -> dict[str, Any]:
-    """Model → its refusal, or its curve."""
+    """Model → its refusal, or its losses."""
     kinds = (Leftover, SideLoss, Late, InPlace, ByRank, PartCalled, WeightRead, MethodCalled)
     return {kind.__name__: curve(kind, "fsdp", {}) for kind in kinds}
 

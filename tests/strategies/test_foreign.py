@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from shardkit.parallel.blocks import describe_blocks, find_blocks, n_values
 from shardkit.parallel.optim import matrices_of_blocks
 from tests.ranks import run_ranks
 from tests.strategies.foreign import (
+    CASES,
     MODELS,
     Complex,
     Expert,
@@ -28,6 +30,7 @@ ENGINES = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
 SHARED = ["ddp", "fsdp", "zero2", "zero3"]
 SHARDED = ["fsdp", "zero2", "zero3"]
 FOREIGN_TOLERANCE = 5e-6
+MIXTURES = ("mixtral", "qwen2_moe")
 TOLERANCE = 2e-6
 """Absolute, on the losses of the first steps, near 4: what another order of additions in fp32 makes of them."""
 
@@ -35,38 +38,45 @@ TOLERANCE = 2e-6
 FOREIGN = "tests.strategies.foreign:"
 
 
-def both(function: str, **kwargs: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What one process finds, and each of two ranks."""
-    (one,) = run_ranks(1, FOREIGN + function, strategies=["single"], **kwargs)
-    return one, run_ranks(2, FOREIGN + function, strategies=SHARED, **kwargs)
+def trained(world: int, todo: list[tuple[str, str]], timeout: float = 180) -> dict[tuple[str, str], Any]:
+    """What every rank finds."""
+    first, *others = run_ranks(world, FOREIGN + "trained", todo=todo, timeout=timeout)
+    assert all(other == first for other in others), "every rank ends with the same words"
+    return first  # type: ignore[no-any-return]
+
+
+def alone(cases: Iterable[str]) -> dict[str, Any]:
+    """What one process finds."""
+    return {case: found for (_, case), found in trained(1, [("single", case) for case in cases], 600).items()}
+
+
+CLASS = "block_classes that every rank calls (ExpertLayer)"
+CHOOSING: dict[tuple[str, str], str | None] = {
+    **{(name, case): None for name in ("ddp", "fsdp", "zero2") for case in ("nested", "named", "top, by class")},
+    ("ddp", "top"): None, ("ddp", "named, looked for"): None, ("ddp", "together"): None, ("fsdp", "together"): None,
+    ("zero2", "together"): "no gradient in this step", ("zero2", "top"): CLASS, ("zero2", "leaver"): "",
+    ("fsdp", "top"): "calls mixture.parts.0 where rank 1 calls mixture.parts.2 (step 1)",
+    ("fsdp", "leaver"): "is at the end of forward where rank 1 calls blocks.2 (step 1)",
+    ("fsdp", "late"): "rank 0 calls blocks.3 where rank 1 calls blocks.2 (step 4)",  # found by the step's end
+    ("ddp", "top, not looked for"): "depends on 8 parameters that rank 1's does not depend on",
+}  # fmt: skip
+"""(strategy, case) → the words of the refusal; `None` = it trains."""
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_experts_chosen_by_the_data_train_as_in_one_process_or_are_refused_by_name() -> None:
-    cases = ["nested", "top", "named", "leaver", "together"]
-    (one,) = run_ranks(1, FOREIGN + "by_expert", strategies=["single"], cases=cases)
-    first, second = run_ranks(2, FOREIGN + "by_expert", strategies=["ddp", "fsdp", "zero2"], cases=cases)
-    assert first == second, "every rank ends with the same words"
-    for case in ("ddp top", "ddp named True"):
-        assert first.pop(case) == pytest.approx(one[f"single {case.split()[1]}"], abs=TOLERANCE), case
-    for name in ("ddp", "fsdp", "zero2"):
-        assert first.pop(f"{name} nested") == pytest.approx(one["single nested"], abs=TOLERANCE), name
-        assert first.pop(f"{name} named") == pytest.approx(one["single named"], abs=TOLERANCE), name
-        assert first.pop(f"{name}+class top") == pytest.approx(one["single top"], abs=TOLERANCE), name
-    for name in ("ddp", "fsdp"):
-        assert first.pop(f"{name} together") == pytest.approx(one["single together"], abs=TOLERANCE), name
-    assert "no gradient in this step" in first.pop("zero2 together")
-    assert isinstance(first.pop("ddp leaver"), list), "trains; one process would leave at another depth"
-    assert all(isinstance(words, str) for words in first.values()), first
-    assert "calls mixture.parts.0 where rank 1 calls mixture.parts.2 (step 1)" in first["fsdp top"]
-    assert "block_classes that every rank calls (ExpertLayer)" in first["fsdp top"]
-    assert "block_classes that every rank calls (ExpertLayer)" in first["zero2 top"]
-    assert "is at the end of forward where rank 1 calls blocks.2 (step 1)" in first["fsdp leaver"]
-    assert "rank 0 calls blocks.3 where rank 1 calls blocks.2 (step 4)" in first["fsdp late"], "found by the step's end"
-    assert "depends on 8 parameters that rank 1's does not depend on" in first["ddp top False"]
-    assert first["ddp top False"].endswith("fix: remove parallel.find_unused")
+    one = alone(["nested", "top", "named", "together"])
+    found = trained(2, [*CHOOSING, ("ddp", "leaver")])
+    assert isinstance(found.pop(("ddp", "leaver")), list), "trains; one process would leave at another depth"
+    for (name, case), words in CHOOSING.items():
+        if words is None:
+            assert found[name, case] == pytest.approx(one[case.partition(",")[0]], abs=TOLERANCE), (name, case)
+        else:
+            assert isinstance(found[name, case], str) and words in found[name, case], (name, case, found[name, case])
+    assert CLASS in found["fsdp", "top"]
+    assert found["ddp", "top, not looked for"].endswith("fix: remove parallel.find_unused")
 
 
 OFFLOADED = [f"zero{stage}{offload}" for stage in (1, 2, 3) for offload in ("", " offload")]
@@ -76,24 +86,24 @@ OFFLOADED = [f"zero{stage}{offload}" for stage in (1, 2, 3) for offload in ("", 
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
-    ("function", "strategies"),
+    ("cases", "strategies"),
     [
-        pytest.param("by_branch", ENGINES, id="a part that one rank needs"),
-        pytest.param("early_block", ["ddp", "fsdp", *OFFLOADED], id="a block that last micro-batches leave out"),
-        pytest.param("idle_experts", ["ddp", "zero1", "zero2", "zero3"], id="an expert that no rank uses"),
+        pytest.param([case for case in CASES if case.startswith("branch")], ENGINES, id="a part that one rank needs"),
+        pytest.param(["early", "early, reentrant"], ["ddp", "fsdp", *OFFLOADED],
+                     id="a block that last micro-batches leave out"),
+        pytest.param([*(case for case in CASES if case.startswith("idle")), "rare"], ["ddp", "zero1", "zero2", "zero3"],
+                     id="an expert that no rank uses"),
     ],
-)
-def test_what_is_left_out_at_times_trains_as_in_one_process(function: str, strategies: list[str]) -> None:
+)  # fmt: skip
+def test_what_is_left_out_at_times_trains_as_in_one_process(cases: list[str], strategies: list[str]) -> None:
     """By AdamW with weight decay: the losses and the last norm."""
-    (one,) = run_ranks(1, FOREIGN + function, strategies=["single"])
-    first, second = run_ranks(2, FOREIGN + function, strategies=strategies, timeout=200)
-    assert first == second
-    for case, found in first.items():
-        want = one.get(" ".join(["single", *case.split()[1:]]), one["single"])
-        if case.startswith("zero") and case.endswith("idle"):
+    one = alone(cases)
+    todo = [(name, case) for name in strategies for case in cases if (name, case) != ("fsdp", "early, reentrant")]
+    for (name, case), found in trained(2, todo, 200).items():
+        if name.startswith("zero") and case == "branch, idle":
             assert "12 of 29 parameters got no gradient in this step on any rank (blocks.0.branch.0.weight, …)" in found
         else:
-            assert found == pytest.approx(want, abs=TOLERANCE), case
+            assert found == pytest.approx(one[case], abs=TOLERANCE), (name, case)
 
 
 @pytest.mark.slow
@@ -123,34 +133,31 @@ def test_checkpoints_of_uncommon_weights_travel(
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_zero3_refuses_blocks_that_some_ranks_skip_before_it_gathers_them() -> None:
-    first, second = run_ranks(2, FOREIGN + "by_expert", strategies=["zero3"], cases=["leaver"], timeout=120)
-    assert first == second
-    assert "rank 1 calls blocks.2" in first["zero3 leaver"], first
+    assert "rank 1 calls blocks.2" in trained(2, [("zero3", "leaver")], 120)["zero3", "leaver"]
+
+
+CAUSES = {
+    "sparse": "embed.weight is an Embedding with sparse=True", "bag": "bag.weight is an EmbeddingBag with sparse=True",
+    "lazy": "weight of LazyLinear has no size", "lazy, drawn": "weight of LazyLinear has no size",
+    "expanded": "head.bias is expanded", "complex": "cannot shard complex parameters",
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
-def test_unusual_parameters_and_calls_train_as_in_one_process_or_are_refused_when_the_model_is_wrapped() -> None:
-    trained, refused = ["transposed", "hooked", "recursive"], ["sparse", "bag", "lazy", "expanded", "complex"]
-    (one,) = run_ranks(1, FOREIGN + "unusual", strategies=["single"], cases=trained + refused)
-    first, second = run_ranks(2, FOREIGN + "unusual", strategies=SHARED, cases=trained + refused, timeout=120)
-    assert first == second
-    causes = {
-        "sparse": "embed.weight is an Embedding with sparse=True",
-        "bag": "bag.weight is an EmbeddingBag with sparse=True",
-        "lazy": "weight of LazyLinear has no size", "expanded": "head.bias is expanded",
-        "complex": "cannot shard complex parameters",
-    }  # fmt: skip
-    for key, found in (one | first).items():
-        name, case, *_ = key.split()
-        if case in trained or (case == "complex" and name in ("single", "ddp")):
-            assert found == pytest.approx(one[key.replace(name, "single", 1)], abs=TOLERANCE), key
+def test_unusual_parameters_train_as_in_one_process_or_are_refused_when_the_model_is_wrapped() -> None:
+    one = alone([*CAUSES, "hooked, drawn"])
+    todo = [(name, case) for name in SHARED for case in (*CAUSES, "hooked, drawn")]
+    todo.remove(("fsdp", "hooked, drawn"))
+    found = trained(2, todo, 120) | {("single", case): words for case, words in one.items()}
+    for (name, case), result in found.items():
+        if case == "hooked, drawn" or (case == "complex" and name in ("single", "ddp")):
+            assert result == pytest.approx(one[case], abs=TOLERANCE), (name, case)
         else:
-            assert isinstance(found, str) and causes[case] in found, (key, found)
+            assert isinstance(result, str) and CAUSES[case] in result, (name, case, result)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
@@ -168,20 +175,24 @@ def test_parameters_that_are_one_number_train_everywhere_and_checkpoints_with_th
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_a_model_that_mixes_types_trains_under_autocast_or_is_refused_with_it_as_the_advice() -> None:
-    one, (found, _) = both("mixed")
-    for name in SHARDED:
-        assert "precision.autocast=true" in found[name].splitlines()[1], found[name]
-        assert found[f"{name}+autocast"] == pytest.approx(one["single"], abs=0.02), "two runs in bf16"
-    assert found["ddp"] == pytest.approx(one["single"], abs=0.02)
+    want = alone(["mixed"])["mixed"]
+    cases = [(name, case) for name in SHARDED for case in ("mixed", "mixed, autocast")]
+    for (name, case), found in trained(2, [("ddp", "mixed"), *cases]).items():
+        if name == "ddp" or "autocast" in case:
+            assert found == pytest.approx(want, abs=0.02), "two runs in bf16"
+        else:
+            assert "precision.autocast=true" in found.splitlines()[1], found
 
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_a_loss_finds_the_attributes_of_its_model_but_may_not_go_round_its_call() -> None:
-    one, (found, _) = both("attributes")
-    for name in SHARED:
-        assert found[name] == pytest.approx(one["single"], abs=TOLERANCE), name
-        assert "call model(...) in the loss" in found[f"{name} round"], name
+    want = alone(["prepared"])["prepared"]
+    for (name, case), found in trained(2, [(name, case) for name in SHARED for case in ("prepared", "round")]).items():
+        if case == "prepared":
+            assert found == pytest.approx(want, abs=TOLERANCE), name
+        else:
+            assert "call model(...) in the loss" in found, name
 
 
 @pytest.mark.slow
@@ -192,36 +203,19 @@ def test_a_model_may_import_what_it_needs_when_it_is_built_under_zero3() -> None
     assert isinstance(losses, list), losses
 
 
-@pytest.fixture(scope="module")
-def one_process() -> dict[str, Any]:
-    return run_ranks(1, FOREIGN + "foreign", models=[*MODELS], strategies=["single"], timeout=600)[0]
-
-
-@pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("model", [*MODELS])
-def test_a_foreign_model_has_the_losses_of_one_process_or_is_refused(model: str, one_process: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=pytest.mark.slow if name in MIXTURES else pytest.mark.release) for name in MODELS],
+)  # fmt: skip
+def test_a_foreign_model_has_the_losses_of_one_process(model: str) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
-    first, second = run_ranks(2, FOREIGN + "foreign", models=[model], strategies=SHARED, timeout=400)
-    want = one_process[model]["single"]
+    want = alone([model])[model]
     assert isinstance(want, list) and want[-1] != want[0], want
-    for name in SHARED:
-        assert first[model][name] == pytest.approx(want, rel=FOREIGN_TOLERANCE, abs=FOREIGN_TOLERANCE), name
-    assert first == second
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
-def test_mixtures_of_experts_of_transformers_have_the_losses_of_one_process() -> None:
-    pytest.importorskip("transformers", reason="needs transformers")
-    models = ["mixtral", "qwen2_moe"]
-    (one,) = run_ranks(1, FOREIGN + "foreign", models=models, strategies=["single"])
-    found, _ = run_ranks(2, FOREIGN + "foreign", models=models, strategies=SHARED)
-    for model in models:
-        for name in SHARED:
-            assert found[model][name] == pytest.approx(one[model]["single"], abs=FOREIGN_TOLERANCE), (model, name)
+    rel = 1e-6 if model in MIXTURES else FOREIGN_TOLERANCE
+    for (name, _), found in trained(2, [(name, model) for name in SHARED], 400).items():
+        assert found == pytest.approx(want, rel=rel, abs=FOREIGN_TOLERANCE), name
 
 
 class Towers(nn.Module):

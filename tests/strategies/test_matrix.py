@@ -37,6 +37,7 @@ def agree(found: Curves, single: Curves) -> None:
     for key, curve in found.items():
         limit = 1e-5 if key[1] == "fp32" else bf16
         assert worst(curve, want) <= limit, f"{key}: {curve} instead of {want}"
+        assert key[1] == "fp32" or curve != want, f"{key} did not compute in bf16"
 
 
 @pytest.mark.slow

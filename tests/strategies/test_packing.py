@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
+from tests.strategies.cases import assert_curve
 from tests.tasks.adapters import write_models
 
 EVERY = [(engine, packing) for engine in ("ddp", "fsdp", "zero2", "zero3") for packing in ("packed", "padding_free")]
@@ -30,9 +31,7 @@ def test_engines_keep_documents_apart(model: str, kinds: list[tuple[str, str]]) 
     cases = [(model, engine, packing) for engine, packing in kinds]
     for found in run_ranks(2, body, cases=cases):
         for case, curve in zip(cases, found, strict=True):
-            for step, ((loss, norm), (want_loss, want_norm)) in enumerate(zip(curve, want, strict=True)):
-                assert loss == pytest.approx(want_loss, abs=1e-5), (case, step)
-                assert norm == pytest.approx(want_norm, rel=1e-4), (case, step)
+            assert_curve(curve, want, case)
 
 
 @pytest.mark.slow
@@ -50,6 +49,4 @@ def test_a_run_of_packed_data_an_adapter_and_a_models_folder(packing: str, tmp_p
     (want,) = run_ranks(1, body, cases=[(model, "single") for model in models], **run)
     for found in run_ranks(2, body, cases=[(m, engine) for m in models for engine in ("fsdp", "zero3")], **run):
         for (model, engine), curve in found.items():
-            for (loss, norm), (want_loss, want_norm) in zip(curve, want[model, "single"], strict=True):
-                assert loss == pytest.approx(want_loss, abs=1e-5), (model, engine)
-                assert norm == pytest.approx(want_norm, rel=1e-4), (model, engine)
+            assert_curve(curve, want[model, "single"], (model, engine))

@@ -7,11 +7,9 @@ import pytest
 from tests.ranks import run_ranks
 from tests.strategies import cases
 
-Curve = list[tuple[float, float]]
-
 
 @pytest.fixture(scope="module")
-def single() -> dict[str, Curve]:
+def single() -> dict[str, cases.Curve]:
     return {
         name: run_ranks(1, "tests.strategies.cases:curves", names=["single"], optimizer=name)[0]["single"]
         for name in cases.OPTIMIZERS
@@ -21,7 +19,7 @@ def single() -> dict[str, Curve]:
 QUICK = [(2, "adamw_clipped"), (4, "adamw_clipped")]
 
 
-def test_the_job_itself_is_telling(single: dict[str, Curve]) -> None:
+def test_the_job_itself_is_telling(single: dict[str, cases.Curve]) -> None:
     for curve in single.values():
         assert len(curve) >= 8
         assert curve[0][0] - curve[-1][0] >= 0.3, "the loss must fall, or parity says nothing"
@@ -39,7 +37,9 @@ def test_the_job_itself_is_telling(single: dict[str, Curve]) -> None:
         for optimizer in cases.OPTIMIZERS
     ],
 )
-def test_every_strategy_gives_the_losses_of_one_process(world: int, optimizer: str, single: dict[str, Curve]) -> None:
+def test_every_strategy_gives_the_losses_of_one_process(
+    world: int, optimizer: str, single: dict[str, cases.Curve]
+) -> None:
     names = ["ddp", "fsdp", "zero1", "zero2", "zero3"] if world < 4 else ["hsdp"]
     compare(world, names, optimizer, single)
 
@@ -47,23 +47,18 @@ def test_every_strategy_gives_the_losses_of_one_process(world: int, optimizer: s
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
-def test_offload_gives_the_losses_of_one_process(single: dict[str, Curve]) -> None:
+def test_offload_gives_the_losses_of_one_process(single: dict[str, cases.Curve]) -> None:
     names = ["zero1+optimizer", "zero2+optimizer", "zero3+optimizer", "zero3+optimizer+param", "fsdp+optimizer+param"]
     compare(2, names, "adamw_clipped", single)
 
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-def test_one_process_with_offload_gives_the_same_losses(single: dict[str, Curve]) -> None:
+def test_one_process_with_offload_gives_the_same_losses(single: dict[str, cases.Curve]) -> None:
     compare(1, ["ddp", "fsdp", "zero2+optimizer", "zero3+optimizer+param"], "adamw_clipped", single)
 
 
-def compare(world: int, names: list[str], optimizer: str, single: dict[str, Curve]) -> None:
-    """Every case's loss within 1e-5 and norm within 1e-4 relative of the single run, at each step, on each rank."""
+def compare(world: int, names: list[str], optimizer: str, single: dict[str, cases.Curve]) -> None:
     for rank_result in run_ranks(world, "tests.strategies.cases:curves", names=names, optimizer=optimizer):
         for name, curve in rank_result.items():
-            for step, ((loss, norm), (want_loss, want_norm)) in enumerate(zip(curve, single[optimizer], strict=True)):
-                assert abs(loss - want_loss) <= 1e-5, f"{name} step {step}: loss {loss} instead of {want_loss}"
-                assert abs(norm - want_norm) <= 1e-4 * want_norm, (
-                    f"{name} step {step}: norm {norm} instead of {want_norm}"
-                )
+            cases.assert_curve(curve, single[optimizer], name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType, SimpleNamespace
@@ -108,14 +108,6 @@ class Pair(NamedTuple):
     second: Any
 
 
-def test_a_batch_keeps_its_form_on_the_way_to_the_device() -> None:
-    ones = torch.ones(2)
-    moved = step.to_device({"a": [ones, "text"], "b": (ones, 1), "c": Pair(ones, {"d": ones})}, torch.device("meta"))
-    assert moved["a"][0].is_meta and moved["a"][1] == "text" and isinstance(moved["a"], list)
-    assert moved["b"][0].is_meta and moved["b"][1] == 1 and isinstance(moved["b"], tuple)
-    assert isinstance(moved["c"], Pair) and moved["c"].first.is_meta and moved["c"].second["d"].is_meta
-
-
 @dataclass(frozen=True)
 class Frozen:
     x: torch.Tensor
@@ -159,25 +151,40 @@ class Graph:
         return Graph(self.edges.to(device))
 
 
-def test_batches_of_other_types_are_moved_whole() -> None:
-    """Mappings, dataclasses and objects that move themselves; the given batch stays on its device."""
+Form = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+FORMS: dict[str, Form] = {
+    "dict of lists": (lambda x: {"a": [x, "text"]}, lambda batch: batch["a"][0]),
+    "tuple": (lambda x: (x, 1), lambda batch: batch[0]),
+    "named tuple": (lambda x: Pair(x, {"d": x}), lambda batch: batch.second["d"]),
+    "defaultdict": (lambda x: defaultdict(list, b=[x]), lambda batch: [*batch["new"], *batch["b"]][0]),
+    "proxy of a mapping": (lambda x: MappingProxyType({"d": x}), lambda batch: batch["d"]),
+    "frozen dataclass": (lambda x: Frozen(x, 1), lambda batch: batch.x),
+    "dataclass with slots": (lambda x: Slotted({"x": x}, "word"), lambda batch: batch.inner["x"]),
+    "moves itself": (Graph, lambda batch: batch.edges),
+    "packed sequence": (lambda x: nn.utils.rnn.pack_sequence([x]), lambda batch: batch.data),
+}
+"""How a batch holds a tensor, and where the tensor is found."""
+
+
+@pytest.mark.parametrize(("make", "find"), FORMS.values(), ids=FORMS)
+def test_a_batch_keeps_its_form_on_the_way_to_the_device(
+    make: Callable[[torch.Tensor], Any], find: Callable[[Any], torch.Tensor]
+) -> None:
+    batch = make(torch.ones(2))
+    moved = step.to_device(batch, torch.device("meta"))
+    assert type(moved) is type(batch) and find(moved).is_meta
+    assert not find(batch).is_meta, "the given batch stays on its device"
+
+
+def test_batches_of_transformers_and_what_holds_no_tensor() -> None:
     transformers = pytest.importorskip("transformers")
     ones, meta = torch.ones(2), torch.device("meta")
     encoding = transformers.BatchEncoding({"input_ids": ones, "nested": [{"mask": ones}]})
     moved = step.to_device(encoding, meta)
     assert type(moved) is transformers.BatchEncoding and moved.input_ids.is_meta and moved["nested"][0]["mask"].is_meta
-    assert not encoding.input_ids.is_meta
     output = step.to_device(transformers.modeling_outputs.BaseModelOutput(last_hidden_state=ones), meta)
     assert output.last_hidden_state.is_meta and output["last_hidden_state"].is_meta
-    ordered = step.to_device({"a": defaultdict(list, b=[ones]), "c": MappingProxyType({"d": ones})}, meta)
-    assert ordered["a"]["b"][0].is_meta and ordered["a"]["new"] == [] and ordered["c"]["d"].is_meta
-    frozen = step.to_device(Frozen(ones, 1), meta)
-    assert type(frozen) is Frozen and frozen.x.is_meta and frozen.size == 1
-    slotted = Slotted({"x": ones}, "word")
-    assert step.to_device(slotted, meta).inner["x"].is_meta and not slotted.inner["x"].is_meta
-    assert step.to_device([Graph(ones)], meta)[0].edges.is_meta
-    packed = step.to_device(nn.utils.rnn.pack_sequence([ones]), meta)
-    assert packed.data.is_meta and not packed.batch_sizes.is_meta, "torch keeps the lengths on the CPU"
+    assert step.to_device(Frozen(ones, 1), meta).size == 1
     assert step.to_device(Listed(("a", 1)), meta)["a"] == 1
     assert step.to_device({"kind": Frozen, "text": "a"}, meta) == {"kind": Frozen, "text": "a"}
     with pytest.raises(ConfigError, match="a batch holds a Listed, which cannot be copied"):

@@ -1,4 +1,4 @@
-"""Models with towers train whichever ranks enter which tower in which step; `tests.strategies.towers` draws them."""
+"""Models with towers train whichever ranks enter which tower in which step; `graphs.towers` draws them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from shardkit.parallel.blocks import find_blocks, find_parts
 from shardkit.run.job import start
 from tests.ranks import run_ranks
 from tests.strategies.foreign import Expert, Experts
+from tests.strategies.graphs.campaign import Campaign
 from tests.strategies.graphs.engines import ENGINES
-from tests.strategies.towers import Block, Case, Language, Tower, loss_fn, verdicts
+from tests.strategies.graphs.towers import Block, Language, Tower, draw
 
 
 def told(seeds: range, engines: list[str]) -> list[str]:
-    return [
-        f"{outcome} {seed} {engine}: {words}"
-        for seed, engine, outcome, words in verdicts(seeds, engines)
-        if outcome != "equal"
-    ]
+    campaign = Campaign(limit_s=60)
+    campaign.run(map(draw, seeds), engines)
+    return [verdict.line for verdict in campaign.verdicts if verdict.outcome != "equal"]
 
 
 @pytest.mark.dist
@@ -53,13 +52,13 @@ def messages(towers: bool) -> list[int]:
         return begin(world, values)
 
     World.begin_sum = counted  # type: ignore[method-assign]
-    case = Case(2)
+    case = draw(2)
     build = case.build if towers else lambda: nn.Sequential(*(Block() for _ in range(3)), nn.Linear(8, 16))
     with start(None, ENGINES["fsdp"] | {"run.device": "cpu"}) as job:
         job.wrap(build)
         for _ in range(4):
             batch = case.batches(0, job.world.rank, 2)[0] if towers else torch.randn(2, 5, 8)
-            loss = loss_fn if towers else lambda model, batch: model(batch).square().sum()
+            loss = case.loss if towers else lambda model, batch: model(batch).square().sum()
             job.step([batch], loss, lambda batch: 1)
             counts.append(0)
     return counts[1:-1]
@@ -107,7 +106,7 @@ def test_only_towers_make_parts_that_ranks_compare(model: nn.Module, parts: list
 
 
 def test_the_parts_of_a_model_with_towers_are_these_and_what_stands_beside_them() -> None:
-    model = next(built for seed in range(20) if len((built := Case(seed).build()).model.kinds) == 2)
+    model = next(built for seed in range(20) if len((built := draw(seed).build()).model.kinds) == 2)
     parts = find_parts(model, find_blocks(model))
     assert {"model.language", "head", *(f"model.{kind}" for kind in model.model.kinds)} <= {*parts}
     projectors = {

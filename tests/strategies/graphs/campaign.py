@@ -6,13 +6,12 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
-from .case import SAVED_AT, Case, Curve, draw, in_one_process
+from .case import SAVED_AT, Curve, Drawn, in_one_process
 from .engines import ENGINES, WORLDS, Arm, Report
 from .pool import Pool
 from .refusals import reason
@@ -102,13 +101,13 @@ class Campaign:
     verdicts: list[Verdict] = field(default_factory=list)
     starts: int = 0
 
-    def run(self, cases: Iterable[Case], engines: Sequence[str], until: float | None = None) -> None:
+    def run(self, cases: Iterable[Drawn], engines: Sequence[str], until: float | None = None) -> None:
         """Train every case under every engine; no new case begins after `until` (time.monotonic)."""
-        self.run_pairs(product_by_case(cases, engines), until)
+        self.run_pairs(((case, engine) for case in cases for engine in engines), until)
 
-    def run_pairs(self, pairs: Iterable[tuple[Case, str]], until: float | None = None) -> None:
+    def run_pairs(self, pairs: Iterable[tuple[Drawn, str]], until: float | None = None) -> None:
         """The same for pairs of a case and an engine; pairs of one case should follow each other."""
-        last: Case | None = None
+        last: tuple[Drawn, int] | None = None
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="graphs-saved-"))
             pools: dict[int, Pool] = {}
@@ -118,8 +117,8 @@ class Campaign:
                 world = WORLDS.get(engine, 2)
                 if world not in pools:
                     pools[world] = stack.enter_context(Pool(world, self.limit_s))
-                if case is not last:
-                    reference, last = in_one_process(case), case
+                if (case, world) != last:
+                    reference, last = in_one_process(case, world), (case, world)
                 self._judge(pools[world], Arm(case, engine, *resumed_under(case, engine, folder)), reference)
             self.starts += sum(pool.starts for pool in pools.values())
 
@@ -139,44 +138,11 @@ class Campaign:
             found.setdefault(verdict.engine, Counter())[verdict.outcome] += 1
         return {engine: {name: counter[name] for name in OUTCOMES} for engine, counter in found.items()}
 
-    def record(self) -> dict[str, Any]:
-        """Counts by engine, counts of refusals by reason, and each failure: what a campaign's file holds."""
-        return {
-            "counts": self.counts(),
-            "refusals": Counter(reason(v.words) for v in self.verdicts if v.outcome == "refused"),
-            "failures": [_failure(v) for v in self.verdicts if v.outcome not in ("equal", "refused")],
-        }
 
-
-def product_by_case(cases: Iterable[Case], engines: Sequence[str]) -> Iterator[tuple[Case, str]]:
-    """Every case with every engine, without reading all cases first."""
-    for case in cases:
-        for engine in engines:
-            yield case, engine
-
-
-def _failure(verdict: Verdict) -> dict[str, Any]:
-    case, arm = verdict.arm.case, verdict.arm
-    return {
-        "seed": case.seed, "engine": verdict.engine, "arm": arm.engine, "then": arm.then, "outcome": verdict.outcome,
-        "features": case.features, "settings": case.settings, "words": verdict.words[:300],
-    }  # fmt: skip
-
-
-def resumed_under(case: Case, engine: str, folder: str) -> tuple[str | None, str]:
+def resumed_under(case: Drawn, engine: str, folder: str) -> tuple[str | None, str]:
     """The engine under which a case goes on, and where it is saved; of cases that are saved and resumed."""
     draws = random.Random(f"{case.seed} {engine} resume")
-    if draws.random() >= RESUMED_SHARE:
+    if case.compares_weights or draws.random() >= RESUMED_SHARE:
         return None, ""
     others = [name for name in ENGINES if WORLDS.get(name, 2) == WORLDS.get(engine, 2)]
     return draws.choice(others), f"{folder}/{case.seed}-{engine}"
-
-
-def smaller(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """The case without the features that it does not need to fail, as far as leaving them out one by one finds."""
-    features = case.features
-    for name in case.features:
-        fewer = tuple(other for other in features if other != name)
-        if fails(draw(case.seed, fewer)):
-            features = fewer
-    return draw(case.seed, features)

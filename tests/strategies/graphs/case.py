@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,43 @@ FEATURES: dict[str, type[Feature]] = {
 }
 ROWS = 4
 """Rows of a micro-batch, of all ranks together."""
-STEPS, SAVED_AT = 6, 3
+SAVED_AT = 3
 Batch = dict[str, Any]
 Curve = list[tuple[float, float]]
-"""Loss and gradient norm of each step."""
+"""Loss and gradient norm of each step; then a mark of each weight, where a case compares weights."""
+
+
+class Drawn(Protocol):
+    """What a seed draws: a model, its training and its data, as engines and one process take them.
+
+    Attributes:
+        settings: keys of the run's config beside the engine's.
+        prebuilt: the model is given to `Job.wrap` as a module, not as a function.
+        compares_weights: after the last step, too; such a case is not resumed.
+    """
+
+    steps: ClassVar[int]
+    compares_weights: ClassVar[bool]
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def settings(self) -> dict[str, Any]: ...
+    @property
+    def prebuilt(self) -> bool: ...
+
+    def build(self) -> nn.Module:
+        """The same model with the same values in every process."""
+
+    def batches(self, step: int, rank: int, world: int) -> list[Batch]:
+        """The micro-batches of a rank."""
+
+    def all_batches(self, step: int, world: int) -> list[Batch]:
+        """Those of all ranks, for one process."""
+
+    def loss(self, model: Any, batch: Batch) -> torch.Tensor: ...
+
+    def n_targets(self, batch: Batch) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -33,27 +67,51 @@ class Case:
 
     Attributes:
         features: their names, in the order in which they act.
-        settings: keys of the run's config beside the engine's.
-        prebuilt: the model is given to `Job.wrap` as a module, not as a function.
     """
 
     seed: int
     features: tuple[str, ...]
     settings: dict[str, Any]
     prebuilt: bool
+    steps: ClassVar[int] = 6
+    compares_weights: ClassVar[bool] = False
 
     @property
     def accumulation(self) -> int:
         return int(self.settings["train.grad_accum_steps"])
 
     def build(self) -> Graph:
-        """The same graph with the same values in every process."""
         draws = random.Random(f"{self.seed} graph")
         core, n_blocks = draws.choice(list(CORES)), draws.randint(2, 4)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             features = [FEATURES[name](random.Random(f"{self.seed} {name}")) for name in self.features]
             return Graph(core, n_blocks, features)
+
+    def batches(self, step: int, rank: int, world: int) -> list[Batch]:
+        """Rows of tokens with targets of uneven length, and a number that chooses experts."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        batches = []
+        for _ in range(self.accumulation):
+            tokens = (torch.randint(0, VOCAB, (ROWS, 1), generator=generator) + 5 * torch.arange(LENGTH + 1)) % VOCAB
+            targets, lengths = tokens[:, 1:].clone(), torch.randint(1, LENGTH + 1, (ROWS, 1), generator=generator)
+            targets[torch.arange(LENGTH) >= lengths] = -100
+            choice = torch.randint(0, 12, (ROWS,), generator=generator)
+            whole = {"tokens": tokens[:, :-1].contiguous(), "targets": targets, "choice": choice}
+            batches.append({key: tensor.chunk(world)[rank] for key, tensor in whole.items()} | {"step": step})
+        return batches
+
+    def all_batches(self, step: int, world: int) -> list[Batch]:
+        return self.batches(step, 0, 1)
+
+    def loss(self, model: Any, batch: Batch) -> torch.Tensor:
+        out = model(batch["tokens"], batch["choice"], step=batch["step"])
+        losses = F.cross_entropy(out["logits"].flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+        total: torch.Tensor = losses + out["penalty"]
+        return total
+
+    def n_targets(self, batch: Batch) -> int:
+        return int((batch["targets"] != -100).sum())
 
     def __str__(self) -> str:
         extra = {key: value for key, value in self.settings.items() if key.split(".")[0] in ("activation", "optim")}
@@ -89,44 +147,26 @@ def _settings(draws: random.Random) -> dict[str, Any]:
     return settings
 
 
-def micro_batches(seed: int, step: int, accumulation: int, rank: int = 0, world: int = 1) -> list[Batch]:
-    """This rank's share of a step: rows of tokens with targets of uneven length, and a number that chooses experts."""
-    generator = torch.Generator().manual_seed(1000 * seed + step)
-    batches = []
-    for _ in range(accumulation):
-        tokens = (torch.randint(0, VOCAB, (ROWS, 1), generator=generator) + 5 * torch.arange(LENGTH + 1)) % VOCAB
-        targets, lengths = tokens[:, 1:].clone(), torch.randint(1, LENGTH + 1, (ROWS, 1), generator=generator)
-        targets[torch.arange(LENGTH) >= lengths] = -100
-        choice = torch.randint(0, 12, (ROWS,), generator=generator)
-        whole = {"tokens": tokens[:, :-1].contiguous(), "targets": targets, "choice": choice}
-        batches.append({key: tensor.chunk(world)[rank] for key, tensor in whole.items()} | {"step": step})
-    return batches
+def mark(name: str, start: int, values: torch.Tensor) -> float:
+    """A number for a range of a weight: the sum over all ranges tells whether any element is another one."""
+    index = torch.arange(start, start + values.numel(), dtype=torch.float64)
+    weights = torch.cos(index * 0.7 + zlib.crc32(name.encode()) % 1000)
+    return float((values.double().flatten() * weights).sum())
 
 
-def loss_fn(model: Any, batch: Batch) -> torch.Tensor:
-    out = model(batch["tokens"], batch["choice"], step=batch["step"])
-    losses = F.cross_entropy(out["logits"].flatten(0, 1), batch["targets"].flatten(), reduction="sum")
-    total: torch.Tensor = losses + out["penalty"]
-    return total
-
-
-def n_targets(batch: Batch) -> int:
-    return int((batch["targets"] != -100).sum())
-
-
-def in_one_process(case: Case) -> Curve:
-    """Losses and norms of plain torch; of shardkit only the choice of the optimizer's groups."""
+def in_one_process(case: Drawn, world: int = 1) -> Curve:
+    """The curve of plain torch over what `world` ranks train; of shardkit only the choice of the optimizer's groups."""
     config = load_config(None, {**case.settings, "run.device": "cpu"}).config
-    model: nn.Module = case.build()
+    model = case.build()
     optimizer = make_optimizer(config.optim, model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     curve = []
-    for step in range(STEPS):
-        batches = micro_batches(case.seed, step, case.accumulation)
-        count = sum(map(n_targets, batches))
+    for step in range(case.steps):
+        batches = case.all_batches(step, world)
+        count = sum(map(case.n_targets, batches))
         total = 0.0
         for batch in batches:
-            loss = loss_fn(model, batch) / count
+            loss = case.loss(model, batch) / count
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         limit = config.train.max_norm
@@ -134,4 +174,6 @@ def in_one_process(case: Case) -> Curve:
         optimizer.step()
         optimizer.zero_grad()
         curve.append((total, norm.item()))
+    if case.compares_weights:
+        curve += [(mark(name, 0, param.detach()), 1.0) for name, param in sorted(model.named_parameters())]
     return curve

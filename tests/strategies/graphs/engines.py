@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -27,7 +28,7 @@ from shardkit.run.job import Job, start
 from tests.ranks import REPO
 from tests.strategies.cases import PARTITION_ALL
 
-from .case import ROWS, SAVED_AT, STEPS, Case, Curve, loss_fn, micro_batches, n_targets
+from .case import ROWS, SAVED_AT, Curve, Drawn, mark
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {"parallel.strategy": "ddp"},
@@ -67,7 +68,7 @@ class Payload(Protocol):
 class Arm:
     """A case under an engine; with `then` it is saved after half of the steps and resumed under that engine."""
 
-    case: Case
+    case: Drawn
     engine: str
     then: str | None = None
     folder: str = ""
@@ -111,6 +112,7 @@ def settings(arm: Arm, engine: str) -> dict[str, Any]:
     found["train.micro_batch_size"] = ROWS // WORLDS.get(engine, 2)
     if "fsdp" not in engine and engine != "hsdp":
         found.pop("parallel.reshard_after_forward", None)
+        found.pop("parallel.no_sync", None)
     return found
 
 
@@ -121,19 +123,31 @@ def _job(arm: Arm, engine: str) -> Iterator[Job]:
         yield job
 
 
-def _steps(job: Job, case: Case, steps: range, curve: Curve) -> None:
+def _steps(job: Job, case: Drawn, steps: range, curve: Curve) -> None:
     for step in steps:
-        batches = micro_batches(case.seed, step, case.accumulation, job.world.rank, job.world.size)
-        taken = job.step(batches, loss_fn, n_targets)
+        taken = job.step(case.batches(step, job.world.rank, job.world.size), case.loss, case.n_targets)
         curve.append((taken.loss, taken.grad_norm))
+
+
+def _marks(job: Job, case: Drawn) -> Iterator[tuple[float, float]]:
+    """Of each weight, over all ranks."""
+    own: Counter[str] = Counter()
+    for shard in job.strategy.shards():
+        if shard.name.startswith("model.") and not shard.replica:
+            name = shard.name.removeprefix("model.")
+            own[name] += mark(name, shard.start, shard.local)  # type: ignore[assignment]
+    names = [name for name, _ in sorted(case.build().named_parameters())]
+    return ((total, 1.0) for total in job.world.sum([float(own[name]) for name in names]))
 
 
 def _train(arm: Arm, curve: Curve) -> None:
     if arm.then is None:
         with _job(arm, arm.engine) as job:
-            _steps(job, arm.case, range(STEPS), curve)
+            _steps(job, arm.case, range(arm.case.steps), curve)
+            if arm.case.compares_weights:
+                curve += _marks(job, arm.case)
         return
-    for engine, steps in ((arm.engine, range(SAVED_AT)), (arm.then, range(SAVED_AT, STEPS))):
+    for engine, steps in ((arm.engine, range(SAVED_AT)), (arm.then, range(SAVED_AT, arm.case.steps))):
         with _job(arm, engine) as job:
             checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, arm.folder, timeout_s=60)
             if steps.start:
@@ -145,35 +159,13 @@ def _train(arm: Arm, curve: Curve) -> None:
         gc.collect()
 
 
-class LeaveGroups:
-    """Leave the process groups that a refused payload left behind, and see that the ranks still understand each other.
-
-    For ranks that all refused before an update: none of them waits for a message of another one.
-    """
-
-    compiles = False
-
-    def run(self, curve: Curve) -> None:
-        for group in _left_behind:
-            dist.destroy_process_group(group)
-        _left_behind.clear()
-        total = torch.ones(1000)
-        dist.all_reduce(total)
-        assert torch.equal(total, torch.full((1000,), float(dist.get_world_size()))), "a message of the refused payload"
-
-
-_left_behind: list[dist.ProcessGroup] = []
-"""The process groups of the last payload, if it was refused."""
-
-
 def _report(payload: Payload) -> Report:
     curve: Curve = []
     groups = list(compat.groups())
     try:
         payload.run(curve)
     except ShardkitError as error:
-        _left_behind[:] = [group for group in compat.groups() if group not in groups]
-        return Report(curve, str(error), refused=True, clean=not _left_behind)
+        return Report(curve, str(error), refused=True, clean=set(compat.groups()) <= set(groups))
     except BaseException:
         return Report(curve, traceback.format_exc().replace(f"{REPO}/", ""), clean=False)
     finally:

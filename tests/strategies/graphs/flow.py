@@ -69,13 +69,22 @@ class TopExperts(Feature):
         return by_expert(graph.experts, x, choice)  # type: ignore[arg-type]
 
 
+def for_even(call: BlockCall) -> BlockCall:
+    """The call for rows of an even choice alone."""
+
+    def for_some(x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        rows = choice % 2 == 0
+        if not rows.any():
+            return x
+        out = x.clone()
+        out[rows] = call(x[rows], choice[rows])
+        return out
+
+    return for_some
+
+
 def branched(block: Any, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-    rows = choice % 2 == 0
-    if not rows.any():
-        return hidden
-    out = hidden.clone()
-    out[rows] = hidden[rows] + block.branch(hidden[rows])
-    return out
+    return for_even(lambda x, choice: x + block.branch(x))(hidden, choice)
 
 
 class Branch(Feature):
@@ -114,15 +123,7 @@ class SkippedByData(Feature):
         self.index = self.draws.choice(graph.order)
 
     def around(self, graph: Graph, index: int, step: int, call: BlockCall) -> BlockCall:
-        def for_some(x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-            rows = choice % 2 == 0
-            if not rows.any():
-                return x
-            out = x.clone()
-            out[rows] = call(x[rows], choice[rows])
-            return out
-
-        return for_some if index == self.index else call
+        return for_even(call) if index == self.index else call
 
 
 class GradientPenalty(Feature):
@@ -240,35 +241,9 @@ class OwnCheckpoint(Feature):
         return lambda x, choice: checkpoint(call, x, choice, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-class Recursion(Feature):
-    """Blocks that call themselves."""
-
-    name = "recursion"
-    block_class = RecursiveBlock
-
-
-class TupleState(Feature):
-    name = "tuples"
-    weight = 0.5
-    block_class = TupleBlock
-
-
-class DictState(Feature):
-    name = "dicts"
-    weight = 0.5
-    block_class = DictBlock
-
-
-class DataclassState(Feature):
-    name = "dataclasses"
-    weight = 0.5
-    block_class = DataclassBlock
-
-
-class KeywordInputs(Feature):
-    name = "keyword_inputs"
-    weight = 0.5
-    block_class = KeywordBlock
+def of_blocks(block_class: type[Block], name: str, weight: float = 0.5) -> type[Feature]:
+    """The feature of blocks that are called in a way of their own."""
+    return type(name, (Feature,), {"name": name, "weight": weight, "block_class": block_class})
 
 
 class Tree(nn.Module):
@@ -302,6 +277,7 @@ class TreeOfModules(Feature):
 
 FEATURES: list[type[Feature]] = [
     Experts, SharedExpert, TopExperts, Branch, SkippedByChance, SkippedByData, GradientPenalty, Refined, Teacher,
-    FrozenTeacher, ChangedInPlace, ViewChangedInPlace, OwnCheckpoint, Recursion, TupleState, DictState, DataclassState,
-    KeywordInputs, TreeOfModules,
+    FrozenTeacher, ChangedInPlace, ViewChangedInPlace, OwnCheckpoint, of_blocks(RecursiveBlock, "recursion", 1.0),
+    of_blocks(TupleBlock, "tuples"), of_blocks(DictBlock, "dicts"), of_blocks(DataclassBlock, "dataclasses"),
+    of_blocks(KeywordBlock, "keyword_inputs"), TreeOfModules,
 ]  # fmt: skip

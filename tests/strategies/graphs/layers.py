@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,28 +27,28 @@ class Frozen(Feature):
                     block.norm.requires_grad_(False)  # type: ignore[union-attr]
 
 
-class ConvolutionStem(Feature):
-    name = "convolution_stem"
+class Stem(Feature):
+    """A layer before the first block."""
+
     weight = 0.5
+    layer: ClassVar[type[nn.Module]]
 
     def build(self, graph: Graph) -> None:
-        graph.stem = Convolution()
+        graph.stem = self.layer()
 
     def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + graph.stem(x)
         return out
 
 
-class RecurrentStem(Feature):
+class ConvolutionStem(Stem):
+    name = "convolution_stem"
+    layer = Convolution
+
+
+class RecurrentStem(Stem):
     name = "recurrent_stem"
-    weight = 0.5
-
-    def build(self, graph: Graph) -> None:
-        graph.memory = Recurrence()
-
-    def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + graph.memory(x)
-        return out
+    layer = Recurrence
 
 
 def counted(block: Any, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
@@ -87,30 +87,22 @@ class AveragingBuffer(Feature):
 
 
 class WeightNorm(Feature):
+    """A parametrization of torch on two blocks."""
+
     name = "weight_norm"
     weight = 0.7
 
     def build(self, graph: Graph) -> None:
         for block in graph.claim(self.draws, 2):
-            parametrizations.weight_norm(block.mix)
+            getattr(parametrizations, self.name)(block.mix)
 
 
-class Orthogonal(Feature):
+class Orthogonal(WeightNorm):
     name = "orthogonal"
-    weight = 0.7
-
-    def build(self, graph: Graph) -> None:
-        for block in graph.claim(self.draws, 2):
-            parametrizations.orthogonal(block.mix)
 
 
-class SpectralNorm(Feature):
+class SpectralNorm(WeightNorm):
     name = "spectral_norm"
-    weight = 0.7
-
-    def build(self, graph: Graph) -> None:
-        for block in graph.claim(self.draws, 2):
-            parametrizations.spectral_norm(block.mix)
 
 
 class NonContiguous(Feature):

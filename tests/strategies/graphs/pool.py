@@ -15,13 +15,12 @@ from typing import Any
 
 from tests.ranks import _context, _end, _Job, _main
 
-from .engines import LeaveGroups, Payload, Report
+from .engines import Payload, Report
 
-PREPARED_IN_S, GRACE_S, LEFT_IN_S = 300.0, 30.0, 60.0
+PREPARED_IN_S, GRACE_S = 300.0, 30.0
 """Longest wait beyond a payload's limit for processes that start and for DeepSpeed's CPU optimizer, which is compiled
-when it is first used; the wait for the other ranks once one rank has failed; and for ranks to leave a payload's
-process groups. A busy machine may leave a rank waiting for many seconds before it says that it refuses, as the others
-do, or that it has left."""
+when it is first used; and the wait for the other ranks once one rank has failed. A busy machine may leave a rank
+waiting for many seconds before it says that it refuses, as the others do."""
 
 
 class Pool:
@@ -60,19 +59,8 @@ class Pool:
         self._fresh, self._compiled = False, self._compiled or payload.compiles
         if any(report is None or not report.clean for report in reports):
             self.stacks = self._stacks() if None in reports else ""
-            if not self._refused_alike(reports) or not self._left_groups():
-                self.stop()  # a rank that has failed may have left messages behind
+            self.stop()  # a rank that has failed may have left messages behind
         return reports
-
-    def _refused_alike(self, reports: list[Report | None]) -> bool:
-        """Whether every rank refused the payload before the first update."""
-        return all(report is not None and report.refused and not report.curve for report in reports)
-
-    def _left_groups(self) -> bool:
-        """Whether the ranks have left the process groups of a refused payload, and can go on."""
-        for pipe in self._pipes:
-            pipe.send(LeaveGroups())
-        return all(report is not None and report.clean for report in self._collect(time.monotonic() + LEFT_IN_S))
 
     def _collect(self, deadline: float) -> list[Report | None]:
         reports: list[Report | None] = [None] * self.world

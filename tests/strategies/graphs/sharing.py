@@ -125,31 +125,24 @@ class CalledFromOutside(Feature):
     def build(self, graph: Graph) -> None:
         self.index, self.first = self.draws.randrange(len(graph.blocks)), self.draws.random() < 0.5
 
+    def used(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = block.norm(x) if self.first else 0.5 * block.mix(x)
+        return out
+
     def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        block: Any = graph.blocks[self.index]
-        return x + block.norm(x) if self.first else x
+        return x + self.used(graph.blocks[self.index], x) if self.first else x
 
     def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        block: Any = graph.blocks[self.index]
-        return x if self.first else x + 0.5 * block.mix(x)
+        return x if self.first else x + self.used(graph.blocks[self.index], x)
 
 
-class WeightReadFromOutside(Feature):
+class WeightReadFromOutside(CalledFromOutside):
     """The model computes with a weight of a block."""
 
     name = "weight_read_from_outside"
-    weight = 0.05
 
-    def build(self, graph: Graph) -> None:
-        self.index, self.first = self.draws.randrange(len(graph.blocks)), self.draws.random() < 0.5
-
-    def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        block: Any = graph.blocks[self.index]
-        return x + F.linear(x, block.mix.weight) if self.first else x
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        block: Any = graph.blocks[self.index]
-        return x if self.first else x + 0.5 * F.linear(x, block.mix.weight)
+    def used(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, block.mix.weight) if self.first else 0.5 * F.linear(x, block.mix.weight)
 
 
 class OtherMethod(Feature):
@@ -226,34 +219,36 @@ class ContainerList(Feature):
         return x * graph.blocks.gain  # type: ignore[operator]
 
 
-class ParameterList(Feature):
-    name = "parameter_list"
-
-    def build(self, graph: Graph) -> None:
-        self.inside = self.draws.random() < 0.5
-        for holder in graph.some_blocks(self.draws) if self.inside else [graph]:
-            holder.gains = nn.ParameterList([torch.ones(WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH])
-            if self.inside:
-                holder.extras.append(lambda block, hidden, choice: hidden * block.gains[0] + hidden @ block.gains[1])
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x if self.inside else x * graph.gains[0] + x @ graph.gains[1]
-
-
 class ParameterDict(Feature):
     name = "parameter_dict"
 
     def build(self, graph: Graph) -> None:
         self.inside = self.draws.random() < 0.5
         for holder in graph.some_blocks(self.draws) if self.inside else [graph]:
-            holder.table = nn.ParameterDict({"gain": torch.ones(WIDTH), "turn": torch.randn(WIDTH, WIDTH) / WIDTH})
+            setattr(holder, self.name, self.parameters(torch.ones(WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH))
             if self.inside:
-                holder.extras.append(
-                    lambda block, hidden, choice: hidden * block.table["gain"] + hidden @ block.table["turn"]
-                )
+                holder.extras.append(lambda block, hidden, choice: self.applied(getattr(block, self.name), hidden))
+
+    def parameters(self, gain: torch.Tensor, turn: torch.Tensor) -> nn.Module:
+        return nn.ParameterDict({"gain": gain, "turn": turn})
+
+    def applied(self, table: Any, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x * table["gain"] + x @ table["turn"]
+        return out
 
     def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x if self.inside else x * graph.table["gain"] + x @ graph.table["turn"]
+        return x if self.inside else self.applied(getattr(graph, self.name), x)
+
+
+class ParameterList(ParameterDict):
+    name = "parameter_list"
+
+    def parameters(self, gain: torch.Tensor, turn: torch.Tensor) -> nn.Module:
+        return nn.ParameterList([gain, turn])
+
+    def applied(self, table: Any, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x * table[0] + x @ table[1]
+        return out
 
 
 class BlockOutside(Feature):
