@@ -85,17 +85,18 @@ def test_two_builds_at_once_are_one(stub: type[Stub], tmp_path: Path, monkeypatc
     assert len(folders) == 2 and len(set(folders)) == len(stub.started) == 1
 
 
-def test_the_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_missing_is_named(stub: type[Stub], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="cannot write") as refusal:
+        build.built(TORCH, tmp_path / "file")
+    assert "XDG_CACHE_HOME" in refusal.value.fix
+    monkeypatch.undo()
+    with pytest.raises(BuildError, match="does not use NVIDIA's wheels"):
+        build.built(Torch(TORCH.python, tmp_path / "site", TORCH.version, TORCH.cuda), tmp_path)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BuildError, match="no-such-compiler was not found") as refusal:
         build.built(TORCH, tmp_path)
     assert "apt-get install g++" in refusal.value.fix
-
-
-def test_a_torch_without_the_wheels_of_cuda_is_named(tmp_path: Path) -> None:
-    torch = Torch(TORCH.python, tmp_path / "site", TORCH.version, TORCH.cuda)
-    with pytest.raises(BuildError, match="does not use NVIDIA's wheels"):
-        build.built(torch, tmp_path)
 
 
 def test_headers_come_from_cuda_or_from_triton(tmp_path: Path) -> None:
@@ -110,10 +111,3 @@ def test_headers_come_from_cuda_or_from_triton(tmp_path: Path) -> None:
     (tmp_path / "nvidia/cu13/include/crt").mkdir()
     (tmp_path / "nvidia/cu13/include/crt/host_defines.h").write_text("")
     assert triton not in build.include_folders(torch)
-
-
-def test_a_folder_that_cannot_be_written_is_named(stub: type[Stub], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(BuildError, match="cannot write") as refusal:
-        build.built(TORCH, tmp_path / "file")
-    assert "XDG_CACHE_HOME" in refusal.value.fix
