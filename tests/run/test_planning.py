@@ -125,47 +125,43 @@ def test_the_end_of_a_run_ends_its_planning(tmp_path: Path, caplog: pytest.LogCa
     assert [thread.name for thread in threading.enumerate() if "_plan" in thread.name] == []
 
 
+def fails(self: Planner, config: Any, **how: Any) -> Any:
+    raise ShardkitError("aten::odd has no fake kernel", "register one")
+
+
+def takes_too_long(self: Planner, config: Any, **how: Any) -> Any:
+    """Until it is stopped: the end of the run comes first, and the limit of the plan while the run waits for it."""
+    assert STOPPED.wait(60), "nobody stopped it"
+    raise ShardkitError("the planning process was ended by SIGKILL", "")
+
+
+STOPPED = threading.Event()
+
+
+@pytest.mark.parametrize(
+    ("predict", "limit_s", "cause"),
+    [
+        (None, 0.01, "not ready after 0.01 s"),
+        (fails, 60.0, "aten::odd has no fake"),
+        (takes_too_long, 0.5, "not ready"),
+    ],
+    ids=["too late", "fails", "a short run waits in vain"],
+)
 def test_a_plan_that_fails_or_takes_too_long_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    predict: Any, limit_s: float, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    STOPPED.clear()
     job = a_job(tmp_path, (1,), "memory.plan=true")
-    monkeypatch.setattr(planning, "LIMIT_S", 0.01)
-    with planning.RunPlan() as plan:
-        plan.begin(job, tmp_path)
-        assert plan._thread is not None
-        plan._thread.join(30)
-    assert [record.message for record in caplog.records] == ["this run is not planned: not ready after 0.01 s"]
-    monkeypatch.setattr(planning, "LIMIT_S", 60.0)
-
-    def predict(self: Planner, config: Any, **how: Any) -> Any:
-        raise ShardkitError("aten::odd has no fake kernel", "register one")
-
-    monkeypatch.setattr(Planner, "predict", predict)
-    with planning.RunPlan() as plan:
-        plan.begin(job, tmp_path)
-        plan.wait(job.config)
-    assert caplog.records[1].message.startswith("this run is not planned: aten::odd has no fake kernel")
-    assert len(caplog.records) == 2
-
-
-def test_a_plan_that_a_short_run_waits_for_in_vain_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The end of the run comes first, and the limit of the plan while the run waits for it."""
-    stopped = threading.Event()
-
-    def predict(self: Planner, config: Any, **how: Any) -> Any:
-        assert stopped.wait(60), "nobody stopped it"
-        raise ShardkitError("the planning process was ended by SIGKILL", "")
-
-    monkeypatch.setattr(planning, "LIMIT_S", 0.5)
-    monkeypatch.setattr(Planner, "predict", predict)
-    monkeypatch.setattr(Planner, "stop", lambda self: stopped.set())
-    job = a_job(tmp_path, (1,), "memory.plan=true")
+    monkeypatch.setattr(planning, "LIMIT_S", limit_s)
+    if predict is not None:
+        monkeypatch.setattr(Planner, "predict", predict)
+        monkeypatch.setattr(Planner, "stop", lambda self: STOPPED.set())
     with planning.RunPlan() as plan:
         plan.begin(job, tmp_path)
         plan.close(job.config, tmp_path)
-    assert [record.message for record in caplog.records] == ["this run is not planned: not ready after 0.5 s"]
+    (warning,) = caplog.records
+    assert warning.message.startswith(f"this run is not planned: {cause}")
 
 
 def test_the_plan_of_another_config_is_not_this_runs(tmp_path: Path) -> None:

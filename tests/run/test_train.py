@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +69,12 @@ def test_a_run_writes_what_the_reference_promises(ranks: int, tmp_path: Path, te
         assert name in done.stdout, "the files written are listed"
 
 
-SLOW = partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.dist
-@pytest.mark.deepspeed
-@pytest.mark.parametrize("strategy", [SLOW("ddp"), "fsdp", SLOW("zero1"), SLOW("zero2"), SLOW("zero3")])
-def test_a_users_own_task_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
+def test_a_users_own_task_trains(tmp_path: Path) -> None:
     run(
-        [
-            "--config", "examples/my_task.yaml", f"parallel.strategy={strategy}", f"run.dir={tmp_path}/run",
-            "run.device=cpu", "train.max_steps=12",
-        ],
-        ranks=2,
-        env={"PYTHONPATH": f"{REPO}/examples"},
-        code=0,
+        ["--config", "examples/my_task.yaml", "parallel.strategy=fsdp", f"run.dir={tmp_path}/run", "run.device=cpu",
+         "train.max_steps=12"],
+        ranks=2, env={"PYTHONPATH": f"{REPO}/examples"}, code=0,
     )  # fmt: skip
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 12 and steps[-1]["loss"] < steps[0]["loss"]
@@ -92,8 +82,8 @@ def test_a_users_own_task_trains_under_every_strategy(strategy: str, tmp_path: P
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("strategy", ["single", SLOW("ddp"), SLOW("fsdp"), "zero2", SLOW("zero3")])
-def test_the_own_loop_example_learns_under_every_strategy(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["single", "zero2"])
+def test_the_own_loop_example_learns(strategy: str) -> None:
     done = python_m("examples/own_loop.py", strategy, ranks=0 if strategy == "single" else 2, code=0)
     loss = float(re.search(r"loss ([\d.]+)", done.stdout).group(1))  # type: ignore[union-attr]
     assert loss < 1.2, "starts near ln 4 = 1.386"
@@ -124,13 +114,10 @@ def rank_0_of_two(port: str) -> dict[str, str]:
     return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-def test_a_port_in_use_is_named(tmp_path: Path, text: Path) -> None:
+def test_a_port_in_use_is_named_and_ranks_that_never_come_end_the_wait(tmp_path: Path, text: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         user_error(run(settings(tmp_path, text), env=rank_0_of_two(port)), port, "in use")
-
-
-def test_ranks_that_never_come_end_the_wait(tmp_path: Path, text: Path) -> None:
     with socket.socket() as held:  # bound, but not listened to: the store may have the port, and nobody else
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

@@ -119,42 +119,44 @@ def test_what_an_earlier_attempt_left_is_not_taken_for_an_answer(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["rank_1.earlier.txt"]
 
 
-def test_who_does_not_is_ended_with_its_stacks(tmp_path: Path) -> None:
-    code = (
-        "import threading, pathlib; from shardkit.run.watchdog import Watchdog\n"
-        f"dog = Watchdog(pathlib.Path({str(tmp_path)!r}), 0, 1, 0.5, settle_s=0.1)\n"
-        "dog.start(); dog.beat(3, 'forward')\n"
-        "def stuck():\n    threading.Event().wait()\n"
-        "stuck()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 1
-    assert "no progress for" in done.stderr and "at step 3 (forward)" in done.stderr
-    assert "in stuck" in (tmp_path / "rank_0.txt").read_text()
-    assert json.loads((tmp_path / "rank_0.txt").read_text().splitlines()[0])["step"] == 3
-
-
-STANDS_STILL = """
+STEP = """
+import pathlib, sys, threading
+from shardkit.run.watchdog import Watchdog
+dog = Watchdog(pathlib.Path(sys.argv[1]), 0, 1, 0.5, settle_s=0.1)
+dog.start()
+dog.beat(3, "forward")
+def stuck():
+    threading.Event().wait()
+stuck()
+"""
+SAVE = """
 import pathlib, sys, threading
 from shardkit.run.watchdog import Part, Watchdog
 dog = Watchdog(pathlib.Path(sys.argv[1]), 0, 1, 60, settle_s=0.0)
 dog.start()
 dog.beat(3, "save")
-with dog.within(Part(1.0, "checkpoint.timeout_s", signs=lambda: 4096)):
-    threading.Event().wait()
+def stuck():
+    with dog.within(Part(1.0, "checkpoint.timeout_s", signs=lambda: 4096)):
+        threading.Event().wait()
+stuck()
 """
+
+
+@pytest.mark.parametrize(("code", "said"), [(STEP, "at step 3 (forward)"), (SAVE, "raise checkpoint.timeout_s")])
+def test_who_does_not_is_ended_with_its_stacks(code: str, said: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=REPO, env=environment(), capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1 and "no progress for" in done.stderr and said in done.stderr, done.stderr
+    text = (tmp_path / "rank_0.txt").read_text()
+    assert "in stuck" in text
+    assert json.loads(text.splitlines()[0])["step"] == 3
 
 
 def test_a_save_that_writes_nothing_is_ended_after_its_limit_and_not_after_twice_as_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STANDS_STILL, str(tmp_path)], cwd=REPO, env=environment(), capture_output=True,
-        text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 1 and "raise checkpoint.timeout_s" in done.stderr, done
     dog = Watchdog(tmp_path, 0, 1, 60)
     with dog.within(Part(2.0, "checkpoint.timeout_s", signs=lambda: 4096)):
         begins = bites(dog, 6, lambda now: dog.beat(3, "save") if now < 0.5 else None, monkeypatch)[0]
