@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -70,9 +70,9 @@ def reference(root: str) -> dict[str, Any]:
             if case.mode != "bf16":
                 torch.save(weights, f"{root}/{case.wanted}.pt")
                 out["losses"][case.wanted] = losses
-                out["elements"][case.wanted] = sum(w.numel() for n, w in weights.items() if n.startswith("model."))
+                out["elements"][case.wanted] = sum(weight.numel() for weight in weights.values())
             if case.mode != "fp32":  # what this type is worth in this job
-                far = distance(found[plain][1], [(name, 0, tensor, 0) for name, tensor in weights.items()])
+                far = distance(found[plain][1], [(name, 0, tensor) for name, tensor in weights.items()])
                 out["spread"][f"{optimizer} {case.layers} {case.mode}"] = {
                     "loss": worst(found[plain][0], losses), "weights": (far["square"] / far["norm"]) ** 0.5,
                 }  # fmt: skip
@@ -83,7 +83,7 @@ def _on_cpu(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     with start(None, replace(case, offload=False).settings("cpu")) as job:
         wrap(job, case)
         losses, _ = train(job, case)
-        weights = {s.name: s.local.clone() for s in job.strategy.shards() if s.name.startswith(("model.", "ema."))}
+        weights = {name: local.clone() for name, _, local in held(job)}
     gc.collect()
     return losses, weights
 
@@ -96,30 +96,24 @@ def worst(curve: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(curve, other, strict=True))
 
 
-Held = tuple[str, int, torch.Tensor, int]
-"""Name, first element, values, replica of what a rank holds of a weight."""
+Held = tuple[str, int, torch.Tensor]
+"""Name, first element and values of what a rank holds of a weight, and writes."""
 
 
 def held(job: Job) -> Iterator[Held]:
     for shard in job.strategy.shards():
-        if shard.name.startswith(("model.", "ema.")):
-            yield shard.name, shard.start, shard.local, shard.replica
+        if shard.name.startswith("model.") and shard.replica == 0:
+            yield shard.name, shard.start, shard.local
 
 
-def distance(wanted: dict[str, torch.Tensor], found: list[Held]) -> dict[str, float]:
-    """How far weights are from those wanted: the largest difference, and sums over what is written once."""
-    out = {"weight": 0.0, "square": 0.0, "norm": 0.0, "elements": 0.0, "replicas": 0.0}
-    for name, first, local, replica in found:
+def distance(wanted: dict[str, torch.Tensor], found: Iterable[Held]) -> dict[str, float]:
+    """Sums that say how far weights are from those wanted."""
+    out = {"square": 0.0, "norm": 0.0, "elements": 0.0}
+    for name, first, local in found:
         want = wanted[name][first : first + local.numel()].double()
-        off = (local.detach().cpu().double() - want).abs()
-        out["replicas"] += replica > 0
-        if not off.numel():
-            continue
-        out["weight"] = max(out["weight"], float("inf") if off.isnan().any() else float(off.max()))
-        if replica == 0 and not name.startswith("ema."):
-            out["square"] += float(off.square().sum())
-            out["norm"] += float(want.square().sum())
-            out["elements"] += off.numel()
+        out["square"] += float((local.detach().cpu().double() - want).square().sum())
+        out["norm"] += float(want.square().sum())
+        out["elements"] += local.numel()
     return out
 
 
@@ -141,13 +135,12 @@ def run(todo: list[Case], root: str, backend: str) -> list[dict[str, Any]]:
 def measure(case: Case, root: str) -> dict[str, Any]:
     with start(None, case.settings()) as job:
         wrap(job, case)
-        devices = sorted({p.device.type for p in job.model.parameters()})
         losses, scales = train(job, case)
         taken_elsewhere = elsewhere()
-        found = distance(torch.load(f"{root}/{case.wanted}.pt"), list(held(job)))
+        found = distance(torch.load(f"{root}/{case.wanted}.pt"), held(job))
     gc.collect()
     torch.use_deterministic_algorithms(False)  # the next case may not ask for it
-    return {"losses": losses, "scales": scales, "devices": devices, "elsewhere": taken_elsewhere, **found}
+    return {"losses": losses, "scales": scales, "elsewhere": taken_elsewhere, **found}
 
 
 def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -155,8 +148,7 @@ def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks), "every rank knows the same loss"
     total = {key: sum(rank[key] for rank in ranks) for key in ("square", "norm", "elements")}
     return {
-        "losses": ranks[0]["losses"], "scales": ranks[0]["scales"], "devices": ranks[0]["devices"],
+        "losses": ranks[0]["losses"], "scales": ranks[0]["scales"],
         "elsewhere": sum(rank["elsewhere"] for rank in ranks), "elements": int(total["elements"]),
-        "weight": max(rank["weight"] for rank in ranks),
         "weights": (total["square"] / total["norm"]) ** 0.5 if total["norm"] else float("nan"),
     }  # fmt: skip

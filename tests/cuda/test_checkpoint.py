@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from shardkit.checkpoint.native import layout
+from shardkit.checkpoint.native.manifest import RunState
+from shardkit.checkpoint.native.reader import CheckpointReader
+from shardkit.run.job import Job, start
+from tests.checkpoint import cases
 from tests.cuda import gpu_ranks
 from tests.cuda.parity import LATE
+from tests.cuda.parity_ranks import join
 from tests.emulated_cuda import needs_emulation
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, needs_emulation]
 
-HAND_ON = "tests.cuda.checkpoint_ranks:hand_on"
+HAND_ON = "tests.cuda.test_checkpoint:hand_on"
 Key = tuple[str, str]
 """Source and target, `case@ranks` each; the source is empty for a run that was never loaded."""
 
@@ -76,5 +86,71 @@ def test_the_loss_scale_goes_along(tmp_path: Path) -> None:
         assert losses == pytest.approx(wanted, abs=2e-3), f"{source} → {target}"
 
 
-def test_the_hosts_copy_is_whole_when_training_goes_on() -> None:
-    assert gpu_ranks(1, "tests.cuda.checkpoint_ranks:staged", env=LATE) == [[]]
+SCALE = "engine.loss_scaler.cur_scale"
+"""Name under which a checkpoint has fp16's loss scale."""
+Found = tuple[str, str, list[str], list[float]]
+"""Source, target case, names of what was not loaded or written as it was, losses of the next steps."""
+Piece = tuple[str, int, torch.Tensor]
+"""Name, first element, values."""
+
+
+def hand_on(
+    names: list[str], sources: list[str], root: str, device: str, backend: str = "nccl", **extra: Any
+) -> list[Found]:
+    """Each case loads every source below `root`, or trains where there is none; then it saves there, asynchronously.
+
+    The steps after a save are taken while it is written.
+    """
+    if device == "cuda":
+        join(backend)
+    out: list[Found] = []
+    for name in names:
+        settings = cases.settings(
+            name, dist.get_world_size(), **{"run.device": device, "checkpoint.async_save": True, **extra}
+        )
+        for source, differing, losses in _hand_on(name, sources or [""], Path(root), settings):
+            out.append((source, name, differing, losses))
+        gc.collect()
+    return out
+
+
+def _hand_on(
+    name: str, sources: list[str], root: Path, settings: dict[str, Any]
+) -> Iterator[tuple[str, list[str], list[float]]]:
+    folder = root / f"{name}@{dist.get_world_size()}"
+    with start(None, settings) as job:
+        cases.cases.wrap(job)
+        checkpoints = cases.checkpointer(job, folder)
+        for source in sources:
+            differing: list[str] = []
+            if source:
+                found = checkpoints.resume(root / source)
+                assert found is not None and found[1].step == cases.SAVED_AT
+                differing = cases.differences(job, found[0]) + other_scale(job, found[0])
+            else:
+                cases.steps(job, 0, cases.SAVED_AT)
+            kept: list[Piece] = []
+            if source == sources[-1]:
+                kept = [(shard.name, shard.start, shard.local.cpu().clone()) for shard in job.strategy.shards()]
+                checkpoints.save(RunState(step=cases.SAVED_AT))
+            losses = cases.steps(job, cases.SAVED_AT, cases.GO_ON)
+            checkpoints.wait()
+            yield source, differing + (otherwise(layout.checkpoints(folder)[-1], kept) if kept else []), losses
+        checkpoints.close()
+
+
+def other_scale(job: Job, path: Path) -> list[str]:
+    """Whether fp16 goes on with another loss scale than was saved."""
+    with CheckpointReader(path) as checkpoint:
+        saved = checkpoint.manifest.scalars.get(SCALE)
+    return [] if saved in (None, job.strategy.loss_scale()) else ["the loss scale"]
+
+
+def otherwise(path: Path, kept: list[Piece]) -> list[str]:
+    """Names of what a checkpoint has otherwise than this rank had it."""
+    with CheckpointReader(path) as checkpoint:
+        return [
+            f"{name} as written"
+            for name, first, local in kept
+            if not torch.equal(checkpoint.read(name, first, local.numel()).view(torch.uint8), local.view(torch.uint8))
+        ]

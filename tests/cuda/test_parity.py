@@ -1,4 +1,5 @@
-"""On CUDA, over NCCL, every engine gives the losses and the weights of the CPU's single process."""
+"""On CUDA, over NCCL, every engine gives the losses and the weights of the CPU's single process, however late copies
+are and whatever lies in new memory."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from shardkit.activation import checkpoint
 from shardkit.config.schema import STRATEGIES
 from tests.cuda import gpu_ranks, parity, pools
 from tests.cuda.parity import Case, problems
@@ -27,10 +31,11 @@ def wanted(root: Path) -> dict[str, Any]:
     return pools.reference(root)
 
 
-def agree(todo: list[Case], root: Path, wanted: dict[str, Any]) -> None:
-    found = pools.run(todo, root)
+def agree(todo: list[Case], root: Path, wanted: dict[str, Any], **env: str) -> dict[Case, dict[str, Any]]:
+    found = pools.run(todo, root, **env)
     wrong = [f"{case}: {problem}" for case in todo for problem in problems(case, found[case], wanted)]
     assert wrong == []
+    return found
 
 
 QUICK = [
@@ -80,3 +85,35 @@ def test_batch_norm_over_all_ranks_agrees_with_the_cpu() -> None:
             assert found["synchronised"] == 2
             for name, value in found["buffers"].items():
                 np.testing.assert_allclose(value, one["buffers"][name], atol=1e-5, err_msg=f"{strategy} {name}")
+
+
+def test_late_copies_and_poisoned_memory_change_nothing(root: Path, wanted: dict[str, Any]) -> None:
+    agree(parity.PATHS, root, wanted, **parity.LATE)
+
+
+@pytest.mark.release
+def test_nor_a_bit_in_half_precision(root: Path, wanted: dict[str, Any]) -> None:
+    late, plain = agree(parity.HALF, root, wanted, **parity.LATE), pools.run(parity.HALF, root)
+    for case in parity.HALF:  # the limits of half precision would hide much
+        assert (late[case]["losses"], late[case]["weights"]) == (plain[case]["losses"], plain[case]["weights"]), case
+
+
+def overwritten() -> int:
+    """Elements that a copy has written into memory which was somebody else's by then: nobody wanted it any more."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    blocks = [nn.Linear(256, 256, device=device) for _ in range(4)]
+    offloader = checkpoint.Offloader(device, 0, len(blocks))
+    x = torch.randn(2048, 256, device=device, requires_grad=True)
+    for index, block in enumerate(blocks):
+        x = offloader.forward(index, block, block.forward, torch.tanh(x) if index else x)
+    # The third block's backward starts the copies of the second, which this graph is dropped without.
+    (_,) = torch.autograd.grad(x.sum(), [blocks[2].weight])
+    del x, _
+    fresh = [torch.zeros(2048, 256, device=device) for _ in range(12)]
+    torch.cuda.synchronize()
+    return int(sum(tensor.count_nonzero() for tensor in fresh))
+
+
+def test_a_copy_that_nobody_waits_for_writes_to_nobody_elses_memory() -> None:
+    env = {"EMUCUDA_COPY_DELAY_US": "400000"}
+    assert gpu_ranks(1, f"{__name__}:overwritten", env=env) == [0]  # without `record_stream` it is more

@@ -37,7 +37,8 @@ for step in range(100):
     optimizer.step()
     optimizer.zero_grad()
     torch.save(model.state_dict(), "model.pt")
-    print("PEAK", rank, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), flush=True)
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    print(f"PEAK {rank} {allocated} {reserved}\\n", end="", flush=True)  # one write: both ranks print at once
 """
 
 
@@ -334,7 +335,6 @@ ON_CARD_0 = """
 import os, torch, torch.distributed as dist
 rank = int(os.environ["LOCAL_RANK"])
 weights = torch.empty(1 << 28, device="cuda:0")  # 1 GiB: torch.load(map_location="cuda")
-free = torch.cuda.mem_get_info(0)[0]
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl")
 model = torch.nn.Linear(64, 64).cuda()
@@ -343,7 +343,6 @@ for _ in range(3):
     model(torch.randn(4, 64, device="cuda")).sum().backward()
     optimizer.step()
 dist.barrier()
-print("FREE", torch.cuda.mem_get_info(0)[0], flush=True)
 """
 
 

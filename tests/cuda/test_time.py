@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.emulated_cuda import call, needs_emulation
-from tests.run.test_steps import tiles, timed, two_starts
+from tests.run.test_steps import tiles, timed
 from tests.timing import measured_again
 
 pytestmark = [pytest.mark.gpu, needs_emulation]
@@ -45,13 +45,3 @@ def test_the_device_never_waits_for_the_host(tmp_path: Any) -> None:
     records, _ = call(back_to_back, str(tmp_path / "run"), **SLOW)
     times = [record["step_time_s"] for record in records[2:-1]]
     assert max(times) - min(times) < KERNEL_S, times
-
-
-def started_twice(folder: str) -> Any:
-    return two_starts(folder, **{"run.device": "cuda"})
-
-
-@measured_again
-def test_a_resumed_run_and_the_save_at_its_end_leave_no_gap(tmp_path: Any) -> None:
-    for recorded, took in call(started_twice, str(tmp_path / "run"), **SLOW):
-        assert recorded == pytest.approx(took, rel=0.02)
