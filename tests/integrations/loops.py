@@ -32,6 +32,7 @@ def seen(folder: Path) -> dict[str, Any]:
     return {
         "steps": [step for step, _ in gathers],
         "ranks": [{kind: row.state[kind].device for kind in KINDS} for row in gathers[-1][1] if row.state],
+        "phases": [sorted(row.phases) for row in gathers[-1][1]],
         "losses": [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()],
     }
 
@@ -87,7 +88,7 @@ def of_deepspeed(folder: str, stage: int) -> dict[str, Any]:
         dist_init_required=False,
     )  # fmt: skip
     with watch(engine, run_dir=folder, every=2, tensorboard=False) as watching:
-        for _ in range(6):
+        for _ in range(10):
             loss = engine(torch.ones(4, SIZE, dtype=torch.bfloat16)).pow(2).mean()
             engine.backward(loss)
             engine.step()

@@ -20,17 +20,11 @@ from shardkit.errors import ConfigError
 from shardkit.memory import read_jsonl
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
+from tests.integrations.loops import NUMEL, SIZE, network, of_deepspeed, seen
 from tests.ranks import run_ranks
 from tests.zero_ops import leave_out_shm
 
-SIZE, STEP_COUNT = 64, 4
-NUMEL = 2 * (SIZE * SIZE + SIZE)
-KINDS = ("params", "master_params", "grads", "optimizer")
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+STEP_COUNT = 4
 
 
 def batches(steps: int, accum: int = 2) -> Iterator[tuple[torch.Tensor, bool]]:
@@ -49,56 +43,41 @@ def torch_loop(model: nn.Module, optimizer: Any, steps: int, log: Callable[..., 
             log(loss=loss)
 
 
-def loop_of(kind: str, folder: Path) -> dict[str, Any]:
-    """A user's loop of one kind under `watch`; the counted bytes and what the run directory says."""
-    model = make_model()
-    optimizer: Any = None
-    if kind.startswith("zero"):
-        import deepspeed
-
-        leave_out_shm()
-        zero = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0}
-        settings = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": zero}
-        own = torch.optim.AdamW(model.parameters())
-        more = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-        model, *_ = deepspeed.initialize(model=model, optimizer=own, config=settings | more, dist_init_required=False)
+def of_torch(folder: str, kind: str) -> dict[str, Any]:
+    """A user's loop of DDP or FSDP2 under `watch`."""
+    model = network()
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
     else:
-        if kind == "ddp":
-            model = DistributedDataParallel(model)
-        elif kind == "fsdp":
-            for layer in model:
-                fully_shard(layer)
-            fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-    with shardkit.watch(model, optimizer, run_dir=folder / kind, every=2) as watching:
-        if optimizer is None:
-            for inputs, _ in batches(5):
-                loss = model(inputs).pow(2).mean()
-                model.backward(loss)
-                model.step()
-                watching.log(loss=loss)
-        else:
-            torch_loop(model, optimizer, 5, watching.log)
-    gathers = list(read_jsonl(folder / kind / "memory.jsonl")) if dist.get_rank() == 0 else []
-    if kind.startswith("zero"):
-        model.destroy()
-    return {
-        "steps": [step for step, _ in gathers],
-        "ranks": [{k: row.state[k].device for k in KINDS} for row in gathers[-1][1]] if gathers else [],
-        "phases": [sorted(row.phases) for row in gathers[-1][1]] if gathers else [],
-    }
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with shardkit.watch(model, optimizer, run_dir=folder, every=2) as watching:
+        torch_loop(model, optimizer, 5, watching.log)
+    return seen(Path(folder))
 
 
 def loops(kinds: list[str], folder: str) -> dict[str, Any]:
-    return {kind: loop_of(kind, Path(folder)) for kind in kinds}
+    return {
+        kind: of_deepspeed(f"{folder}/{kind}", int(kind[-1]))
+        if kind.startswith("zero")
+        else of_torch(f"{folder}/{kind}", kind)
+        for kind in kinds
+    }
+
+
+def bytes_of(params: int, master: int, grads: int, optimizer: int) -> dict[str, int]:
+    return {"params": params, "master_params": master, "grads": grads, "optimizer": optimizer}
 
 
 EXPECTED = {
-    "ddp": {"params": 4 * NUMEL, "master_params": 0, "grads": 4 * NUMEL, "optimizer": 8 * NUMEL + 4 * STEP_COUNT},
-    "fsdp": {"params": 2 * NUMEL, "master_params": 0, "grads": 2 * NUMEL, "optimizer": 4 * NUMEL + 4 * STEP_COUNT},
-    "zero1": {"params": 4 * NUMEL, "master_params": 2 * NUMEL, "grads": 2 * NUMEL, "optimizer": 4 * NUMEL + STEP_COUNT},
-    "zero2": {"params": 4 * NUMEL, "master_params": 2 * NUMEL, "grads": 2 * NUMEL, "optimizer": 4 * NUMEL + STEP_COUNT},
-    "zero3": {"params": 2 * NUMEL, "master_params": 2 * NUMEL, "grads": 2 * NUMEL, "optimizer": 4 * NUMEL + STEP_COUNT},
+    "ddp": bytes_of(4 * NUMEL, 0, 4 * NUMEL, 8 * NUMEL + 4 * STEP_COUNT),
+    "fsdp": bytes_of(2 * NUMEL, 0, 2 * NUMEL, 4 * NUMEL + 4 * STEP_COUNT),
+    # in bf16
+    "zero1": bytes_of(2 * NUMEL, 2 * NUMEL, NUMEL, 4 * NUMEL + STEP_COUNT),
+    "zero2": bytes_of(2 * NUMEL, 2 * NUMEL, NUMEL, 4 * NUMEL + STEP_COUNT),
+    "zero3": bytes_of(NUMEL, 2 * NUMEL, NUMEL, 4 * NUMEL + STEP_COUNT),
 }
 
 
@@ -112,14 +91,24 @@ def test_every_ranks_state_is_counted_to_the_byte_whatever_engine_the_loop_has(t
         assert found[kind]["phases"] == [["backward", "forward", "update"]] * 2, kind
         run = read_run(tmp_path / kind)
         assert run.notes == [] and run.setting("parallel.strategy") == kind
+        assert run.setting("precision.mode") == ("bf16" if kind.startswith("zero") else "fp32")
         assert (run.setting("train.micro_batch_size"), run.setting("train.grad_accum_steps")) == (4, 2)
         assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5]
         assert all(line["loss"] > 0 and line["lr"] == 1e-3 for line in run.metrics)
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_loop_of_accelerate_is_counted(tmp_path: Path) -> None:
+    found = run_ranks(2, "tests.integrations.loops:of_accelerate", folder=str(tmp_path), engine="ddp")[0]
+    assert found["ranks"] == [EXPECTED["ddp"]] * 2
+    assert found["steps"] == [1, 2, 3] and len(found["losses"]) == 3
+    assert read_run(tmp_path).setting("train.grad_accum_steps") == 2
+
+
 def watched(tmp_path: Path, steps: int = 3, **settings: Any) -> Any:
     """A plain loop in this process, inside `watch`."""
-    model = make_model()
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with shardkit.watch(model, optimizer, run_dir=tmp_path / "run", tensorboard=False, **settings) as watching:
         torch_loop(model, optimizer, steps, watching.log)
@@ -136,7 +125,7 @@ def test_the_report_of_a_watched_run_looks_like_ours(tmp_path: Path, capsys: pyt
 
 
 def test_values_belong_to_the_step_whose_forward_began_last(tmp_path: Path) -> None:
-    model = make_model()
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with shardkit.watch(model, optimizer, run_dir=tmp_path, tensorboard=False) as watching:
         for index, (inputs, is_last) in enumerate(batches(2)):
@@ -196,7 +185,7 @@ def runs_out_under_zero3(folder: str) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
-    own = make_model()
+    own = network()
     engine, *_ = deepspeed.initialize(
         model=own, model_parameters=own.parameters(), config=settings, dist_init_required=False
     )
@@ -239,7 +228,7 @@ def test_long_sequences_are_described_and_explained(tmp_path: Path, capsys: pyte
 
 
 def test_other_errors_pass_and_nothing_is_left(tmp_path: Path) -> None:
-    model = make_model()
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         pytest.raises(RuntimeError, match="shapes"),
@@ -275,7 +264,7 @@ def test_a_directory_with_a_run_is_refused_or_continued(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_said_in_two_lines(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
-    model = make_model()
+    model = network()
     given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "run_dir": tmp_path / "run", **arguments}
     with pytest.raises(ConfigError) as refused, shardkit.watch(model, **given):
         pass
@@ -290,7 +279,7 @@ def test_ranks_without_a_group_are_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_step_with_a_closure_has_its_phases(tmp_path: Path) -> None:
-    model = make_model()
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def closure() -> torch.Tensor:
@@ -309,7 +298,7 @@ def test_a_step_with_a_closure_has_its_phases(tmp_path: Path) -> None:
 
 def half_fails(folder: str) -> str:
     """Rank 1 fails and goes on; rank 0 must end without it."""
-    model = DistributedDataParallel(make_model())
+    model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         with shardkit.watch(model, optimizer, run_dir=folder, tensorboard=False):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +15,7 @@ from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
 from shardkit.oom import shortage
 from shardkit.oom.shortage import MemoryCap, memory_cap
-from tests.ranks import REPO, run_ranks
+from tests.ranks import run_ranks
 
 KIB = 1024
 
@@ -145,38 +142,6 @@ def test_a_cap_on_the_cpu_does_not_see_compiled_code_and_says_so() -> None:
     with pytest.raises(ConfigError, match=r"memory\.cap=1GiB with compile\.enabled=true on the CPU"):
         capability.check(config, device="cpu", world_size=2, local_world_size=2)
     capability.check(config, device="cuda", world_size=2, local_world_size=2)
-
-
-_ON_GPU = """
-import sys, torch
-from shardkit.oom import shortage
-from shardkit.oom.shortage import memory_cap
-device = torch.device("cuda", 0)
-torch.zeros(1, device=device)
-shortage.observe(device)
-with memory_cap(512 * 2**20, device):
-    kept = [torch.empty(64 * 2**20, dtype=torch.uint8, device=device) for _ in range(6)]
-    try:
-        kept += [torch.empty(64 * 2**20, dtype=torch.uint8, device=device) for _ in range(6)]
-    except torch.OutOfMemoryError as error:
-        found = shortage.of(error)
-        assert found.exact and found.request == 64 * 2**20, found
-        assert found.reserved <= 512 * 2**20, found
-    else:
-        sys.exit("the cap did not bite")
-kept += [torch.empty(64 * 2**20, dtype=torch.uint8, device=device) for _ in range(6)]  # without it there is room
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("expandable", ["True", "False"])
-def test_the_allocator_keeps_to_the_cap_with_and_without_expandable_segments(expandable: str) -> None:
-    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_GPU], cwd=REPO, capture_output=True, text=True, timeout=120, env=env
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

@@ -1,12 +1,16 @@
-"""What a failed request says about itself, however it comes."""
+"""What a failed request says about itself, however it comes, and where it came from."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardkit.oom import shortage
-from shardkit.oom.shortage import Shortage
+from shardkit.oom.shortage import Shortage, module_of, raised_at
 
 GIB, MIB = 2**30, 2**20
 # As torch 2.9 to 2.13 words it.
@@ -84,18 +88,71 @@ def test_what_the_allocator_told_wins_over_the_message(monkeypatch: pytest.Monke
     assert found is not None and found.snapshot == {"segments": []} and found.fragmentation == 4
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_real_failure_on_a_gpu_is_exact() -> None:
-    device = torch.device("cuda", 0)
-    shortage.observe(device)
-    kept = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        torch.empty(2**50, dtype=torch.uint8, device=device)
-    found = shortage.of(caught.value)
-    assert found is not None and found.exact and found.request == 2**50
-    assert found.allocated is not None and found.allocated >= kept.numel()
-    assert found.snapshot["segments"]
-    said = shortage.parse(str(caught.value))
-    assert said.request == 2**50 and said.allocated is not None
-    assert abs(said.allocated - found.allocated) <= 0.02 * GIB
+class Leaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails_at, self.passes = 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == self.fails_at:
+            raise torch.OutOfMemoryError("no")
+        return x.square()  # keeps its input: computed again
+
+
+def tree(fails_at: int = 1) -> nn.Module:
+    leaf = Leaf()
+    leaf.fails_at = fails_at
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), leaf))
+
+
+def caught(run: Callable[[], object]) -> BaseException:
+    try:
+        run()
+    except torch.OutOfMemoryError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_the_innermost_module_of_forward() -> None:
+    model = tree()
+    error = caught(lambda: model(torch.ones(1, 2)))
+    assert module_of(error, model) == "1.1" and module_of(error, nn.Linear(2, 2)) is None
+    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": model})})
+    assert module_of(error, wrapped) == "1.1", "names are without wrappers"
+    at = raised_at(error)
+    assert at is not None and at.startswith(f"{__file__}:") and at.endswith(" in forward")
+
+
+def test_the_module_that_backward_computes_again() -> None:
+    model = tree(fails_at=2)
+    x = torch.ones(1, 2, requires_grad=True)
+    loss = checkpoint(model, x, use_reentrant=False).sum()
+    assert module_of(caught(loss.backward), model) == "1.1"
+
+
+def test_nothing_is_claimed_where_no_module_runs() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no")
+
+    loss = Fails.apply(torch.ones(1, requires_grad=True)).sum()  # type: ignore[no-untyped-call]
+    error = caught(loss.backward)
+    assert module_of(error, tree()) is None
+    at = raised_at(error)
+    assert at is not None and at.endswith(" in backward")
+    assert module_of(error, None) is None
+
+
+def test_an_engine_that_runs_backward_is_not_taken_for_the_module() -> None:
+    class Engine(nn.Module):
+        def backward(self) -> None:
+            raise torch.OutOfMemoryError("no")
+
+    engine = Engine()
+    assert module_of(caught(engine.backward), engine) is None

@@ -5,13 +5,9 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +18,6 @@ from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig, RunSection
 from shardkit.errors import ConfigError, LaunchError
 from shardkit.launch.ranks.env import SINGLE, RankEnv
-from shardkit.parallel import world
 from shardkit.parallel.world import choose_device, process_groups
 from tests import ranks as ranks_of_tests
 from tests.launch.jobs import REPO, environment
@@ -130,29 +125,6 @@ def test_an_address_that_an_earlier_run_left_is_passed_over(tmp_path: Path) -> N
             for process in (job, rank_0):
                 out, err = process.communicate(timeout=LONG_S)
                 assert (process.returncode, out) == (0, "[0.0, 2.0]\n"), err
-
-
-def test_a_server_that_answers_late_may_be_that_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine; an address that an earlier run left leads to a server that never answers."""
-    busy = threading.Event()
-
-    class Late(dist.HashStore):
-        def check(self, keys: list[str]) -> bool:
-            assert busy.wait(60)
-            return super().check(keys)
-
-    store = Late()
-    store.set("word", "")
-    monkeypatch.setattr(world, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(world, "TCPStore", lambda *_, **__: store)
-    monkeypatch.setattr(world, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: busy.set()))
-    chosen = RunConfig(run=RunSection(device="cpu", dir=str(tmp_path)))
-    place = world._meeting_place(chosen)
-    place.parent.mkdir(parents=True)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        place.write_text(f"127.0.0.1 {server.getsockname()[1]} word")
-        env = RankEnv(1, 2, 1, 2, 0, 1, "mpi")
-        assert world._published_store(chosen, env, timedelta(seconds=60)) is store
 
 
 def waits_of(run_dir: str, **parallel: Any) -> dict[str, float]:
