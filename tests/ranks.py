@@ -209,7 +209,7 @@ def _main(rank: int, job: _Job) -> None:
     with open(f"{folder}/{rank}.stack", "w") as stack:
         faulthandler.register(STACK, file=stack)
         try:
-            result = _call(rank, *job)
+            result = _call(rank, job)
             _write(f"{folder}/{rank}.result", pickle.dumps(result))
         except BaseException as error:
             try:
@@ -223,29 +223,19 @@ def _main(rank: int, job: _Job) -> None:
         faulthandler.unregister(STACK)
 
 
-def _call(
-    rank: int,
-    world: int,
-    target: str,
-    timeout: float,
-    env: dict[str, str],
-    init_group: bool,
-    gpu: bool,
-    kwargs: dict[str, Any],
-    folder: str,
-) -> Any:
+def _call(rank: int, job: _Job) -> Any:
     for name in [name for name in os.environ if name.startswith(LEAKS)]:
         del os.environ[name]
     os.environ.update(
         RANK=str(rank),
-        WORLD_SIZE=str(world),
+        WORLD_SIZE=str(job.world),
         LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(job.world),
         OMP_NUM_THREADS="1",
-        RANKS_STORE=f"{folder}/store",
-        DS_ACCELERATOR="cuda" if gpu else "cpu",  # else DeepSpeed takes a GPU wherever it sees one
+        RANKS_STORE=f"{job.folder}/store",
+        DS_ACCELERATOR="cuda" if job.gpu else "cpu",  # else DeepSpeed takes a GPU wherever it sees one
     )
-    os.environ.update(env)
+    os.environ.update(job.env)
     if str(REPO) not in sys.path:
         sys.path.insert(0, str(REPO))
 
@@ -253,19 +243,19 @@ def _call(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if gpu:
+    if job.gpu:
         torch.cuda.set_device(rank)
-    if init_group:
+    if job.init_group:
         dist.init_process_group(
-            "nccl" if gpu else "gloo",
-            init_method=f"file://{folder}/store",
+            "nccl" if job.gpu else "gloo",
+            init_method=f"file://{job.folder}/store",
             rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=max(timeout, 60)),  # the caller's time is up before
-            device_id=torch.device("cuda", rank) if gpu else None,
+            world_size=job.world,
+            timeout=timedelta(seconds=max(job.timeout, 60)),  # the caller's time is up before
+            device_id=torch.device("cuda", rank) if job.gpu else None,
         )
-    module, _, function = target.partition(":")
-    result = getattr(importlib.import_module(module), function)(**kwargs)
+    module, _, function = job.target.partition(":")
+    result = getattr(importlib.import_module(module), function)(**job.kwargs)
     if dist.is_initialized():
         gc.collect()  # a model that outlives the group, in a cycle of references, can abort the process at its exit
         dist.destroy_process_group()
