@@ -208,6 +208,6 @@ def _environment() -> dict[str, str]:
     return {**inherited, **offline, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 
 
-def plan(config: RunConfig, target: Target, *, all_layers: bool = False) -> MemoryEstimate:
+def plan(config: RunConfig, target: Target) -> MemoryEstimate:
     with Planner(target) as planner:
-        return planner.predict(config, all_layers=all_layers)
+        return planner.predict(config)

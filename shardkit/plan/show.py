@@ -47,10 +47,10 @@ def other_cards(target: Target) -> Iterable[str]:
             yield f"{target.gpu.name} is the card above; pass --gpu {gpu.name} for {said_of(gpu)}, {gib(gpu.memory)}"
 
 
-def first_look(estimate: MemoryEstimate, not_planned: Sequence[str] = ()) -> str:
+def first_look(estimate: MemoryEstimate) -> str:
     """A rough estimate in one line, shown while the exact trace runs."""
     limit = f" of {gib(estimate.device_memory)}" if estimate.device_memory else ""
-    verdict = f": {estimate.verdict}" if estimate.verdict and not not_planned else ""
+    verdict = f": {estimate.verdict}" if estimate.verdict else ""
     layers = " and ".join(map(str, estimate.extrapolated_from))
     needed = f"about {gib(estimate.needed)}{limit}{verdict}"
     return f"first look, from traces with {layers} layers: {needed}; the trace of all layers follows"

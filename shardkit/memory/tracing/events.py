@@ -252,13 +252,13 @@ class EventLog:
 
 
 @contextmanager
-def following_modules(log: EventLog, model: nn.Module, prefix: str = "") -> Iterator[None]:
+def following_modules(log: EventLog, model: nn.Module) -> Iterator[None]:
     """Log which module runs, forward and backward, by its name within `model`.
 
     A module's backward begins when the gradient of its output is ready. Names omit wrappers' prefixes.
     """
     wrappers = re.compile(r"(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-    names = {id(module): wrappers.sub("", name).removeprefix(prefix) for name, module in model.named_modules()}
+    names = {id(module): wrappers.sub("", name) for name, module in model.named_modules()}
     stack: list[str] = []
 
     def enter(module: nn.Module, args: object) -> None:
