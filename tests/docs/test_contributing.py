@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: each of its examples works, and its table of places names what exists."""
+"""CONTRIBUTING.md: each of its examples works."""
 
 from __future__ import annotations
 
