@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -49,20 +48,12 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
     from ..prove.proof import prove as run
     from ..prove.runs import Runner, check
     from ..prove.verdict import SAME, ProofVerdict
-    from ..rehearse.rehearsal import Limits, Machine, scratch_folder
+    from ..rehearse.rehearsal import Limits, scratch_folder
 
     check(command)
     limits = Limits(
         time_limit_s=options.time_limit, allow_writes=options.allow_writes, network=options.network, keep=options.keep
     )
-
-    machine = None
-    if options.gpus is not None:
-        from ..hardware.cards import find_gpu
-        from ..rehearse.build import built
-        from ..rehearse.environment import torch_of
-
-        machine = Machine(find_gpu("h100"), options.gpus, built(torch_of(command, os.environ), computing=True))
 
     def write(verdict: ProofVerdict | None, error: LaunchError | None = None) -> None:
         if options.json_file is not None:
@@ -71,7 +62,7 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
 
     try:
         with scratch_folder(options.keep) as folder:
-            runner = Runner(folder, limits, machine)
+            runner = Runner(folder, limits)
             verdict = run(command, options.against, options.steps, runner, options.until or "")
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -97,5 +88,8 @@ def _refuse_what_is_not_there(options: ProofOptions) -> None:
         raise LaunchError(f"--until {options.until}: no such event", "--until save, or --steps K")
     if options.until and options.allow_writes:
         raise LaunchError("--until save reads the files that the sandbox keeps", "leave out --allow-writes")
+    if options.gpus is not None:
+        cause = "--gpus is not there yet: programs run on the CPU over gloo"
+        raise LaunchError(cause, "leave out --gpus; shardkit rehearse --compute runs tests on emulated cards")
     if options.leak:
         raise LaunchError("--leak is not there yet: documents are not told apart", "leave out --leak")

@@ -20,15 +20,7 @@ from ..errors import LaunchError, one_line
 from ..launch.local import processes
 from ..rehearse.build import entry_points
 from ..rehearse.environment import ask, interpreter
-from ..rehearse.rehearsal import (
-    TRACKERS_OFF,
-    Limits,
-    Machine,
-    emulated_environ,
-    refuse_without_sandbox,
-    start_in_sandbox,
-    summary,
-)
+from ..rehearse.rehearsal import TRACKERS_OFF, Limits, refuse_without_sandbox, start_in_sandbox, summary
 from .inject import shardkit_pieces as pieces
 
 INJECT = Path(__file__).parent / "inject"
@@ -84,7 +76,6 @@ class Runner:
 
     folder: Path
     limits: Limits
-    machine: Machine | None = None  # emulated cards; None: the CPU
     n_started: int = 0
 
     def start(self, command: Sequence[str], steps: Sequence[PlannedStep], **plan: Any) -> RecordedRun:
@@ -111,15 +102,10 @@ class Runner:
 
     def execute(self, command: Sequence[str], folder: Path, n_steps: int) -> tuple[int, bool]:
         """The exit code of a command, and whether the time limit ended it."""
-        if self.machine is not None:
-            environ = {
-                **emulated_environ(self.machine, self.limits, folder), "SHARDKIT_COMPUTED": str(folder / "records"),
-            }  # fmt: skip
-        else:
-            environ = {
-                **os.environ, **TRACKERS_OFF, **{name: os.environ.get(name, text) for name, text in _ON_CPU.items()},
-                "CUDA_VISIBLE_DEVICES": "", "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
-            }  # fmt: skip
+        environ = {
+            **os.environ, **TRACKERS_OFF, **{name: os.environ.get(name, text) for name, text in _ON_CPU.items()},
+            "CUDA_VISIBLE_DEVICES": "", "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
+        }  # fmt: skip
         environ["SHARDKIT_PROOF"] = str(folder / "records")
         environ["SHARDKIT_PROOF_PLAN"] = str(folder / "plan.json")
         paths = [str(injected(self.folder)), environ.get("PYTHONPATH", "")]

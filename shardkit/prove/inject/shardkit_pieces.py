@@ -41,7 +41,8 @@ class PieceWriter:
                 tensor = tensor.to_local()
         if hasattr(tensor, "wait"):
             tensor = tensor.wait()
-        local = tensor.to("cpu").contiguous()
+        # A copy: numpy's view of a tensor forbids to resize its storage, as FSDP does.
+        local = tensor.to("cpu", copy=True).contiguous()
         content = local.reshape(-1).view(torch.uint8).numpy()
         self.file.write(b"\0" * (-self.file.tell() % 64))
         piece = {

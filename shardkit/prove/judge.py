@@ -1,0 +1,388 @@
+"""Judge the steps of a proof in order, and explain the first that differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..errors import listed
+from . import rows, weights
+from .compare import ALLOWED, Difference, Side, compare
+from .diagnosis import Counts, common_factor, explain, grouped
+from .inject import shardkit_pieces as pieces
+from .replay import Proof
+from .runs import PlannedStep, say
+from .verdict import CANNOT_TELL, NOT_SAME, ROWS, SAME, ProofVerdict
+
+NO_INTERACTION = frozenset({"factor", "sign", "missing gradient", "not summed", "copies differ", "shard"})
+"""Kinds of differences that rows which act on each other cannot make."""
+
+
+class Judge:
+    """Judges the steps in order; the first that differs is explained."""
+
+    def __init__(self, proof: Proof, numbers: range, kinds: dict[int, tuple[str, str]]) -> None:
+        self.proof, self.numbers, self.kinds = proof, numbers, kinds
+        self.start = proof.parallel.record("start")
+        reference = proof.taken["step1"].record("start")
+        self.shapes = {name: tuple(piece["shape"]) for name, piece in reference[0]["weights"].items()}
+        self.unverified = reference[0]["unverified"]
+        self.worst = 0.0
+        self.notes: list[str] = []
+
+    def verdict(self) -> ProofVerdict:
+        verdict = self.copies_at_start()
+        for number in self.numbers:
+            verdict = verdict or self.step(number)
+        if verdict is not None:
+            return replace(verdict, notes=(*self.notes, *verdict.notes))
+        return replace(self.same(), notes=tuple(self.notes))
+
+    def _not_same(self, lines: Sequence[str], word: str, **details: Any) -> ProofVerdict:
+        headline = f"NOT THE SAME as one process ({self.proof.world_size} ranks)"
+        return ProofVerdict(NOT_SAME, headline, tuple(lines), word=word, **details)
+
+    def copies_at_start(self) -> ProofVerdict | None:
+        """Ranks that hold copies of a weight are to start alike, bit for bit."""
+        folder = str(self.proof.parallel.folder)
+        apart = {}
+        for name, by_rank in pieces.by_name(self.start, "weights").items():
+            if name in self.shapes:
+                ranks = pieces.assemble(folder, by_rank, self.shapes[name])[1]
+                if ranks:
+                    apart[name] = ranks
+        if not apart:
+            return None
+        line = f"before step 1: {len(apart)} of {len(self.shapes)} parameters differ between ranks that hold copies"
+        reason = "the ranks' copies differ from the start: seeds that are not tied, or no broadcast"
+        return self._not_same(
+            [f"{line}; last in forward order {[*apart][-1]}"],
+            "copies differ",
+            parameter=[*apart][-1],
+            reasons=(reason,),
+        )
+
+    def step(self, number: int) -> ProofVerdict | None:
+        parallel, reference = self.proof.ranks(number), self.proof.side(f"step{number}")
+        moved = self.proof.side(f"moved{number}") if f"moved{number}" in self.proof.taken else None
+        micros = [len(record["backwards"]) for record in parallel.records.values()]
+        targets = sum(
+            row["targets"] or 0 for record in parallel.records.values() for batch in record["rows"] for row in batch
+        )
+        counts = Counts(self.proof.world_size, max(micros), targets)
+        plain = None
+        if number == 1 and weights.uncounted(reference, self.shapes):
+            plain = weights.added(reference)
+        differences = compare(
+            parallel, reference, moved, lambda tensors: explain(tensors, counts),
+            substitute=None if plain is None else plain.get,
+        )  # fmt: skip
+        blind = self._blind(number, reference)
+        if blind is not None:
+            return blind
+        self.worst = max([self.worst, *(d.times for d in differences.values() if not d.is_wrong)])
+        if any(d.is_wrong for d in differences.values()):
+            return self.gradients(number, differences, counts, plain)
+        return self.clipping(number) or self.orphans(number) or self.updates(number, counts)
+
+    def _blind(self, number: int, reference: Side) -> ProofVerdict | None:
+        """The verdict where a comparison would see nothing."""
+        norms = [piece["norm"] for name in reference if (piece := reference.of(name)[0]) is not None]
+        losses = [loss for record in reference.records.values() for loss in record["losses"]]
+        if not all(map(math.isfinite, [*norms, *losses])):
+            reason = f"one process's gradients or losses of step {number} are not finite"
+            return self._cannot_tell([], reason, "a smaller learning rate, or fp32")
+        if not any(norms):
+            return self._cannot_tell([], f"every gradient of step {number} is zero", "a program whose loss trains it")
+        strangers = max(record["strangers"] for record in self.proof.ranks(number).records.values())
+        if strangers:
+            reason = f"an optimizer trains {strangers} tensors that belong to no module whose call was seen"
+            return self._cannot_tell([], reason, "parameters of modules that the program calls")
+        return None
+
+    # ---- gradients
+
+    def gradients(
+        self, number: int, differences: dict[str, Difference], counts: Counts, plain: dict[str, torch.Tensor] | None
+    ) -> ProofVerdict:
+        wrong = [d for d in differences.values() if d.is_wrong]
+        kind, words = self.kinds[number]
+        lines = [
+            f"step {number}: {len(wrong)} of {len(differences)} gradients differ;"
+            f" last in forward order {wrong[-1].name}",
+            self._losses(number),
+            *(f"  {line}" for line in grouped(differences)),
+        ]  # fmt: skip
+        if kind == rows.DIFFERENT:
+            reason = f"the ranks saw other rows than one process: {words}"
+            return self._cannot_tell(lines, reason, self._way_to_rows())
+        if self.unverified:
+            reason = f"how the ranks' parts of {listed(self.unverified)} make the full weight is not known"
+            return self._cannot_tell(lines, reason, "start both programs from the same seed or file, so that it shows")
+        factor = common_factor(differences)
+        kinds = {d.kind for d in wrong}
+        if kinds & {"not summed", "copies differ"} and self._stay_equal(number, wrong):
+            reason = (
+                "the ranks' gradients differ when the optimizer gets them, and their weights do not when it has stepped"
+            )
+            return self._cannot_tell(lines, f"{reason}: it adds them up by itself", "an optimizer of torch")
+        word = (
+            "sign"
+            if factor is not None and factor < 0
+            else max(kinds, key=lambda kind: (kind != "other", sum(d.kind == kind for d in wrong)))
+        )
+        details: dict[str, Any] = {"parameter": wrong[-1].name, "factor": factor}
+        is_ambiguous = factor is not None and abs(factor * counts.ranks - 1) < 2e-3 and self.proof.is_replay
+        if kinds <= NO_INTERACTION and not is_ambiguous and plain is None:
+            return self._not_same(lines, word, reasons=(self._cause(wrong, factor, counts),), **details)
+        table, reason = self._table(number, plain)
+        if table is None:
+            if not is_ambiguous and (self._has_same_batches(number) or kinds <= NO_INTERACTION):
+                return self._not_same(lines, word, reasons=(self._cause(wrong, factor, counts),), **details)
+            return self._cannot_tell(
+                lines,
+                f"rows may act on each other in a batch or add up to the loss, and {reason}",
+                "an --against that takes the ranks' micro-batches one after the other",
+            )
+        details["weights"] = table.as_json()
+        if is_ambiguous and table.is_sum_loss:
+            reason = "a loss that is a sum over rows: one process adds up what ranks average"
+            fix = (
+                f"wrong if it is divided by a count over all ranks (multiply it by {counts.ranks}); if not, name the"
+                " program of one process with --against"
+            )
+            return self._cannot_tell(lines, reason, fix, table)
+        if table.rows_interact and not kinds <= NO_INTERACTION and plain is None:
+            reason = (
+                "rows of a batch act on each other (batch norm, padding, in-batch negatives, a balance loss,"
+                f" capacities): one process's gradient is no sum of its rows' (rest {table.process_remaining:.2g})"
+            )
+            fix = "--against a program that takes the ranks' batches one after the other, or a batch of one row"
+            return self._cannot_tell(lines, reason, fix, table)
+        if factor is not None and plain is None:
+            return self._not_same(lines, word, reasons=(self._cause(wrong, factor, counts),), **details)
+        words = table.words()
+        if table.is_weighted_sum:
+            word = "micro-batches"
+            lines = [*lines[:2], *(f"  {line}" for line in table.lines())]
+        else:
+            lines.append(f"  {words} (rest {table.remaining:.2g})")
+            words = self._cause(wrong, factor, counts)
+        return self._not_same(lines, word, reasons=(words,), **details)
+
+    def _stay_equal(self, number: int, wrong: Sequence[Difference]) -> bool:
+        """Whether the ranks' copies of weights are equal after a step with gradients that were not."""
+        after = self.proof.ranks(number, "after")
+        names = [d.name for d in wrong if d.kind in ("not summed", "copies differ") and d.name in self.shapes]
+        full = {name: after.full(name, self.shapes[name]) for name in names}
+        before = {name: self.proof.weights_before(number, name, self.shapes[name]) for name in names}
+        have_moved = any(
+            weight is not None and tensor is not None and not torch.equal(weight, tensor)
+            for (tensor, _), weight in zip(full.values(), before.values(), strict=True)
+        )
+        return have_moved and not any(differing for _, differing in full.values())
+
+    def _cause(self, wrong: Sequence[Difference], factor: float | None, counts: Counts) -> str:
+        if factor is not None:
+            return f"{len(wrong)} gradients are {factor:.6g} times one process's: {counts.word(factor)}"
+        return f"{wrong[-1].name}: {wrong[-1].cause}"
+
+    def _losses(self, number: int) -> str:
+        def mean(record: dict[str, Any]) -> str:
+            losses = record["losses"]
+            return f"{sum(losses) / len(losses):.5f}" if losses else "not seen"
+
+        ranks = ", ".join(mean(record) for record in self.proof.parallel.record(f"step{number}").values())
+        return f"  loss: ranks {ranks}; one process {mean(self.proof.side(f'step{number}').records[0])}"
+
+    def _cannot_tell(
+        self, lines: Sequence[str], reason: str, fix: str, table: weights.WeightTable | None = None
+    ) -> ProofVerdict:
+        details = [] if table is None else [f"  {line}" for line in table.lines()]
+        return ProofVerdict(
+            CANNOT_TELL, f"CANNOT TELL: {reason}", (*lines, *details), (reason, f"what would tell: {fix}"),
+            weights=None if table is None else table.as_json(),
+        )  # fmt: skip
+
+    def _way_to_rows(self) -> str:
+        if self.proof.feed is None:
+            return (
+                "rows that a torch DataLoader draws by number are replayed; or --against a program that sees the same"
+            )
+        return "a data set and a collator that give the same row for the same number"
+
+    def _has_same_batches(self, number: int) -> bool:
+        """Whether each call of one process's module has the rows of each rank's call: nothing is batched otherwise."""
+        process = [sorted(row["row"] for row in batch) for batch in self.proof.side(f"step{number}").records[0]["rows"]]
+        sizes = list(map(len, process))
+        kind = self.kinds[number][0]
+        for record in self.proof.parallel.record(f"step{number}").values():
+            batches = [sorted(row["row"] for row in batch) for batch in record["rows"]]
+            if kind == rows.SPLIT and list(map(len, batches)) != sizes:
+                return False
+            if kind != rows.SPLIT and batches != process:
+                return False
+        return True
+
+    def _table(self, number: int, plain: dict[str, torch.Tensor] | None) -> tuple[weights.WeightTable | None, str]:
+        """The weight table of a step, or why there is none."""
+        proof, feed = self.proof, self.proof.feed
+        if feed is None or proof.process_loader is None:
+            if feed is None or feed.kind != "rows":
+                return None, "the rows come from no DataLoader that draws them by number"
+            loader = rows.drawn([proof.side(f"step{number}").records])
+            if loader is None:
+                return None, "one process's rows come from no DataLoader that draws them by number"
+            proof.process_loader = loader.loader
+        record = proof.side(f"step{number}").records[0]
+        if feed.kind == "calls" and len(record["rows"]) != len(record["backwards"]):
+            return None, "a backward follows several calls of modules"
+        draws = feed.steps[number - 1]
+        seen, parts = set(), []
+        for part in sorted(draws):
+            if (tuple(draws[part]), part[1]) not in seen:  # ranks that share rows are one
+                seen.add((tuple(draws[part]), part[1]))
+                parts.append(part)
+        if len(parts) > weights.MOST_PARTS:
+            return None, f"{len(parts)} micro-batches are more than the {weights.MOST_PARTS} that are weighed"
+        n_process = len(proof.side(f"step{number}").records[0]["backwards"]) or 1
+        steps = [
+            PlannedStep(f"part{number}-{index}", weights=number - 1, shares=True, gradients_only=True)
+            for index in range(len(parts))
+        ]
+        say(f"one process, {len(parts)} micro-batches one after the other")
+        proof.take(steps, [[draws[part]] * n_process for part in parts])
+        if any(step.name not in proof.taken for step in steps):
+            return None, f"one process makes too few steps to weigh {len(parts)} micro-batches"
+        columns = [weights.added(proof.side(step.name)) or proof.side(step.name) for step in steps]
+        moved = proof.side(f"moved{number}") if f"moved{number}" in proof.taken else None
+        table = weights.make(
+            parts, columns, proof.ranks(number), proof.side(f"step{number}"), moved, ALLOWED,
+            [self._targets(number, part) for part in parts], self.shapes, plain,
+        )  # fmt: skip
+        return table, "no gradient of a micro-batch was recorded"
+
+    def _targets(self, number: int, part: tuple[int, int]) -> int | None:
+        batches = self.proof.parallel.record(f"step{number}")[part[0]]["rows"]
+        if part[1] >= len(batches):
+            return None
+        counts = [row["targets"] for row in batches[part[1]]]
+        return None if None in counts else sum(counts)
+
+    # ---- the optimizer's step
+
+    def clipping(self, number: int) -> ProofVerdict | None:
+        """Both runs are to clip by the same norm."""
+        records, process = self.proof.ranks(number).records, self.proof.side(f"step{number}").records[0]
+        factors = {rank: _clip_factors(record) for rank, record in records.items()}
+        process_factors = _clip_factors(process)
+        if not self.proof.uses_engine() and process_factors and any(factors.values()):
+            expected = median(process_factors.values())
+            wrong = [
+                name
+                for by_name in factors.values()
+                for name, factor in by_name.items()
+                if abs(factor / expected - 1) > 1e-3
+            ]
+            if wrong:
+                ranks = ", ".join(
+                    f"rank {rank} x{median(by_name.values()):.5g}" for rank, by_name in factors.items() if by_name
+                )
+                line = (
+                    f"step {number}: gradients equal, but clipping multiplies {len(set(wrong))} by another number:"
+                    f" {ranks}; one process x{expected:.5g}"
+                )
+                return self._not_same([line], "clip norm", parameter=wrong[-1], reasons=("clipped by another norm",))
+        norms = [norm for record in records.values() for norm in record["norms"]]
+        if norms and process["norms"] and max(abs(norm / process["norms"][0] - 1) for norm in norms) > 1e-3:
+            ranks = ", ".join(f"{norm:.5g}" for norm in norms)
+            line = f"step {number}: gradients equal, but clipped by norm {ranks}; one process {process['norms'][0]:.5g}"
+            factor = norms[0] / process["norms"][0]
+            return self._not_same([line], "clip norm", factor=factor, reasons=("clipped by another norm",))
+        return None
+
+    def orphans(self, number: int) -> ProofVerdict | None:
+        """Parameters with a gradient that no optimizer holds, and that no step moves: copies in fp32 would."""
+        folder, ranks = self.proof.parallel.folder, self.proof.ranks(number, "after")
+        names = [
+            name
+            for name in next(iter(ranks.records.values())).get("orphans", [])
+            if name in self.shapes
+            and (before := self.proof.weights_before(number, name, self.shapes[name])) is not None
+            and (after := pieces.assemble(str(folder), ranks.of(name), self.shapes[name])[0]) is not None
+            and torch.equal(before, after)
+        ]
+        if not names:
+            return None
+        line = (
+            f"step {number}: gradients equal, but no optimizer holds {len(names)} parameters that have one"
+            f" ({listed(names)})"
+        )
+        reason = "the optimizer holds other tensors than the model: made before the model was wrapped?"
+        return self._not_same([line], "other tensors", parameter=names[-1], reasons=(reason,))
+
+    def updates(self, number: int, counts: Counts) -> ProofVerdict | None:
+        parallel, reference = self.proof.ranks(number, "after"), self.proof.side(f"step{number}", "after")
+        moved = None
+        if self.proof.uses_engine() and f"moved{number}" in self.proof.taken:
+            moved = self.proof.side(f"moved{number}", "after")
+        differences = compare(
+            parallel,
+            reference,
+            moved,
+            lambda tensors: explain(tensors, counts),
+            partial(self.proof.weights_before, number),
+        )
+        wrong = [d for d in differences.values() if d.is_wrong]
+        if not wrong:
+            return None
+        factor = common_factor({d.name: d for d in wrong})
+        lines = [
+            f"step {number}: gradients equal, but {len(wrong)} of {len(differences)} updates differ;"
+            f" last in forward order {wrong[-1].name}",
+            *(f"  {line}" for line in grouped(differences)),
+        ]
+        return self._not_same(
+            lines, wrong[-1].kind, parameter=wrong[-1].name, factor=factor,
+            reasons=(f"the update of {wrong[-1].name}: {wrong[-1].cause}",),
+        )  # fmt: skip
+
+    # ---- the same
+
+    def same(self) -> ProofVerdict:
+        proof, numbers = self.proof, self.numbers
+        n_steps = f"{len(numbers)} step{'s'[: len(numbers) > 1]}"
+        words = next((words for kind, words in self.kinds.values() if kind in (rows.SPLIT, rows.COPIES)), "")
+        if proof.feed is not None:
+            records = [proof.parallel.record(f"step{number}") for number in numbers]
+            lines = rows.repeated(replace(proof.feed, steps=proof.feed.steps[: len(numbers)]), records, self.start)
+            ending = proof.taken[f"step{numbers[-1]}"]
+            epoch = ending.record(ending.steps[-1]) if proof.is_replay else None
+            lines += rows.over_the_epoch(proof.feed, proof.parallel.record(proof.parallel.steps[-1]), epoch)
+            if lines:
+                headline = (
+                    "THE SAME for the rows they saw, BUT ROWS REPEAT OR ARE MISSING"
+                    f" ({proof.world_size} ranks, {n_steps})"
+                )
+                return ProofVerdict(ROWS, headline, tuple(lines), word="rows")
+        n_parameters = len(list(proof.side("step1")))
+        headline = (
+            f"THE SAME: {n_steps}, {n_parameters} parameters: gradients and updates of {proof.world_size} ranks equal"
+            f" one process's within rounding (worst {self.worst:.1f} times an ulp's, {ALLOWED:g} allowed)"
+        )
+        return ProofVerdict(SAME, headline, (words,) if words else ())
+
+
+def _clip_factors(record: dict[str, Any]) -> dict[str, float]:
+    """Name → what clipping multiplied this rank's piece of the gradient by."""
+    return {
+        name: record["used"][name]["norm"] / piece["norm"]
+        for name, piece in record["raw"].items()
+        if piece and piece["norm"] and record["used"].get(name)
+    }
