@@ -23,14 +23,6 @@ def test_other_losses_refuse_the_comparison(wrong: float) -> None:
         peers.loss_differences({"PyTorch": [3.0, 2.0, 1.0], "Fabric": [3.0, wrong, 1.0]})
 
 
-def test_a_ratio_is_of_steps_side_by_side() -> None:
-    # The machine slows down sixfold meanwhile: only neighbours tell what is faster.
-    theirs = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert peers.ratio({OURS: [0.9 * took for took in theirs], "PyTorch": theirs}, "PyTorch") == pytest.approx(
-        (0.9,) * 3
-    )
-
-
 @pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.deepspeed

@@ -111,17 +111,6 @@ def test_check_refuses_exactly_what_the_table_refuses(entry: capability.Declared
         assert "{" not in error.fix and ("{key}" not in entry.capability.fix or key in error.fix)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_more_than_one_rank(strategy: str) -> None:
-    if strategy == "single":
-        assert (
-            "2 ranks does not work with parallel.strategy=single" in refused({"parallel.strategy": strategy}, 2).cause
-        )
-    else:
-        run_check({"parallel.strategy": strategy}, 2)
-    run_check({"parallel.strategy": strategy}, 1)
-
-
 def test_fsdp_offloads_the_optimizer_together_with_parameters() -> None:
     for strategy in ("fsdp", "hsdp"):
         both = {"parallel.strategy": strategy, "parallel.offload_param": "cpu", "parallel.offload_optimizer": "cpu"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,17 @@ def test_a_directory_that_is_another_one_there_is_named(tmp_path: Path) -> None:
 
 def test_two_jobs_check_one_directory_at_once(tmp_path: Path) -> None:
     """Each took the other's mark for a file system that is not shared, and blamed its own node as well."""
-    with commands._marked([tmp_path]) as first_word, commands._marked([tmp_path]) as second_word:
-        for word in (first_word, second_word):
-            argv = commands.script_argv(word, "", [], [tmp_path])
-            process = subprocess.run(argv, env=environment(SLURMD_NODENAME="n1"), capture_output=True, text=True)
-            assert [report.kind for report in commands.parse(process.stdout)] == ["versions"], process
-    assert not os.listdir(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    both = f'cd {tmp_path}; touch $0; until [ -e a ] && [ -e b ]; do sleep 0.02; done; cd {REPO}; exec "$@"'
+
+    def check(name: str) -> str | None:
+        srun = ["env", "SLURMD_NODENAME=n1", "bash", "-c", both, name]
+        return commands.check(srun, sys.executable, ["shardkit"], [folder], environment())
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(check, "ab")] == [None, None]
+    assert not os.listdir(folder)
 
 
 def test_an_interpreter_that_is_missing_or_lacks_packages_is_named(tmp_path: Path) -> None:

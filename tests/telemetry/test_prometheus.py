@@ -9,7 +9,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from shardkit.errors import ConfigError
 from shardkit.telemetry.catalog import METRICS
 from shardkit.telemetry.prometheus import MetricsServer
-from tests.memory.samples import cpu_row, gpu_row
+from tests.memory.samples import gpu_row
 from tests.ranks import run_ranks
 from tests.texts import write_numbers
 
@@ -62,13 +61,6 @@ def test_ranks_and_categories_are_labels(server: MetricsServer) -> None:
     assert found["shardkit_rank_state_bytes", 'category="optimizer",host="node1",place="host",rank="0"'] == 2**31
     assert found["shardkit_rank_phase_peak_bytes", 'host="node2",kind="allocated",phase="update",rank="1"'] == 5 * 2**30
     assert found["shardkit_rank_alloc_retries_total", 'host="node1",rank="0"'] == 2
-
-
-def test_what_a_device_does_not_have_is_left_out(server: MetricsServer) -> None:
-    server.update({"step": 1}, [replace(cpu_row(0), state=None)])
-    names = {name for name, _ in scrape(server.url)}
-    assert "shardkit_rank_host_rss_bytes" in names
-    assert not any("device" in name or "state" in name or "retries" in name for name in names)
 
 
 def test_a_missing_library_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
