@@ -5,14 +5,7 @@ import json
 from benchmarks.common import (
     RESULTS,
     one_case_a_line,
-    stamp,
-    unmeasured,
 )
-
-
-def test_an_interrupted_measurement_goes_on_with_what_this_commit_lacks() -> None:
-    found = {"ddp": {"measured": stamp()}, "fsdp": {"measured": {"commit": "of another day"}}, "zero2": {}}
-    assert unmeasured(["single", "ddp", "fsdp", "zero2"], found) == ["single", "fsdp", "zero2"]
 
 
 def test_recorded_results_are_in_that_layout() -> None:

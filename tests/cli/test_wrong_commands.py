@@ -41,19 +41,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "models" / "no_template", template=False)
     write_lines(folder / "data" / "chats.jsonl", ({"messages": conversation(n)} for n in range(60)))
     write_lines(folder / "data" / "dialog.jsonl", ({"dialog": conversation(n)} for n in range(60)))
-    write_lines(folder / "data" / "empty.jsonl", [])
     recipe = (REPO / "examples" / "first_hour.yaml").read_text(encoding="utf-8")
     recipe = recipe.replace("models/tiny-llama", "models/base").replace("data/conversations", "data/chats")
     (folder / "recipe.yaml").write_text(recipe)
     (folder / "latin1.json").write_bytes('{"zero_optimization": {"stage": 3}, "x": "caf\xe9"}'.encode("latin-1"))
-    (folder / "half.json").write_text('{"zero_optimization": {')
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     (folder / "args.yaml").write_text("per_device_train_batch_size: 1\noutput_dir: out\n")
     (folder / "train.py").write_text("print('hello')\n")
     (folder / "tiny.txt").write_text("too short")
-    (folder / "hollow").mkdir()
-    (folder / "runs" / "notes").mkdir(parents=True)
-    (folder / "runs" / "notes" / "notes.txt").write_text("none")
     return folder
 
 
@@ -72,8 +67,6 @@ WRONG = [
     ("plan recipe.yaml data.path=", "has no value", "or remove it"),
     ("launch train.py --nproc-per-node 2", "not a config: a script", "shardkit launch --nproc-per-node 2 -- train.py"),
     ("plan recipe.yaml max_steps=10", "'max_steps=10' is not of the form section.key=value", "train.max_steps"),
-    ("plan recipe.yaml train.max_step=10", "unknown key train.max_step", "did you mean train.max_steps?"),
-    ("plan recipe.yaml parallel.strategy=fdsp", "parallel.strategy=", "parallel.strategy=fsdp?"),
     ("plan recipe.yaml parallel.strategy=deepspeed", "parallel.strategy=", "parallel.strategy=zero3?"),
     ("plan recipe.yaml optim.name=paged_adamw_8bit", "keep their moments in CUDA's managed memory", "adamw_bnb_8bit"),
     ("plan recipe.yaml other.yaml", "override 'other.yaml' is not of the form", "name one config"),
@@ -103,13 +96,10 @@ WRONG = [
     (f"{LAUNCH} 2 --nnodes 2", "--nnodes 2 without --rdzv-endpoint", "pass --rdzv-endpoint HOST:PORT"),
     ("train --config", "argument --config: expected one argument", "write --config FILE"),
     ("train --nproc 2", "unrecognized arguments: --nproc", "--help lists the options"),
-    ("train recipe.yaml", "override 'recipe.yaml' is not of the form section.key=value", "section.key=value"),
     ("train --config recipe.yml", "config file recipe.yml does not exist", "recipe.yaml"),
-    (f"{TRAIN} run.device=gpu", "run.device=", "run.device=cuda?"),
     (f"{TRAIN} optim.name=adam8bit", "optim.name=", "did you mean optim.name=adamw8bit?"),
     (f"{TRAIN} model.d_model=64", "model.d_model=64 would be ignored", "remove model.d_model"),
     (f"{TRAIN} data.path=data/chatz.jsonl", "data path data/chatz.jsonl does not exist", "set data.path to a file"),
-    (f"{TRAIN} data.path=data/empty.jsonl", "data path data/empty.jsonl is an empty file", "text that is not empty"),
     (f"{TRAIN} data.path=data/dialog.jsonl", "dialog", "data.columns"),
     (f"{TRAIN} data.path=models/base", "data path models/base is a model folder", "model.init_from"),
     (f"{TRAIN} model.init_from=models/no_template", "the tokenizer has no chat template", "data.chat_template"),
@@ -118,13 +108,7 @@ WRONG = [
     (f"{TRAIN} model.init_from=data", "model.init_from=data: data holds no checkpoint", "name a run directory"),
     (f"{TRAIN} model.init_from=null model.hf_config=models/base run.resume=runs/none", "runs/none does not", "a run"),
     (f"{LAUNCH} 2 run.dir=recipe.yaml", "run.dir=recipe.yaml is a file", "set run.dir to a directory"),
-    (f"{TRAIN} train.seq_len=1024", "train.seq_len=1024 is longer than the model's 256", "set train.seq_len=256"),
-    (f"{TRAIN} adapter.targets=[q_projj]", "adapter.targets: q_projj matches no layer", "did you mean q_proj"),
     ("report runs/none", "runs/none is not a directory", "pass the run.dir of a run"),
-    ("report models/base", "models/base holds no run", "pass the run.dir of a run"),
-    ("convert runs/none --to safetensors --out served", "runs/none does not exist", "name a run directory"),
-    ("convert runs/notes --to peft --out lora", "runs/notes holds no checkpoint", "name a run directory"),
-    ("convert models/base --to gguf --out served", "--to 'gguf' is not a format", "safetensors, torch"),
     ("convert", "Missing argument 'SOURCE'", "SOURCE --to safetensors|torch|shardkit|peft --out DIR;"),
     ("doctor --device gpu", "--device 'gpu' is not a device", "auto, cpu or cuda"),
     ("submit recipe.yaml --gpus-per-node -2", "--gpus-per-node -2 is negative", "0 or more"),
@@ -152,9 +136,7 @@ WRONG = [
     ("cancel x", "shardkit cancel", "scancel JOB"),
     ("report data data data", "unexpected extra argument", "shardkit report --help"),
     ("train --config ''", "the name of the config file is empty", "name a YAML file"),
-    ("convert models/base --to safetensors --out models/base", "--out models/base is not empty", "new or empty"),
     ("convert models/base --merge --to safetensors --out served", "models/base holds no adapter", "adapter.type=lora"),
-    ("convert models/base --to torch --out served --dtype half", "--dtype 'half' is not a type", "fp32, bf16, fp16"),
     ("checkpoint ls runs/none", "runs/none is not a directory", "name the run.dir of a run"),
     ("checkpoint verify models/base", "models/base holds no checkpoint", "name the run.dir of a run"),
     ("tokenize nothing corpus --tokenizer models/base", "data path nothing does not", "name as SRC a file of text"),
@@ -176,7 +158,6 @@ WRONG = [
     (f"{LAUNCH} 2 --nnodes 1:2 --rdzv-endpoint head:1", "a lost node would end the job", "pass --max-restarts"),
     ("submit --to kubernetes --partition gpu -- -m there", "--partition applies to Slurm", "remove it"),
     ("submit --volume data:/data -- -m json.tool", "--volume applies to Kubernetes", "pass --to"),
-    ("submit --to kubernetes -- -m there", "needs an image", "--container"),
     ("submit --to jobset -- -m there", "--to jobset is written --to kubernetes now", "--to kubernetes: it prints"),
     (f"{PODS} --mem lots -- -m there", "--mem 'lots' is not a size", "64GiB"),
     (f"{SUBMIT} parallel.strategy=hsdp parallel.dp_replicate=3 parallel.dp_shard=5", "= 15, but there", "2 × 4, 4 × 2"),
@@ -212,9 +193,6 @@ WRONG = [
     ("prove --until save --allow-writes -- torchrun train.py", "the sandbox keeps", "leave out --allow-writes"),
     (f"{BYTES} model.d_model=30 model.n_heads=4", "model.n_heads=4 does not divide", "model.d_model=32"),
     (f"{BYTES} data.path=tiny.txt", "tiny.txt has 9 tokens, fewer than the 257 that train.seq_len=256", "more data"),
-    (f"{BYTES} data.path=hollow", "data path hollow holds no text files", "set data.path to a text file"),
-    (f"{BYTES} task.factory=no_such_module:Task", "there is no module no_such_module", "PYTHONPATH"),
-    (f"{BYTES} task.factory=json:Task", "module json (", "it has: dump"),
     (f"{BYTES} parallel.strategy=ddp parallel.offload_optimizer=cpu", "with", "zero1, zero2, zero3"),
     (f"{BYTES} parallel.strategy=fsdp {NVME}", "offload_param=nvme does not work with parallel.strategy=fsdp", "zero3"),
     (f"{BYTES} parallel.strategy=zero2 precision.mode=fp16", "fp16 needs a GPU", "remove precision.mode"),
@@ -236,7 +214,7 @@ def test_a_wrong_command_takes_two_lines_and_writes_nothing(
     command: str, cause: str, fix: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    if any(words in command for words in ("tokenize ", "init_from", "adapter.targets", "data.", "1024")):
+    if any(words in command for words in ("tokenize ", "init_from", "data.")):
         pytest.importorskip("transformers")
     if ("run.device=cuda" in command or "launch --rehearse" in command) and torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")

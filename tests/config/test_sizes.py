@@ -20,8 +20,3 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size") as refused:
         load_config(overrides={"memory.cap": text})
     assert "memory.cap=2GiB" in refused.value.fix
-
-
-def test_a_cap_is_off_unless_set() -> None:
-    assert load_config().config.memory.cap_bytes is None
-    assert load_config(overrides=["memory.cap=8GiB"]).config.memory.cap_bytes == 8 * 2**30

@@ -126,13 +126,6 @@ def test_resuming_with_another_layout_leaves_nothing_out(n: int, at: int) -> Non
     assert sorted(seen) == list(range(n))
 
 
-def test_short_last_batch_leaves_some_ranks_empty_handed() -> None:
-    parts, after = step(schedules(2, 2, 2, 3, shuffle=False), State())
-    assert samples(parts) == [0, 1]
-    assert sum(not p for rank in parts for p in rank) == 4
-    assert after == State(1, 0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
