@@ -82,14 +82,17 @@ def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch
             if layer in experts:  # peft stores A as [experts · r, in], and B as [out, r · experts]
                 n_experts, rows, columns = shape
                 shape = (n_experts * rows, columns) if part == "lora_A" else (rows, columns * n_experts)
-                layer = _wrapper(layer, experts)
+                # peft wraps the experts once for each of their adapted weights; the last wrapper is the outer one.
+                prefix = layer.rpartition(".")[0]
+                adapted = [weight for name in _EXPERT_WEIGHTS if (weight := f"{prefix}.{name}") in experts]
+                layer = prefix + ".base_layer" * (len(adapted) - 1 - adapted.index(layer))
             tensors[f"base_model.model.{layer}.{part}.weight"] = name, TensorSpec(shape, dtype or spec.dtype)
     with (folder / _FILE).open("xb") as out:
         out.write(header_of((name, spec) for name, (_, spec) in tensors.items()))
         for name, spec in tensors.values():
             shape, pieces = source.tensors[name].shape, source.pieces(name, spec.dtype)
             if len(shape) == 3 and ".lora_B." in name:  # peft counts experts last
-                pieces = iter([source.read(name).view(shape).permute(1, 2, 0).contiguous()])
+                pieces = iter([cast(source.read(name).view(shape).permute(1, 2, 0).contiguous(), spec.dtype, name)])
             for piece in pieces:
                 out.write(byte_view(piece))
     with importing("--to peft needs peft", "pip install 'shardkit[finetune]'", CheckpointError):
@@ -98,38 +101,21 @@ def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch
     kind = type(model).__name__
     peft.LoraConfig(
         r=settings.r, lora_alpha=settings.alpha, use_rslora=settings.use_rslora, fan_in_fan_out=adapter.transposed,
-        target_modules=_targets([name for name in layers if name not in experts], model),
-        target_parameters=_parameter_targets(experts, model) or None,
+        target_modules=_targets([name for name in layers if name not in experts], 1, model),
+        target_parameters=_targets(experts, 2, model) or None,
         base_model_name_or_path=adapter.base["source"], inference_mode=True,
         task_type="CAUSAL_LM" if "CausalLM" in kind or "LMHead" in kind else None,
     ).save_pretrained(str(folder))  # fmt: skip
 
 
-def _wrapper(layer: str, experts: list[str]) -> str:
-    """The module under which peft keeps LoRA of an experts' weight. It wraps the experts once for each of their weights
-    that it adapts; the last wrapper is the outer one."""
-    prefix = layer.rpartition(".")[0]
-    adapted = [f"{prefix}.{name}" for name in _EXPERT_WEIGHTS if f"{prefix}.{name}" in experts]
-    return prefix + ".base_layer" * (len(adapted) - 1 - adapted.index(layer))
-
-
-def _targets(layers: list[str], model: Any) -> list[str]:
-    """The last parts of the adapted layers' names (`q_proj`), or the full names if other layers have such parts too."""
-    ends = sorted({name.rpartition(".")[2] for name in layers})
+def _targets(adapted: list[str], n_parts: int, model: Any) -> list[str]:
+    """The last parts of the adapted names (`q_proj`, `experts.down_proj`), or all of each if others end like them."""
     if model is None:
-        return sorted(layers)
-    matching = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
-    return ends if len(matching) == len(layers) else sorted(layers)
-
-
-def _parameter_targets(experts: list[str], model: Any) -> list[str]:
-    """The last two parts of the adapted weights' names (`experts.down_proj`), or the full names as for `_targets`."""
-    ends = sorted({".".join(name.split(".")[-2:]) for name in experts})
-    if model is None:
-        return sorted(experts)
+        return sorted(adapted)
+    ends = sorted({".".join(name.split(".")[-n_parts:]) for name in adapted})
     names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
-    matching = [name for name in names if name.endswith(tuple(f".{end}" for end in ends))]
-    return ends if len(matching) == len(experts) else sorted(experts)
+    matching = [name for name in names if f".{name}".endswith(tuple(f".{end}" for end in ends))]
+    return ends if len(matching) == len(adapted) else sorted(adapted)
 
 
 def merged(

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from shardkit.checkpoint.formats.adapter import SavedAdapter, write_peft
 from shardkit.checkpoint.formats.convert import convert
-from shardkit.checkpoint.native.reader import CheckpointReader
+from shardkit.checkpoint.formats.tensor_source import Source
+from shardkit.checkpoint.native.reader import CheckpointReader, TensorSpec
 from shardkit.config.load import load_config
+from shardkit.config.schema import AdapterConfig
 from shardkit.errors import CheckpointError
 from shardkit.models.transformer import Transformer
 from shardkit.tasks.load import load_task
@@ -135,3 +139,23 @@ def test_only_the_config_of_the_named_run_is_code(
     assert not (tmp_path / "ran").exists()
     convert(run, "safetensors", tmp_path / "out")
     assert (tmp_path / "ran").exists(), "the run was named, and so was its code"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_adapters_of_experts_are_exported_in_the_type_that_is_asked_for(
+    dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    factors = {part: torch.arange(12.0).view(3, *shape) for part, shape in (("A", (2, 2)), ("B", (2, 2)))}
+    saved = {f"model.experts.down_proj.lora_{part}.default.weight": tensor for part, tensor in factors.items()}
+
+    def read_into(name: str, start: int, out: torch.Tensor) -> None:
+        out.copy_(saved[name].flatten()[start : start + out.numel()])
+
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items()}
+    adapter = SavedAdapter(AdapterConfig(type="lora", r=2), False, {"source": "base"})
+    write_peft(Source("shardkit", tmp_path, specs, read_into, lambda: None), adapter, tmp_path, dtype, None)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    expected = {"A": factors["A"].reshape(6, 2), "B": factors["B"].permute(1, 2, 0).reshape(2, 6)}
+    for part, tensor in expected.items():
+        assert torch.equal(written[f"base_model.model.experts.lora_{part}.weight"], tensor.to(dtype or torch.float32))
