@@ -147,7 +147,7 @@ def listed(names: Sequence[object]) -> str:
 
 
 def gib(n_bytes: float, decimals: int = 2) -> str:
-    """Bytes as messages and tables write them: in the largest unit of which they are a tenth; nothing is 0.0 MiB."""
+    """Format a byte count in the largest unit that gives at least 0.1; zero is 0.0 MiB."""
     if abs(n_bytes) >= 0.1 * 2**30:
         return f"{n_bytes / 2**30:.{decimals}f} GiB"
     if abs(n_bytes) >= 0.1 * 2**20 or n_bytes == 0:

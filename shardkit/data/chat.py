@@ -89,17 +89,13 @@ class RefusedRow(ValueError):
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column holds what: kind "text" reads `text`, "messages" `messages`, "prompt" `prompt` and `completion`.
-
-    Attributes:
-        names: use → the column's name.
-        further: columns that are there and not read, as far as they are known before the rows are read.
-        ignore: `data.ignore`, names of columns and of members of turns that are as if they were not there.
-    """
+    """Which column holds what: kind "text" reads `text`, "messages" `messages`, "prompt" `prompt` and `completion`."""
 
     kind: Kind
-    names: dict[str, str]
+    names: dict[str, str]  # use → the column's name
+    # columns that are there and not read, as far as they are known before the rows are read
     further: tuple[str, ...] = ()
+    # `data.ignore`, names of columns and of members of turns that are as if they were not there
     ignore: tuple[str, ...] = ()
 
     @property
@@ -156,14 +152,7 @@ def names_to_find(named: Mapping[Any, str]) -> set[str]:
 def choose_columns(
     present: Sequence[str], named: Mapping[Any, str], source: str, ignore: Sequence[str] = ()
 ) -> Columns:
-    """The columns to read: `named` (data.columns), else those with a usual name.
-
-    Args:
-        present: the columns that any row has.
-
-    Raises:
-        DataError: a named column is absent, none has a usual name, or the rows are preferences.
-    """
+    """The columns to read of those that any row has (`present`): `named` (data.columns), else those of usual names."""
     present = [name for name in present if name not in ignore]
     for use, name in named.items():
         if name not in present:
@@ -233,18 +222,13 @@ def _naming(present: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """The text of one sample; a row makes one or several of them.
-
-    Attributes:
-        spans: ranges of characters to predict; None = all characters.
-        rendered: whether a chat template wrote the text; it then contains the special tokens already.
-        row_text: the text whose hash puts the row into the training or validation split, if it differs from `text`.
-            All samples of a row have the same one, so that they stay in one split.
-    """
+    """The text of one sample; a row makes one or several of them."""
 
     text: str
-    spans: list[Span] | None = None
-    rendered: bool = False
+    spans: list[Span] | None = None  # ranges of characters to predict; None = all characters
+    rendered: bool = False  # whether a chat template wrote the text; it then contains the special tokens already
+    # the text whose hash puts the row into the training or validation split, if it differs from `text`. All samples
+    # of a row have the same one, so that they stay in one split
     row_text: str | None = None
 
 
@@ -263,9 +247,6 @@ class Template:
     def reads(self, name: str) -> bool:
         """Whether the template mentions a member of messages, or a variable, of this name."""
         return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
-
-    def names_role(self, role: str) -> bool:
-        return f"'{role}'" in self.source or f'"{role}"' in self.source
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Any = None, *, prompt: bool = False
@@ -549,9 +530,7 @@ class RowReader:
     def _trailer(self, part: str, text: str) -> str:
         """Return the token that the template writes after the last turn only, or an empty text.
 
-        Args:
-            part: the text of the first turns, rendered alone; it ends with such a token if there is one.
-            text: the text of all turns.
+        `part` is the text of the first turns, rendered alone, which ends with such a token; `text` that of all turns.
         """
         if text.startswith(part):
             return ""
@@ -669,7 +648,8 @@ class RowReader:
         role = message.get("role")
         if not isinstance(role, str):
             raise RowError(f"message {number} has no role")
-        is_named = self.template is not None and self.template.names_role(role)
+        source = "" if self.template is None else self.template.source
+        is_named = f"'{role}'" in source or f'"{role}"' in source
         if role in _ROLES and (is_sharegpt or not is_named):
             message["role"] = _ROLES[role]
             if role in _CALLS and self._reads_name("tool_calls"):

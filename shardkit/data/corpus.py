@@ -145,12 +145,7 @@ def unigram_cross_entropy(train_counts: Counts, val_counts: Counts) -> float:
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """Find, tokenise (the first time) and map the corpus that the config describes.
-
-    Raises:
-        DataError: a path is missing, empty or unreadable, a `.bin` is not a whole number of tokens, or the cache
-            directory cannot be written.
-    """
+    """Find, tokenise (the first time) and map the corpus that the config describes."""
     if data.path is not None and data.path.endswith(".bin"):
         return _open_bin(data, data.path)
     if data.val_path is not None and data.val_path.endswith(".bin"):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from ..errors import ShardkitError
+from ..files import fork_without_garbage
 
 # The order in which samples are drawn: a function of (seed, epoch, position), whatever the number of ranks.
 
@@ -202,9 +201,6 @@ class BatchSchedule:
     spread evenly over the accum × world micro-batches, and every rank runs `accum` of them; in an epoch's smaller last
     batch some are smaller and some may be empty.
 
-    Attributes:
-        order: of `n_samples` positions; None = `EpochOrder`.
-
     Raises:
         ValueError: `global_batch` is not micro_batch × accum × world.
     """
@@ -218,7 +214,7 @@ class BatchSchedule:
     seed: int
     shuffle: bool
     drop_last: bool
-    order: Order | None = None
+    order: Order | None = None  # of `n_samples` positions; None = `EpochOrder`
 
     def __post_init__(self) -> None:
         product = f"{self.micro_batch} × {self.accum} × {self.world} (micro × accum × world)"
@@ -272,16 +268,12 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step of one rank.
+    """One optimizer step of one rank."""
 
-    Attributes:
-        micro_batches: (batch, is_filler) pairs, the same number on every rank; a filler keeps a rank in step when it
-            has no samples left: it goes through forward and backward with weight 0 and its targets do not count.
-        state_after: where to continue once the step is done.
-    """
-
+    # (batch, is_filler) pairs, the same number on every rank; a filler keeps a rank in step when it has no samples
+    # left: it goes through forward and backward with weight 0 and its targets do not count
     micro_batches: list[tuple[Batch, bool]]
-    state_after: State
+    state_after: State  # where to continue once the step is done
 
 
 class StepLoader:
@@ -321,7 +313,7 @@ class StepLoader:
             # Without its own, it draws a seed from the global generator, and dropout would depend on the loader.
             generator=torch.Generator().manual_seed(schedule.seed * schedule.world + schedule.rank),
         )
-        with _fork_without_garbage():
+        with fork_without_garbage():
             self._batches: Iterator[Batch] | None = iter(loader)
 
     def __iter__(self) -> StepLoader:
@@ -343,21 +335,6 @@ class StepLoader:
         """End the workers. May be called twice."""
         # Dropping the last reference to DataLoader's iterator is its public way to join the worker processes.
         self._batches = None
-
-
-@contextmanager
-def _fork_without_garbage() -> Iterator[None]:
-    """Processes forked in this block never collect what is garbage in this one.
-
-    Destructors of process groups and stores join threads, which a fork does not have: a worker would wait for ever.
-    """
-    was_frozen = gc.get_freeze_count() > 0
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not was_frozen:
-            gc.unfreeze()
 
 
 def _micro_batches(schedule: BatchSchedule, state: State, n_steps: int | None) -> Iterator[list[int]]:

@@ -51,11 +51,7 @@ def shipped_pictures() -> list[Picture]:
 
 
 def find_pictures(path: str) -> list[Picture]:
-    """Every picture below a directory, sorted by path; label 0.
-
-    Raises:
-        DataError: the directory does not exist or holds no picture.
-    """
+    """Every picture below a directory, sorted by path; label 0."""
     root = _directory(path)
     files = sorted(file for file in root.rglob("*") if _is_picture(file.relative_to(root)))
     if not files:
@@ -64,11 +60,7 @@ def find_pictures(path: str) -> list[Picture]:
 
 
 def find_classes(path: str) -> tuple[list[Picture], list[str]]:
-    """Pictures of a directory that holds one directory per class, and the classes' names, sorted.
-
-    Raises:
-        DataError: there are fewer than two classes, or one without pictures.
-    """
+    """Pictures of a directory that holds one directory per class, and the classes' names, sorted."""
     root = _directory(path)
     names = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if len(names) < 2:
@@ -92,24 +84,18 @@ def split_pictures(pictures: list[Picture], val_fraction: float) -> tuple[list[P
 
 
 def read(picture: Picture) -> Pixels:
-    """Decode a picture to RGB.
-
-    Raises:
-        DataError: the file is not a picture, or damaged.
-    """
-    return _read_file(picture.source) if picture.is_file else _read_shipped(picture.source)
-
-
-def _read_file(path: str) -> Pixels:
+    """Decode a picture to RGB."""
+    if not picture.is_file:
+        return _read_shipped(picture.source)
     image = _need("PIL.Image", "pillow")
     try:
-        with image.open(path, formats=FORMATS) as opened:
+        with image.open(picture.source, formats=FORMATS) as opened:
             if math.prod(opened.size) > MAX_PIXELS:
                 raise ValueError(f"it has {opened.size[0]} × {opened.size[1]} pixels, at most {MAX_PIXELS:,} are read")
             return np.asarray(opened.convert("RGB"))
     # PIL raises SyntaxError for a broken PNG
     except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be decoded: {error}", "replace it or move it away") from error
+        raise DataError(f"{picture.source} cannot be decoded: {error}", "replace it or move it away") from error
 
 
 @lru_cache(maxsize=len(SHIPPED))
@@ -147,11 +133,8 @@ class LabelledCrops:
     """For classification: {"pixels": fp32 [3, size, size] in [-1, 1], "label": int64}.
 
     Sample i is crop i // n of picture i % n. Augmented: a random part, resized, mirrored half of the time; otherwise
-    the largest square in the centre, resized.
-
-    Args:
-        per_picture: crops of each picture.
-        rows: crops come from this part of each picture's height, (start, end) in [0, 1].
+    the largest square in the centre, resized. Crops come from the part `rows` of each picture's height, (start, end) in
+    [0, 1].
     """
 
     def __init__(

@@ -48,11 +48,7 @@ class TextFile:
 
 
 def find_files(path: str) -> list[TextFile]:
-    """A file, the files of a directory or those of a glob, sorted by relative path, without hidden and `.bin` files.
-
-    Raises:
-        DataError: the path does not exist, cannot be read, or holds no file.
-    """
+    """A file, the files of a directory or those of a glob, sorted by relative path, without hidden and `.bin` files."""
     expanded = os.path.expanduser(path)
     if os.path.isfile(expanded):
         files = [_stat(expanded, os.path.basename(expanded))]
@@ -107,7 +103,10 @@ def held_out(names: list[str], val_fraction: float) -> set[str]:
     """The names of `split_files`' validation part."""
     if not val_fraction:
         return set()
-    fractions = {name: _hash_fraction(name) for name in names}
+    fractions = {}
+    for name in names:
+        digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        fractions[name] = int.from_bytes(digest, "big") / 2**64
     ordered = sorted(names, key=lambda name: (fractions[name], name))
     n_val = sum(fraction < val_fraction for fraction in fractions.values())
     if len(names) > 1:
@@ -122,6 +121,7 @@ SPLIT_WORDS = {
 }
 """Split → the words that mean it in the names of files and folders, as in `datasets`."""
 _SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)([^/]*)")
 
 
 def splits_by_name(names: list[str]) -> dict[str, set[str]]:
@@ -152,14 +152,25 @@ def splits_by_name(names: list[str]) -> dict[str, set[str]]:
     return {}
 
 
+def _refuse_missing(folder: Path, names: Iterable[str]) -> None:
+    """Refuse a folder that lacks some files of a set such as `train-00000-of-00003.parquet`."""
+    sets: dict[tuple[str, ...], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, names)):
+        sets.setdefault((match[1], match[3], match[4], match[5]), set()).add(int(match[2]))
+    for (start, of, total, end), numbers in sets.items():
+        first = 1 if int(total) in numbers else 0  # data are counted from 0, weights from 1
+        expected = [f"{start}{n:0{len(total)}}{of}{total}{end}" for n in range(first, first + int(total))]
+        # The disk decides: files without content are left out of `names`.
+        if lacking := [name for name in expected if not (folder / name).exists()]:
+            raise DataError(
+                f"data path {folder} lacks {listed(lacking)}: {len(numbers)} of {total} such files are there",
+                "copy the missing files, or name those to train on by a glob: data.path=FOLDER/*",
+            )
+
+
 def unreadable(path: str, error: OSError) -> DataError:
     """The error for a file or folder that the system refuses to read."""
     return DataError(f"{path} cannot be read: {error.strerror or error}", "check the path and its permissions")
-
-
-def _hash_fraction(name: str) -> float:
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
 
 
 def _stat(path: str, name: str) -> TextFile:
@@ -176,11 +187,7 @@ def _sorted_files(paths: Iterable[str], root: str) -> list[TextFile]:
 
 
 def walk(root: str) -> list[TextFile]:
-    """All files below a folder, sorted by relative path, without hidden, `.bin` and empty ones and installed packages.
-
-    Raises:
-        DataError: a folder cannot be read.
-    """
+    """All files below a folder, by relative path, without hidden, `.bin` and empty ones and installed packages."""
 
     def fail(error: OSError) -> None:
         raise unreadable(str(error.filename), error) from error
@@ -204,64 +211,43 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a file that one worker reads: bytes, row groups, record batches or rows [start, stop).
-
-    Attributes:
-        size: bytes of the piece.
-        starts: whether it is the first piece of its file.
-        ends: False for a piece of a text file whose document continues in the next piece.
-        first_row: the first row of a piece that is a part of one row group.
-        n_rows: the rows of such a part; None for all other pieces.
-    """
+    """The part of a file that one worker reads: bytes, row groups, record batches or rows [start, stop)."""
 
     path: str
     format: RowFormat
     start: int
     stop: int
-    size: int
-    starts: bool = True
-    ends: bool = True
-    first_row: int = 0
-    n_rows: int | None = None
+    size: int  # bytes of the piece
+    starts: bool = True  # whether it is the first piece of its file
+    ends: bool = True  # False for a piece of a text file whose document continues in the next piece
+    first_row: int = 0  # the first row of a piece that is a part of one row group
+    n_rows: int | None = None  # the rows of such a part; None for all other pieces
 
 
 class RowFormat:
     """Reads one format of files with rows. Its instances have no state.
 
     Methods may raise any OSError and ValueError: `reading` turns these into a `DataError` that names the file.
-
-    Attributes:
-        name: the format's name in messages and in the keys of caches.
-        suffixes: suffixes of files in this format, in lower case.
-        has_columns: False for plain text.
-        unit: the word for what a piece's `start` counts.
-        piece_bytes: about how many bytes a piece has.
     """
 
-    name: ClassVar[str]
-    suffixes: ClassVar[tuple[str, ...]]
-    has_columns: ClassVar[bool] = True
-    unit: ClassVar[str] = "row"
-    piece_bytes: ClassVar[int] = 1 << 23
+    name: ClassVar[str]  # the format's name in messages and in the keys of caches
+    suffixes: ClassVar[tuple[str, ...]]  # suffixes of files in this format, in lower case
+    has_columns: ClassVar[bool] = True  # False for plain text
+    unit: ClassVar[str] = "row"  # the word for what a piece's `start` counts
+    piece_bytes: ClassVar[int] = 1 << 23  # about how many bytes a piece has
 
     def columns(self, files: Sequence[TextFile], candidates: set[str]) -> list[str]:
         """The columns that any row has. A format that has to search the rows for them searches for these alone."""
         raise NotImplementedError
 
     def cut(self, file: TextFile, n_bytes: int, split_groups: bool) -> list[Piece]:
-        """The pieces of a file, in order; none if the file is to be skipped.
-
-        Args:
-            n_bytes: bytes of a piece, where the format can choose them.
-            split_groups: cut large row groups of parquet into parts.
-        """
+        """The pieces of a file, in order; none if the file is to be skipped. The arguments are those of `cut`."""
         raise NotImplementedError
 
     def rows(self, piece: Piece, columns: list[str] | None) -> Iterator[Any]:
         """The rows in order: dicts, None for a blank line, a `BadRow`, or a string that is the whole piece.
 
-        Args:
-            columns: the columns to read, of which the file may lack some; None = all.
+        `columns` are the columns to read, of which the file may lack some; None = all.
         """
         raise NotImplementedError
 
@@ -275,10 +261,9 @@ class RowFormat:
 
     def survey(self, pieces: Sequence[Piece], digest: hashlib.blake2b) -> Iterator[int]:
         """The number of rows of each piece, blank lines left out; adds the contents to the digest on the way."""
-        for path, of_file in groupby(pieces, key=lambda piece: piece.path):
-            digest.update(Path(path).read_bytes())
-            for piece in of_file:
-                yield len(self.load(piece, None))
+        for piece in pieces:
+            digest.update(_read_range(piece))
+            yield len(self.load(piece, None))
 
 
 @contextmanager
@@ -374,7 +359,13 @@ class Json(RowFormat):
                 ):
                     _scan(content, candidates, names)
             if not names:
-                raise _no_object(file)
+                with open(file.path, "rb") as stream:
+                    first = _parse_line(stream.readline(1 << 20))
+                reason = f", the first is {first.reason}" if isinstance(first, BadRow) else ""
+                as_utf8 = "save it as UTF-8, with" if "invalid UTF-8" in reason else "write"
+                raise DataError(
+                    f"{file.path} has no line with a JSON object{reason}", f"{as_utf8} one JSON object a line"
+                )
         return list(dict.fromkeys(names))
 
     def cut(self, file: TextFile, n_bytes: int, split_groups: bool) -> list[Piece]:
@@ -384,7 +375,7 @@ class Json(RowFormat):
 
     def rows(self, piece: Piece, columns: list[str] | None) -> Iterator[Any]:
         content = _read_range(piece)
-        if piece.starts and content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[" and _is_json(piece.path):
+        if _is_array(piece, content):
             for row in _parse(content, "the file"):
                 yield row if isinstance(row, dict) else BadRow(f"not a JSON object but {type(row).__name__}")
             return
@@ -393,14 +384,9 @@ class Json(RowFormat):
 
     def load(self, piece: Piece, columns: list[str] | None) -> Sequence[tuple[int, Any]]:
         content = _read_range(piece)
-        if piece.starts and content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[" and _is_json(piece.path):
+        if _is_array(piece, content):
             return list(enumerate(self.rows(piece, columns)))
         return _Lines((n, line) for n, line in enumerate(io.BytesIO(content)) if line.strip())
-
-    def survey(self, pieces: Sequence[Piece], digest: hashlib.blake2b) -> Iterator[int]:
-        for piece in pieces:
-            digest.update(_read_range(piece))
-            yield len(self.load(piece, None))
 
 
 class _Lines(list[tuple[int, Any]]):
@@ -415,12 +401,13 @@ def _is_json(path: str) -> bool:
     return path.lower().endswith(".json")
 
 
+def _is_array(piece: Piece, content: bytes) -> bool:
+    return piece.starts and content.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[" and _is_json(piece.path)
+
+
 def _parse(content: bytes, where: str) -> Any:
     """Parse JSON in UTF-8, which editors on Windows begin with a mark. Numbers that are not finite pass here: they make
     a bad row only in a column that is read (`Columns.values`).
-
-    Raises:
-        ValueError: says what is wrong with it.
     """
     try:
         return json.loads(content.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
@@ -446,23 +433,8 @@ def _parse_line(line: bytes) -> Any:
 _COLUMNS_OF_ROWS = {"messages", "conversations", "prompt", "instruction", "text"}
 
 
-def _no_object(file: TextFile) -> DataError:
-    """The error for a file without any JSON object; it says what is wrong with the first line."""
-    with open(file.path, "rb") as stream:
-        row = _parse_line(stream.readline(1 << 20))
-    reason = f", the first is {row.reason}" if isinstance(row, BadRow) else ""
-    fix = (
-        "save it as UTF-8, with one JSON object a line" if "invalid UTF-8" in reason else "write one JSON object a line"
-    )
-    return DataError(f"{file.path} has no line with a JSON object{reason}", fix)
-
-
 def json_layout(file: TextFile) -> str:
-    """Whether a file of JSON has a row on each of its "lines" or is one "array" of rows.
-
-    Raises:
-        DataError: it is neither: UTF-16, an array in a file for lines, or one object over several lines.
-    """
+    """Whether a file of JSON has a row on each of its "lines" or is one "array" of rows."""
     with open(file.path, "rb") as stream:
         head = stream.read(4096)
         if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -497,12 +469,6 @@ def _single_object(file: TextFile) -> dict[str, Any] | None:
         except ValueError:
             return None  # its lines are bad rows, each named by its number
     return parsed if isinstance(parsed, dict) else None
-
-
-def _is_metadata(file: TextFile) -> bool:
-    """Whether a `.json` file is one object over several lines that neither is a row nor holds rows."""
-    single = _single_object(file) if _is_json(file.path) else None
-    return single is not None and not nested_rows(single) and not single.keys() & _COLUMNS_OF_ROWS
 
 
 def nested_rows(row: dict[str, Any]) -> str:
@@ -552,7 +518,7 @@ class Csv(RowFormat):
     def columns(self, files: Sequence[TextFile], candidates: set[str]) -> list[str]:
         names: dict[str, None] = {}
         for file in files:
-            with reading(file.path), self._open(file.path) as stream:
+            with reading(file.path), open(file.path, encoding="utf-8-sig", newline="") as stream:
                 header = next(self._fields(file.path, stream), [])
             if twice := next((name for name in header if header.count(name) > 1), None):
                 raise DataError(f"{file.path} has two columns named {twice!r}", "give each column a name of its own")
@@ -563,7 +529,7 @@ class Csv(RowFormat):
         return [Piece(file.path, self, 0, file.size, file.size)]
 
     def rows(self, piece: Piece, columns: list[str] | None) -> Iterator[Any]:
-        with self._open(piece.path) as stream:
+        with open(piece.path, encoding="utf-8-sig", newline="") as stream:
             fields = self._fields(piece.path, stream)
             header = next(fields)
             for values in fields:
@@ -573,10 +539,6 @@ class Csv(RowFormat):
                     yield BadRow(f"{len(values)} fields, and the header has {len(header)}")
                 else:
                     yield dict(zip(header, values, strict=True))
-
-    @staticmethod
-    def _open(path: str) -> io.TextIOWrapper:
-        return open(path, encoding="utf-8-sig", newline="")
 
     @staticmethod
     def _fields(path: str, stream: io.TextIOWrapper) -> Iterator[list[str]]:
@@ -596,11 +558,9 @@ class Table(RowFormat):
     """Blocks of a file that its digest covers, and their bytes."""
 
     def schema(self, path: str) -> Any:
-        """The schema of a file."""
         raise NotImplementedError
 
     def batches(self, piece: Piece, columns: list[str] | None) -> Iterator[Any]:
-        """The record batches of a piece."""
         raise NotImplementedError
 
     def count_rows(self, path: str, pieces: Sequence[Piece]) -> list[int]:
@@ -792,26 +752,16 @@ def format_of(name: str) -> RowFormat | None:
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a data set, of one format.
+    """The files of a data set, of one format."""
 
-    Attributes:
-        path: as it was given.
-        splits: split → its files, sorted by name; "train" alone where nothing names splits.
-        left_out: names of files beside the data.
-    """
-
-    path: str
+    path: str  # as it was given
     format: RowFormat
-    splits: dict[str, list[TextFile]]
-    left_out: list[str] = field(default_factory=list)
+    splits: dict[str, list[TextFile]]  # split → its files, sorted by name; "train" alone where nothing names splits
+    left_out: list[str] = field(default_factory=list)  # names of files beside the data
 
     @property
     def train(self) -> list[TextFile]:
-        """The training files.
-
-        Raises:
-            DataError: there are other splits alone.
-        """
+        """The training files."""
         if "train" not in self.splits:
             examples = "; ".join(f"{split}: {listed([f.name for f in files])}" for split, files in self.splits.items())
             of_no_split = [
@@ -830,9 +780,6 @@ def find(path: str) -> Found:
 
     A file or a glob is taken as it is. In a folder, files beside records are no data; a folder without records holds
     text.
-
-    Raises:
-        DataError: see `find_files`; several formats of records, or records and text, are mixed; files are compressed.
     """
     expanded = Path(path).expanduser()
     if (expanded / "dataset_dict.json").is_file() or (expanded / "state.json").is_file():
@@ -865,10 +812,24 @@ def find(path: str) -> Found:
     row_format = next(row_format for row_format in FORMATS if row_format.name == name)
     if name == "jsonl" and len(records) > 1:  # metrics or settings in one object lie beside rows, too
         of_splits = {name for names in splits_by_name([file.name for file in records]).values() for name in names}
-        single = [file for file in records if file.name not in of_splits and _is_metadata(file)]
-        if 0 < len(single) < len(records):
-            records, others = [file for file in records if file not in single], [*others, *single]
-    _refuse_text_beside(path, records, others)
+        metadata = []
+        for file in records:
+            single = _single_object(file) if _is_json(file.path) and file.name not in of_splits else None
+            if single is not None and not nested_rows(single) and not single.keys() & _COLUMNS_OF_ROWS:
+                metadata.append(file)
+        if 0 < len(metadata) < len(records):
+            records, others = [file for file in records if file not in metadata], [*others, *metadata]
+    scripts = [file for file in others if file.name.lower().endswith(_SCRIPTS)]
+    texts = [file for file in others if not _CARDS.fullmatch(os.path.basename(file.name)) and file not in scripts]
+    texts = [file for file in texts if not _is_json(file.path) and is_text(file)]
+    if len(scripts) > max(len(records), 2):
+        texts += scripts
+    if texts:  # no card or licence of the records: nobody knows which of the two is meant
+        raise DataError(
+            f"data path {path} mixes records ({listed([file.name for file in records])}) and text "
+            f"({listed([file.name for file in texts])})",
+            "name one kind by a glob such as data.path=DIR/*.jsonl, or each kind as one of data.sources",
+        )
     splits, of_no_split = {"train": records}, list[TextFile]()
     if expanded.is_dir():
         splits, of_no_split = _splits(expanded, records)
@@ -896,12 +857,14 @@ def _saved(path: str, folder: Path) -> Found:
         if split == "train" or part.is_dir():
             files = find_files(str(Path(glob.escape(str(part))) / "*.arrow"))
             splits[name] = [file for file in files if not wanted or file.name in wanted]
+            _refuse_missing(part, [file.name for file in splits[name]])
     return Found(path, next(f for f in FORMATS if f.name == "arrow"), splits)
 
 
 def _texts(path: str, folder: Path, files: list[TextFile]) -> Found:
     """Files of text. Only where all of a folder's `.txt` are of a split, names like `train.txt` mean one."""
     if folder.is_dir():
+        _refuse_missing(folder, [file.name for file in files])
         texts = [file for file in files if not _CARDS.fullmatch(os.path.basename(file.name))]
         splits = splits_by_name([file.name for file in texts])
         named = {name for names in splits.values() for name in names}
@@ -911,25 +874,13 @@ def _texts(path: str, folder: Path, files: list[TextFile]) -> Found:
     return Found(path, PLAIN_TEXT, {"train": files})
 
 
-def _refuse_text_beside(path: str, records: list[TextFile], others: list[TextFile]) -> None:
-    """Refuse text that is no card or licence of the records: nobody knows which of the two is meant."""
-    scripts = [file for file in others if file.name.lower().endswith(_SCRIPTS)]
-    texts = [file for file in others if not _CARDS.fullmatch(os.path.basename(file.name)) and file not in scripts]
-    texts = [file for file in texts if not _is_json(file.path) and is_text(file)]
-    if len(scripts) > max(len(records), 2):
-        texts += scripts
-    if texts:
-        raise DataError(
-            f"data path {path} mixes records ({listed([file.name for file in records])}) and text "
-            f"({listed([file.name for file in texts])})",
-            "name one kind by a glob such as data.path=DIR/*.jsonl, or each kind as one of data.sources",
-        )
-
-
 def _splits(folder: Path, records: list[TextFile]) -> tuple[dict[str, list[TextFile]], list[TextFile]]:
     """The files of each split, by the folder's card or else by their names, and those of no split."""
     names = [file.name for file in records]
-    by_split = _card_splits(folder) or splits_by_name(names)
+    by_split = _card_splits(folder)
+    if not by_split:  # a card may choose some files of a set
+        _refuse_missing(folder, names)
+        by_split = splits_by_name(names)
     if not by_split:
         return {"train": records}, []
     splits = {split: [file for file in records if file.name in chosen] for split, chosen in by_split.items()}
@@ -945,11 +896,7 @@ def _splits(folder: Path, records: list[TextFile]) -> tuple[dict[str, list[TextF
 
 
 def _card_splits(folder: Path) -> dict[str, set[str]]:
-    """Split → names of files, as the card of a hub's data set (`configs` in README.md) tells it; empty if it does not.
-
-    Raises:
-        DataError: the card has several sets, and none is the default.
-    """
+    """Split → names of files, by the card of a hub's data set (`configs` in README.md); empty if it names none."""
     card = folder / "README.md"
     head = re.match(r"\A---\n(.*?)\n---", card.read_text("utf-8", "replace"), re.DOTALL) if card.is_file() else None
     try:
@@ -986,10 +933,6 @@ def find_text_files(path: str | None, split: str = "train") -> list[TextFile]:
 
     None means the source of Python's standard library. Hidden files and `.bin` files are left out; `is_text` decides
     whether a file really is text when it is read.
-
-    Raises:
-        DataError: the path does not exist, cannot be read, holds no file, or holds records: training would use their
-            bytes, quotes and field names included, or skip them as binary.
     """
     if path is None:
         root = sysconfig.get_path("stdlib")
@@ -1000,7 +943,7 @@ def find_text_files(path: str | None, split: str = "train") -> list[TextFile]:
             )
         return files
     found = find(path)
-    if found.format.has_columns:
+    if found.format.has_columns:  # their bytes would be trained, with quotes and names of columns
         first = next(file.name for files in found.splits.values() for file in files)
         raise DataError(
             f"data path {path} holds records, not text ({first}), and the run has no tokenizer to read them with",
@@ -1017,9 +960,6 @@ def cut(
     Args:
         n_bytes: bytes of a piece of text or JSON lines; None = the format's usual.
         split_groups: cut large row groups of parquet into parts, which must be read in order; see `PieceReader`.
-
-    Raises:
-        DataError: a file cannot be read, or is cut short.
     """
     pieces: list[Piece] = []
     for file in files:
@@ -1034,9 +974,6 @@ def survey(pieces: Sequence[Piece]) -> tuple[list[int], str]:
 
     The digest covers all of JSON and csv, which are read for it anyway. Of a table's file it covers blocks at even
     distances, the first and the last bytes among them, and of parquet also the footer.
-
-    Raises:
-        DataError: a file cannot be read, or is damaged.
     """
     digest = hashlib.blake2b(digest_size=16)
     n_rows: list[int] = []
@@ -1061,11 +998,7 @@ class PieceReader:
         self._groups: OrderedDict[tuple[str, int], _GroupReader] = OrderedDict()
 
     def row(self, number: int, index: int) -> tuple[int, Any]:
-        """A row of a piece: its number within the piece, and a dict or a `BadRow`.
-
-        Raises:
-            DataError: the file cannot be read, or is damaged.
-        """
+        """A row of a piece: its number within the piece, and a dict or a `BadRow`."""
         piece = self._pieces[number]
         with reading(piece.path):
             if number not in self._loaded:

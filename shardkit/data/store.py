@@ -42,20 +42,13 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Store:
-    """One tokenised source on disk.
-
-    Attributes:
-        source: its name.
-        dtype: of the tokens, `<u2` or `<u4`.
-        masked: only some tokens are to be predicted, and `targets.bin` says which.
-        kind: the columns that its rows had: text, messages or prompt.
-    """
+    """One tokenised source on disk."""
 
     directory: str
-    source: str
-    dtype: str
-    masked: bool
-    kind: str = "text"
+    source: str  # its name
+    dtype: str  # of the tokens, `<u2` or `<u4`
+    masked: bool  # only some tokens are to be predicted, and `targets.bin` says which
+    kind: str = "text"  # the columns that its rows had: text, messages or prompt
 
     def map(self, name: str, dtype: str) -> npt.NDArray[Any]:
         path = Path(self.directory) / name
@@ -68,16 +61,11 @@ class Choice:
 
     truncate keeps a document's start; split cuts it into pieces that share one token, so that each token but the first
     is predicted once; drop leaves it out. A piece without any token to predict is left out too.
-
-    Attributes:
-        split: None = all documents.
-        val_fraction: share of the documents, by the hash of their text, that are validation data.
-        max_tokens: None = documents stay whole.
     """
 
-    split: Split | None = None
-    val_fraction: float = 0.0
-    max_tokens: int | None = None
+    split: Split | None = None  # None = all documents
+    val_fraction: float = 0.0  # share of the documents, by the hash of their text, that are validation data
+    max_tokens: int | None = None  # None = documents stay whole
     long: LongSamples = "truncate"
 
 
@@ -284,8 +272,7 @@ class Writer:
     ) -> None:
         """Add `len(lengths)` documents, whose tokens follow one another in `tokens`.
 
-        Args:
-            ends: False if the last document goes on in the next call, which then gives its rest first.
+        With `ends` false the last document goes on in the next call, which then gives its rest first.
         """
         tokens.astype(self.dtype, copy=False).tofile(self._files[TOKENS])
         stops = self.n_tokens + np.cumsum(lengths)
@@ -326,13 +313,7 @@ def cached_entry(
     """The entry `key`, built once: `build` fills an empty directory and returns the metadata kept beside its files.
 
     An entry is rebuilt if the size of one of its files differs from its metadata. Other users may read an entry as far
-    as the umask allows, if they may read all of `sources`.
-
-    Returns:
-        The entry's directory and its metadata.
-
-    Raises:
-        DataError: the cache directory cannot be written, or is full.
+    as the umask allows, if they may read all of `sources`. Returns the entry's directory and its metadata.
     """
     try:
         root = Path(cache_dir).expanduser() if cache_dir else files.cache_dir()
@@ -347,7 +328,10 @@ def cached_entry(
         with locked(root / f"{key}.lock", optional=True):
             meta = read_meta(entry)
             if meta is None:
-                _remove_abandoned(root)
+                for path in root.glob(f"{_TEMPORARY}*"):  # left by processes that were killed while building
+                    with suppress(FileNotFoundError):  # another process removes it too, or has just finished with it
+                        if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
+                            shutil.rmtree(path, ignore_errors=True)
                 meta = build_entry(entry, build, mode_like(map(Path, sources), group_of_new_files(root)))
     except OSError as error:
         raise DataError(f"cache directory {root} cannot be used: {error.strerror or error}", _FIX) from error
@@ -365,11 +349,7 @@ def cache_key(values: list[Any]) -> str:
 
 
 def build_entry(entry: Path, build: Callable[[Path], dict[str, Any]], mode: int = 0o777) -> dict[str, Any]:
-    """Make the folder `entry`, whole or not at all: `build` fills an empty one beside it and returns its metadata.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Make the folder `entry`, whole or not at all: `build` fills an empty one beside it and returns its metadata."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     temporary = entry.parent / f"{_TEMPORARY}{os.urandom(6).hex()}"
     temporary.mkdir(mode=mode)
@@ -397,9 +377,8 @@ def _rename_into_place(temporary: Path, entry: Path, meta: dict[str, Any]) -> di
         _LOG.warning("%s is damaged and is built again", entry)
         damaged = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=entry.parent))
         try:
-            entry.rename(damaged / entry.name)
-        except FileNotFoundError:
-            pass  # another process has moved it away just now
+            with suppress(FileNotFoundError):  # another process has moved it away just now: try again to take its place
+                entry.rename(damaged / entry.name)
         finally:
             shutil.rmtree(damaged, ignore_errors=True)
     raise OSError(errno.EBUSY, f"other processes keep rewriting {entry}")
@@ -413,11 +392,3 @@ def read_meta(entry: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return meta if is_complete else None
-
-
-def _remove_abandoned(root: Path) -> None:
-    """Remove directories that killed processes left while building, after a day."""
-    for path in root.glob(f"{_TEMPORARY}*"):
-        with suppress(FileNotFoundError):  # another process removes it too, or has just finished with it
-            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
-                shutil.rmtree(path, ignore_errors=True)

@@ -30,7 +30,6 @@ from .windows import (
     nothing_left,
     open_covered,
     plan_packed,
-    plan_windows,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ def pad_batch(samples: list[dict[str, torch.Tensor]], seq_len: int, fill_rows: b
 
 
 class Mixed:
-    """Several data sets, one behind the other, of which an epoch takes `weights` passes in an order of `MixOrder`."""
+    """Concatenated data sets. An epoch makes `weights[i]` passes over data set i, in a `MixOrder`."""
 
     def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
         self.parts, self.weights = list(parts), list(weights)
@@ -168,25 +167,26 @@ class Streamed:
             except RowError as error:
                 problem, fix = str(error), error.fix
         if problem:
-            self._note(number, at, problem, fix)
-        self._say_counts()
+            name = self._name_of_row(number, at)
+            self._n_bad += 1
+            if self._n_bad > self.max_bad_rows * max(self._n_read, self.JUDGED_AFTER):
+                raise DataError(
+                    f"{name}: {problem} ({self._n_bad:,} of the {self._n_read:,} rows that were read are bad); "
+                    f"data.max_bad_rows={self.max_bad_rows:g}",
+                    fix or "correct the rows, or raise data.max_bad_rows",
+                )
+            _LOG.warning("%s is left out: %s", name, problem)
+        if self._n_read >= 100 and str(self._n_read).strip("0") == "1" and str(self._long):
+            _LOG.warning(
+                "%s rows longer than %s tokens, of %s that this process has read: %s",
+                self.stream.source, self.max_tokens, f"{self._n_read:,}", self._long,
+            )  # fmt: skip
         if len(tokens) < 2:
             return {"tokens": torch.zeros(1, dtype=torch.int64), "targets": torch.full((1,), IGNORE_INDEX)}
         return {
             "tokens": torch.from_numpy(tokens[:-1]),
             "targets": torch.from_numpy(np.where(targets, tokens[1:], IGNORE_INDEX)),
         }
-
-    def _note(self, number: int, at: int, problem: str, fix: str) -> None:
-        name = self._name_of_row(number, at)
-        self._n_bad += 1
-        if self._n_bad > self.max_bad_rows * max(self._n_read, self.JUDGED_AFTER):
-            raise DataError(
-                f"{name}: {problem} ({self._n_bad:,} of the {self._n_read:,} rows that were read are bad); "
-                f"data.max_bad_rows={self.max_bad_rows:g}",
-                fix or "correct the rows, or raise data.max_bad_rows",
-            )
-        _LOG.warning("%s is left out: %s", name, problem)
 
     def _count_long(self, number: int, at: int, n_tokens: int, has_target: bool) -> None:
         counts, longest = self._long, self.max_tokens - 1
@@ -208,13 +208,6 @@ class Streamed:
             _LOG.warning(
                 "%s is longer than %s tokens and is %s; further such rows are counted", name, longest + 1, outcome
             )
-
-    def _say_counts(self) -> None:
-        if self._n_read >= 100 and str(self._n_read).strip("0") == "1" and str(self._long):
-            _LOG.warning(
-                "%s rows longer than %s tokens, of %s that this process has read: %s",
-                self.stream.source, self.max_tokens, f"{self._n_read:,}", self._long,
-            )  # fmt: skip
 
     def _name_of_row(self, number: int, at: int) -> str:
         piece = self.stream.pieces[number]
@@ -238,10 +231,6 @@ class TextData:
     Attributes:
         context: positions that a token's attention goes over on average, later ones included: `train.seq_len`, or once
             training documents are packed, their mean length as its tokens see it.
-
-    Raises (on first use of the data):
-        ConfigError: the data or the tokenizer have ids that the model does not have; no tokenizer fits the weights.
-        DataError: see `open_corpus` and `open_sources`.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int, key: str, reserved: int = 0) -> None:
@@ -277,11 +266,7 @@ class TextData:
         return self._opened if isinstance(self._opened, Sources) else None
 
     def documents(self, split: Split, max_tokens: int | None = None) -> Documents:
-        """A split's documents, none longer than `max_tokens`.
-
-        Raises:
-            DataError: the data are a stream without bounds.
-        """
+        """A split's documents, none longer than `max_tokens`."""
         if self.sources is None:
             assert self.corpus is not None
             raise DataError(
@@ -291,11 +276,7 @@ class TextData:
         return self.sources.documents(split, max_tokens)
 
     def dataset(self, split: Split) -> MapDataset:
-        """Windows over plain text, a document a sample where only parts of it are to be predicted, or packed documents.
-
-        Raises:
-            DataError: too few tokens, or no documents where they are asked for.
-        """
+        """Windows over plain text, a document a sample where only parts of it are predicted, or packed documents."""
         if self.stream is not None and split == "train":
             data = self.config.data
             longest = self.config.train.seq_len + 1
@@ -304,7 +285,10 @@ class TextData:
             assert self.corpus is not None
             datasets: list[MapDataset] = [self._of_stream(self.corpus, split)]
         else:
-            parts = self.sources.by_weight(self.documents(split, self._max_tokens), split)
+            documents = self.documents(split, self._max_tokens)
+            parts = [documents]
+            if split == "train" and any(weight != 1 for weight in self.sources.weights):
+                parts = [documents.of_source(i) for i in range(len(documents.sources))]
             datasets = [self._of_documents(part, split) for part in parts]
         if split == "train" and self._packing != "none":
             packed = [part for part in datasets if isinstance(part, PackedDocuments)]
@@ -366,7 +350,10 @@ class TextData:
     def plan_batch(self, n: int) -> dict[str, Any]:
         """A micro-batch of `n` samples without data, in its largest form."""
         packing, seq_len = self.config.data.packing, self.config.train.seq_len
-        return plan_windows(n, seq_len) if packing == "none" else plan_packed(n, seq_len, packing)
+        if packing != "none":
+            return plan_packed(n, seq_len, packing)
+        empty = torch.zeros(n, seq_len, dtype=torch.int64)
+        return {"tokens": empty, "targets": empty.clone()}
 
     def digests(self) -> dict[str, str]:
         """The tokenizer's, if there is one, and the data's, for checkpoints."""

@@ -6,7 +6,6 @@ Tokens are computed once a node, before the first step, piece by piece; `dataset
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
@@ -20,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import date
-from functools import cached_property
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
@@ -33,7 +31,7 @@ from ..config.libraries import is_first_rank
 from ..config.load import load_config
 from ..config.schema import DataConfig, RunConfig
 from ..errors import ConfigError, DataError, ShardkitError, importing, listed, printable, report
-from ..files import n_cpus, open_regular
+from ..files import fork_without_garbage, n_cpus, open_regular
 from .chat import (
     READS_CLOCK,
     Columns,
@@ -99,17 +97,12 @@ _BATCH, _BATCH_CHARACTERS = 512, 1 << 22
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that turns a row into tokens, in plain values that travel to other processes.
+    """Everything that turns a row into tokens, in plain values that travel to other processes."""
 
-    Attributes:
-        tokenizer: the rules of a fast tokenizer, as its JSON.
-        eos: the id that ends a document; None = none is added.
-    """
-
-    tokenizer: str
+    tokenizer: str  # the rules of a fast tokenizer, as its JSON
     columns: Columns
     loss_on: LossOn
-    eos: int | None
+    eos: int | None  # the id that ends a document; None = none is added
     dtype: str
     template: Template | None = None
     ends: tuple[str, ...] = ()
@@ -128,16 +121,6 @@ class Encoded:
     lengths: npt.NDArray[np.int64]
     places: npt.NDArray[np.uint64]
     is_target: npt.NDArray[np.bool_] | None
-
-    @classmethod
-    def join(cls, parts: Sequence[Encoded], recipe: Recipe) -> Encoded:
-        masks = [part.is_target for part in parts if part.is_target is not None]
-        return cls(
-            tokens=np.concatenate([np.empty(0, recipe.dtype), *(part.tokens for part in parts)]),
-            lengths=np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)]),
-            places=np.concatenate([np.empty(0, np.uint64), *(part.places for part in parts)]),
-            is_target=np.concatenate([np.empty(0, np.bool_), *masks]) if recipe.masked else None,
-        )
 
     @property
     def digest(self) -> str:
@@ -218,16 +201,16 @@ class Encoder:
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Without the threads of tokenizers, which would not outlive a fork: of the loader's workers, or of `map`'s."""
-    key = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(key)
-    os.environ[key] = "false"
+    key, environ = "TOKENIZERS_PARALLELISM", os.environ  # the object: `map` puts another one in its place
+    before = environ.get(key)
+    environ[key] = "false"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[key]
+            del environ[key]
         else:
-            os.environ[key] = before
+            environ[key] = before
 
 
 def _in_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> npt.NDArray[np.bool_]:
@@ -245,28 +228,18 @@ def _in_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> n
 
 @dataclass
 class Report:
-    """What a piece's rows were.
+    """The rows of a piece, counted and judged."""
 
-    Attributes:
-        n_rows: rows that are not blank.
-        n_lines: all rows, blank ones included.
-        n_bad: rows that cannot be used.
-        bad_rows: the first `SHOWN` of these: the number within the piece, from 0, the reason and a fix or "".
-        n_several: rows that became several samples.
-        refused: number, cause and fix of a row that refuses the whole set.
-        further, members: as of `RowReader`.
-        digest: of the documents' tokens, lengths and targets.
-    """
-
-    n_rows: int = 0
-    n_lines: int = 0
-    n_bad: int = 0
+    n_rows: int = 0  # rows that are not blank
+    n_lines: int = 0  # all rows, blank ones included
+    n_bad: int = 0  # rows that cannot be used
+    # the first `SHOWN` of these: the number within the piece, from 0, the reason and a fix or ""
     bad_rows: list[tuple[int, str, str]] = field(default_factory=list)
-    n_several: int = 0
-    refused: tuple[int, str, str] | None = None
-    further: list[str] = field(default_factory=list)
-    members: dict[str, bool] = field(default_factory=dict)
-    digest: str = ""
+    n_several: int = 0  # rows that became several samples
+    refused: tuple[int, str, str] | None = None  # number, cause and fix of a row that refuses the whole set
+    further: list[str] = field(default_factory=list)  # as of `RowReader`
+    members: dict[str, bool] = field(default_factory=dict)  # as of `RowReader`
+    digest: str = ""  # of the documents' tokens, lengths and targets
 
     def add_bad(self, number: int, reason: str, fix: str = "") -> None:
         """Count a bad row; name it if it is among the first."""
@@ -275,11 +248,7 @@ class Report:
 
 
 def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, Report]:
-    """The documents of a piece, and a report of its rows.
-
-    Raises:
-        DataError: the file cannot be read, or the template cannot be used.
-    """
+    """The documents of a piece, and a report of its rows."""
     report, reader = Report(), encoder.reader
     reader.further, reader.members = set(encoder.recipe.columns.further), {}
     parts: list[Encoded] = []
@@ -325,7 +294,14 @@ def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, Report]:
         batch.append(Text(""))  # the document's other pieces still need its start or its end
     if batch:
         encode_batch()
-    encoded = Encoded.join(parts, encoder.recipe)
+    # Empty arrays in front: there may be no part, and concatenate wants one.
+    masks = [part.is_target for part in parts if part.is_target is not None]
+    encoded = Encoded(
+        tokens=np.concatenate([np.empty(0, encoder.recipe.dtype), *(part.tokens for part in parts)]),
+        lengths=np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)]),
+        places=np.concatenate([np.empty(0, np.uint64), *(part.places for part in parts)]),
+        is_target=np.concatenate([np.empty(0, np.bool_), *masks]) if encoder.recipe.masked else None,
+    )
     if not is_text:
         encoded, empty = _without_empty(encoded)
         for number in sorted({row_of_document[i] for i in empty}):
@@ -359,12 +335,7 @@ def encode_all(
 ) -> dict[str, Any]:
     """Write the corpus of `pieces` to an empty directory; returns the documents' part of its manifest.
 
-    Args:
-        source: name for messages.
-        workers: most processes to start; None = one for each CPU.
-
-    Raises:
-        DataError: a file cannot be read, a template cannot be used, the set is refused, or a process ended.
+    `source` is its name in messages; `workers` the most processes to start, None = one for each CPU.
     """
     bad: list[tuple[str, int, str, str]] = []
     n_rows = n_bad = n_several = first_line = 0
@@ -410,12 +381,10 @@ class _PieceEncoder:
 
     def __init__(self, pieces: list[Piece], recipe: Recipe) -> None:
         self.pieces, self.recipe = pieces, recipe
-
-    @cached_property
-    def encoder(self) -> Encoder:
-        return Encoder(self.recipe)  # not before the fork: tokenizers have threads and locks
+        self.encoder: Encoder | None = None  # made after the fork: tokenizers have threads and locks
 
     def __call__(self, number: int) -> dict[str, bytes]:
+        self.encoder = self.encoder or Encoder(self.recipe)
         encoded, report = encode_piece(self.encoder, self.pieces[number])
         return {
             "tokens": encoded.tokens.tobytes(), "lengths": encoded.lengths.tobytes(),
@@ -445,18 +414,15 @@ def _encoded(
     shows_bars = datasets.are_progress_bars_disabled() is False
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    # The processes of `map` are forks, whose garbage collector must not run the destructors of this one's groups.
-    was_frozen = gc.get_freeze_count() > 0
-    gc.freeze()
-    # `map` leaves a copy in the place of os.environ and TOKENIZERS_PARALLELISM set; others hold the object itself.
-    environ, parallelism = os.environ, os.environ.get("TOKENIZERS_PARALLELISM")
+    environ = os.environ  # `map` leaves a copy in its place, and other modules hold the object itself
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".building-") as scratch:
         try:
-            table = numbers.map(
-                _PieceEncoder(pieces, recipe), input_columns="number", remove_columns=["number"], num_proc=workers,
-                features=features, cache_file_name=f"{scratch}/tokens.arrow", load_from_cache_file=False,
-                new_fingerprint="shardkit", writer_batch_size=1, desc=f"tokenising {printable(source)}",
-            )  # fmt: skip
+            with _one_thread(), fork_without_garbage():
+                table = numbers.map(
+                    _PieceEncoder(pieces, recipe), input_columns="number", remove_columns=["number"], num_proc=workers,
+                    features=features, cache_file_name=f"{scratch}/tokens.arrow", load_from_cache_file=False,
+                    new_fingerprint="shardkit", writer_batch_size=1, desc=f"tokenising {printable(source)}",
+                )  # fmt: skip
         except RuntimeError as error:  # one of the processes was killed
             raise DataError(
                 f"a process that tokenised {source} ended: {error}",
@@ -464,12 +430,6 @@ def _encoded(
             ) from error
         finally:
             os.environ = environ  # noqa: B003 - the same object, put back
-            if parallelism is None:
-                os.environ.pop("TOKENIZERS_PARALLELISM", None)
-            else:
-                os.environ["TOKENIZERS_PARALLELISM"] = parallelism
-            if not was_frozen:
-                gc.unfreeze()
             if shows_bars:
                 datasets.enable_progress_bars()
         for row in table:
@@ -484,12 +444,7 @@ def _encoded(
 
 @dataclass(frozen=True)
 class Plan:
-    """How a source is tokenised: its files, the recipe, and the key of its place in the cache.
-
-    Attributes:
-        left_out: names of the files beside the data.
-        layout: the files, their format and splits in words.
-    """
+    """How a source is tokenised: its files, the recipe, and the key of its place in the cache."""
 
     source: str
     files: list[TextFile]
@@ -497,8 +452,8 @@ class Plan:
     recipe: Recipe
     facts: dict[str, Any]
     workers: int | None
-    left_out: list[str]
-    layout: str
+    left_out: list[str]  # names of the files beside the data
+    layout: str  # the files, their format and splits in words
 
     @property
     def key(self) -> str:
@@ -508,16 +463,12 @@ class Plan:
         kind = self.format.name if self.format.has_columns else None
         return cache_key(
             [FORMAT_VERSION, _RULES, kind, [columns.kind, columns.names, columns.ignore], self.facts, self.recipe.eos,
-             self.recipe.loss_on, self.files, self._cut]
+             self.recipe.loss_on, self.files, self.format.encoded_piece_bytes(self.files)]
         )  # fmt: skip
-
-    @property
-    def _cut(self) -> int | None:
-        return self.format.encoded_piece_bytes(self.files)
 
     def build(self, directory: Path) -> dict[str, Any]:
         """Write the corpus; returns its manifest."""
-        pieces = cut(self.files, self.format, self._cut)
+        pieces = cut(self.files, self.format, self.format.encoded_piece_bytes(self.files))
         if not pieces:
             raise DataError(f"{self.source} holds no text", "point it at text, JSON lines, parquet or arrow files")
         return {**self.facts, **encode_all(directory, self.source, pieces, self.recipe, self.workers)}
@@ -525,11 +476,10 @@ class Plan:
     def describe(self, further: Sequence[str], members: Sequence[str]) -> str:
         """One line: the files, the kind of rows, the columns in use, and everything that is left out, by name."""
         columns = self.recipe.columns
-        what = {"text": "text", "messages": "conversations", "prompt": "prompts with completions"}[columns.kind]
         used = list(dict.fromkeys(columns.names.values()))
         parts = [f"{self.source}: {self.layout}"]
         if self.format.has_columns:
-            parts.append(f"{what} from column{'s' * (len(used) > 1)} {', '.join(used)}")
+            parts.append(f"{_NOUNS[columns.kind]} from column{'s' * (len(used) > 1)} {', '.join(used)}")
         template = self.recipe.template
         if "tools" in columns.names and columns.kind != "text" and template is not None and not template.reads("tools"):
             parts.append("the chat template does not write the tools")
@@ -543,15 +493,15 @@ class Plan:
 
 _NAMED = 20
 """Most ignored names in the line on a source."""
+_NOUNS = {"text": "text", "messages": "conversations", "prompt": "prompts with completions"}
+_FITTING: dict[str, tuple[LossOn, ...]] = {
+    "messages": ("assistant", "all", "completion"), "prompt": ("completion", "all"), "text": ("all",),
+}  # fmt: skip
+"""Kind of rows → the values of data.loss_on that fit them; `auto` is the first."""
 
 
 def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str, split: str = "train") -> Plan | None:
-    """Look at a source, and decide how its rows become tokens; None if it has no files of a split other than "train".
-
-    Raises:
-        DataError: no known columns; conversations without a chat template; `data.loss_on` does not fit.
-        ConfigError: `data.chat_template` cannot be read.
-    """
+    """Decide how a source's rows become tokens; None if it has no files of a split other than "train"."""
     found = Found("", PLAIN_TEXT, {"train": find_text_files(None)}) if path is None else find(data_folder(path))
     if split != "train" and not found.splits.get(split):
         return None
@@ -575,10 +525,17 @@ def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str,
             _LOG.warning("data.%s=%s does not apply to %s: it has plain text", key, getattr(data, key), called)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     template = None if source is None or columns.kind == "text" else Template(source, special)
+    fitting = _FITTING[columns.kind]
+    loss_on = fitting[0] if data.loss_on == "auto" else data.loss_on
+    if loss_on not in fitting:
+        raise DataError(
+            f"data.loss_on={loss_on} does not fit {called}, which holds {_NOUNS[columns.kind]}",
+            f"set data.loss_on to auto or {' or '.join(fitting)}",
+        )
     recipe = Recipe(
         tokenizer=tokenizer.backend_tokenizer.to_str(),
         columns=columns,
-        loss_on=_loss_on(data, columns, called),
+        loss_on=loss_on,
         eos=tokenizer.eos_token_id if data.add_eos else None,
         dtype="<u4" if n_ids(tokenizer) > 1 << 16 else "<u2",
         template=template,
@@ -632,11 +589,7 @@ def _columns(data: DataConfig, files: list[TextFile], row_format: RowFormat, cal
 
 
 def _dated(source: str, data: DataConfig, called: str) -> str:
-    """The template with the run's date, if it asks for one.
-
-    Raises:
-        ConfigError: it asks, and `data.chat_date` is unset; or it is set and nothing asks.
-    """
+    """The template with the run's date, if it asks for one."""
     if READS_CLOCK not in source:
         if data.chat_date is not None:
             raise ConfigError(
@@ -652,22 +605,6 @@ def _dated(source: str, data: DataConfig, called: str) -> str:
             f"set the day that it takes for today, such as data.chat_date={date.today()}",
         )
     return at_date(source, data.chat_date)
-
-
-def _loss_on(data: DataConfig, columns: Columns, called: str) -> LossOn:
-    usual: dict[str, LossOn] = {"text": "all", "messages": "assistant", "prompt": "completion"}
-    fitting: dict[str, Sequence[str]] = {
-        "text": ("all",), "messages": ("all", "assistant", "completion"), "prompt": ("all", "completion"),
-    }  # fmt: skip
-    if data.loss_on == "auto":
-        return usual[columns.kind]
-    if data.loss_on not in fitting[columns.kind]:
-        content = {"text": "text", "messages": "conversations", "prompt": "prompts and completions"}[columns.kind]
-        raise DataError(
-            f"data.loss_on={data.loss_on} does not fit {called}, which holds {content}",
-            f"set data.loss_on to auto or {' or '.join(fitting[columns.kind])}",
-        )
-    return data.loss_on
 
 
 def _template_source(data: DataConfig, tokenizer: Any) -> str | None:
@@ -703,21 +640,17 @@ def reads_documents(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """The tokenised sources of a run, and how it uses them.
-
-    Attributes:
-        weights: passes over each source in an epoch.
-        plain_text: every token is to be predicted, and windows may begin and end within documents.
-    """
+    """The tokenised sources of a run, and how it uses them."""
 
     data: DataConfig
     train: tuple[Store, ...]
     val: tuple[Store, ...]
     manifests: tuple[dict[str, Any], ...]
-    weights: tuple[float, ...]
+    weights: tuple[float, ...]  # passes over each source in an epoch
 
     @property
     def plain_text(self) -> bool:
+        """Whether every token is to be predicted, and windows may begin and end within documents."""
         return all(manifest["kind"] == "text" for manifest in self.manifests)
 
     def documents(self, split: Split, max_tokens: int | None = None) -> Documents:
@@ -735,29 +668,15 @@ class Sources:
             _LOG.warning("%s %s longer than %s tokens: %s", name, documents.noun, max_tokens, documents.long)
         return documents
 
-    def by_weight(self, documents: Documents, split: Split) -> list[Documents]:
-        """The documents as one set, or of training data one for each source if their weights differ from 1."""
-        if split == "val" or all(weight == 1 for weight in self.weights):
-            return [documents]
-        return [documents.of_source(i) for i in range(len(documents.sources))]
-
     def digests(self) -> dict[str, str]:
         """Digests of the tokenizer and the data, which must be the same when a run resumes."""
         together = json.dumps([[m["digest"], w] for m, w in zip(self.manifests, self.weights, strict=True)])
         tokenizers = {str(manifest["tokenizer"]) for manifest in self.manifests}
-        return {
-            "tokenizer": ",".join(sorted(tokenizers)),
-            "data": text_digest(together),
-        }
+        return {"tokenizer": ",".join(sorted(tokenizers)), "data": text_digest(together)}
 
 
 def open_sources(config: RunConfig, vocab_size: int, key: str) -> Sources:
-    """Tokenise what is not in the cache yet, and map all sources.
-
-    Raises:
-        ConfigError: the tokenizer cannot be used, or has more ids than the model.
-        DataError: a source cannot be read, has too many bad rows, or was tokenised by another tokenizer.
-    """
+    """Tokenise what is not in the cache yet, and map all sources."""
     data = config.data
     location = tokenizer_path(config)
     tokenizer = None if location is None else load_tokenizer(location)
@@ -772,8 +691,10 @@ def open_sources(config: RunConfig, vocab_size: int, key: str) -> Sources:
         val = [open_source(data, tokenizer, data.val_path, "data.val_path", validates=True)]
     elif data.val_fraction:
         # Folders with a validation split validate by it alone, and nothing else is held out.
-        opened = [open_validation_split(data, tokenizer, path, name) for path, name in named]
-        val = [entry for entry in opened if entry is not None]
+        for path, name in named if tokenizer is not None else ():
+            if path is not None and not _is_corpus(path):
+                plan = plan_source(data, tokenizer, path, name or path, "validation")
+                val += [] if plan is None else [_open(data, plan)]
     for store, manifest in [*train, *val]:
         if manifest["n_ids"] > vocab_size:
             raise ConfigError(
@@ -791,19 +712,15 @@ def open_sources(config: RunConfig, vocab_size: int, key: str) -> Sources:
 
 @dataclass(frozen=True)
 class Stream:
-    """A set of records that is tokenised while it is read: its pieces, their rows, and the recipe.
-
-    Attributes:
-        contents: digest of the files' contents, see `survey`.
-        members: members of turns that nothing reads and that are no marks, as the first rows show them.
-    """
+    """A set of records that is tokenised while it is read: its pieces, their rows, and the recipe."""
 
     source: str
     pieces: tuple[Piece, ...]
     sizes: tuple[int, ...]
     recipe: Recipe
     facts: dict[str, Any]
-    contents: str
+    contents: str  # digest of the files' contents, see `survey`
+    # members of turns that nothing reads and that are no marks, as the first rows show them
     members: frozenset[str] = frozenset()
 
     def digests(self) -> dict[str, str]:
@@ -815,12 +732,7 @@ class Stream:
 
 
 def open_stream(config: RunConfig, vocab_size: int, key: str) -> Stream:
-    """Count the rows of the set and take a digest of it, once a node; nothing is tokenised.
-
-    Raises:
-        ConfigError: the run has no tokenizer, or one with more ids than the model; other settings do not fit.
-        DataError: the data are no records, or cannot be read.
-    """
+    """Count the rows of the set and take a digest of it, once a node; nothing is tokenised."""
     data = config.data
     location = tokenizer_path(config)
     if location is None or data.path is None or _is_corpus(data.path):
@@ -844,7 +756,19 @@ def open_stream(config: RunConfig, vocab_size: int, key: str) -> Stream:
     filled = [(piece, n) for piece, n in zip(pieces, counted["rows"], strict=True) if n]
     if not filled:
         raise DataError(f"{data.path} has no rows", "give data that are not empty")
-    reader = _look_at_first_rows(plan, filled[0][0])
+    encoder, piece = Encoder(plan.recipe), filled[0][0]
+    reader = encoder.reader  # it notes the columns and members of turns that the first rows have
+    with reading(piece.path):
+        first = list(islice(piece.format.rows(piece, plan.recipe.columns.read), _FIRST_ROWS))
+    for number, row in enumerate(first):
+        if isinstance(row, dict):
+            try:
+                encoder.texts(row)
+            except RowError:
+                continue  # it is counted when it is read
+            except RefusedRow as error:
+                raise DataError(f"{piece.path}:{number + 1}: {error}", error.fix) from error
+    refuse_unread_marks(plan.source, reader.members)
     if is_first_rank():
         print(printable(plan.describe(sorted(reader.further), list(reader.members))), flush=True)
     return Stream(
@@ -861,29 +785,8 @@ def open_stream(config: RunConfig, vocab_size: int, key: str) -> Stream:
 _FIRST_ROWS = 100
 
 
-def _look_at_first_rows(plan: Plan, piece: Piece) -> RowReader:
-    """Read the first rows of a stream, for the columns and members of turns that it has."""
-    encoder = Encoder(plan.recipe)
-    with reading(piece.path):
-        first = list(islice(piece.format.rows(piece, plan.recipe.columns.read), _FIRST_ROWS))
-    for number, row in enumerate(first):
-        if isinstance(row, dict):
-            try:
-                encoder.texts(row)
-            except RowError:
-                continue  # it is counted when it is read
-            except RefusedRow as error:
-                raise DataError(f"{piece.path}:{number + 1}: {error}", error.fix) from error
-    refuse_unread_marks(plan.source, encoder.reader.members)
-    return encoder.reader
-
-
 def refuse_unread_marks(source: str, members: Mapping[str, bool]) -> None:
-    """Refuse turns with a member that is true or false, or 0 or 1, throughout, and that nothing reads.
-
-    Raises:
-        DataError: names it.
-    """
+    """Refuse turns with a member that is true or false, or 0 or 1, throughout, and that nothing reads."""
     marks = sorted(name for name, is_mark in members.items() if is_mark)
     if marks:
         plural = "s" * (len(marks) > 1)
@@ -898,16 +801,16 @@ def refuse_unread_marks(source: str, members: Mapping[str, bool]) -> None:
 def open_source(
     data: DataConfig, tokenizer: Any, path: str | None, name: str | None = None, validates: bool = False
 ) -> tuple[Store, dict[str, Any]]:
-    """A source's tokens and manifest: a corpus that `shardkit tokenize` made, or an entry of the cache.
-
-    Raises:
-        DataError: see `open_sources`.
-    """
+    """A source's tokens and manifest: a corpus that `shardkit tokenize` made, or an entry of the cache."""
     called = name or (path if path is not None else "Python's standard library")
     if _is_corpus(path):
         assert path is not None
         directory = Path(path).expanduser()
-        manifest = read_manifest(directory)
+        manifest = read_meta(directory)
+        if manifest is None or manifest.get("format") != FORMAT_VERSION:
+            raise DataError(
+                f"{directory} is no whole tokenised corpus of this version", "make it again: shardkit tokenize SRC DIR"
+            )
         if tokenizer is not None and manifest["tokenizer"] != tokenizer_digest(tokenizer):
             raise DataError(
                 f"{path} was tokenised by another tokenizer (digest {manifest['tokenizer']}) than the run's "
@@ -933,16 +836,6 @@ def open_source(
     return _open(data, plan)
 
 
-def open_validation_split(
-    data: DataConfig, tokenizer: Any, path: str | None, name: str | None
-) -> tuple[Store, dict[str, Any]] | None:
-    """The validation split of a folder, as of `open_source`; None where its names mean none."""
-    if path is None or _is_corpus(path) or tokenizer is None:
-        return None
-    plan = plan_source(data, tokenizer, path, name or path, "validation")
-    return None if plan is None else _open(data, plan)
-
-
 def _open(data: DataConfig, plan: Plan) -> tuple[Store, dict[str, Any]]:
     files = [file.path for file in plan.files]
     directory, manifest = cached_entry(data.cache_dir, f"documents-{plan.key}", plan.build, files)
@@ -953,11 +846,7 @@ def _open(data: DataConfig, plan: Plan) -> tuple[Store, dict[str, Any]]:
 
 
 def write_corpus(data: DataConfig, tokenizer: Any, path: str, out: Path) -> dict[str, Any]:
-    """Tokenise a data set into a new folder; returns its manifest. Nothing is left behind on an error.
-
-    Raises:
-        DataError: see `open_sources`; the folder exists and holds something, or cannot be written.
-    """
+    """Tokenise a data set into a new folder; returns its manifest. Nothing is left behind on an error."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} exists and is not empty", "name a new folder")
     plan = plan_source(data, tokenizer, path, path)
@@ -985,7 +874,9 @@ def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:
         share = f" ({n_bad:,} of {n_rows:,} rows are bad)" if n_bad > 1 else ""
         if n_bad > data.max_bad_rows * n_rows and not manifest["skips"]:
             correct = "save the file as UTF-8" if reason.startswith("invalid UTF-8") else "correct the rows"
-            fix = f"{correct}, or leave them out: data.max_bad_rows={_at_least(n_bad / n_rows)} or more"
+            digit = 10.0 ** (math.floor(math.log10(n_bad / n_rows)) - 1)
+            enough = math.ceil(n_bad / n_rows / digit) * digit  # the share in two digits, rounded up
+            fix = f"{correct}, or leave them out: data.max_bad_rows={enough:.2g} or more"
             if n_bad == n_rows:
                 fix = correct + (", or the chat template" if manifest["template"] else "")
             raise DataError(
@@ -1010,28 +901,8 @@ def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:
         raise DataError(f"{called} has no document", "give data that are not empty")
 
 
-def _at_least(share: float) -> str:
-    """A share in two digits, rounded up."""
-    unit = 10.0 ** (math.floor(math.log10(share)) - 1)
-    return f"{math.ceil(share / unit) * unit:.2g}"
-
-
 def _is_corpus(path: str | None) -> bool:
     return path is not None and (Path(path).expanduser() / META).is_file()
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a corpus that `shardkit tokenize` made.
-
-    Raises:
-        DataError: it is of another version, or a file of the corpus is missing or cut short.
-    """
-    manifest = read_meta(directory)
-    if manifest is None or manifest.get("format") != FORMAT_VERSION:
-        raise DataError(
-            f"{directory} is no whole tokenised corpus of this version", "make it again: shardkit tokenize SRC DIR"
-        )
-    return manifest
 
 
 def _main(source: str, directory: str, tokenizer: str, *overrides: str) -> int:

@@ -24,13 +24,9 @@ _FIX = "set data.tokenizer to a tokenizer.json, or to a folder that holds one"
 
 
 def tokenizer_path(config: RunConfig) -> Path | None:
-    """Where the run's tokenizer is: `data.tokenizer`, else the folder of `model.init_from` or `model.hf_config`.
+    """The run's tokenizer.json or its folder: of `data.tokenizer`, else of `model.init_from` or `model.hf_config`.
 
-    Returns:
-        A folder or a tokenizer.json; None if the run has no tokenizer and text is read as bytes.
-
-    Raises:
-        ConfigError: `data.tokenizer` does not exist.
+    None if the run has no tokenizer and text is read as bytes.
     """
     name = config.data.tokenizer
     if name is not None:
@@ -55,10 +51,6 @@ def load_tokenizer(path: str | Path) -> Any:
     """The fast tokenizer of a folder or a tokenizer.json, as transformers makes it (`PreTrainedTokenizerFast`).
 
     Nothing is downloaded, and code in the folder does not run.
-
-    Raises:
-        ConfigError: transformers is not installed; the folder names code of its own, holds no fast tokenizer, or its
-            files are damaged.
     """
     with importing(f"the tokenizer in {path} needs transformers", "pip install shardkit[hf]"):
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -78,7 +70,10 @@ def load_tokenizer(path: str | Path) -> Any:
             tokenizer = PreTrainedTokenizerFast(
                 tokenizer_file=str(path if path.is_file() else folder / "tokenizer.json"), **_special(settings)
             )
-            tokenizer.chat_template = tokenizer.chat_template or _template_beside(folder, settings)
+            if not tokenizer.chat_template and (folder / "chat_template.jinja").is_file():
+                tokenizer.chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+            elif not tokenizer.chat_template and isinstance(settings.get("chat_template"), str):
+                tokenizer.chat_template = settings["chat_template"]
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         if getattr(tokenizer, "is_fast", False):
@@ -107,11 +102,7 @@ def n_ids(tokenizer: Any) -> int:
 
 
 def embedding_rows(config: RunConfig) -> int | None:
-    """The number of embedding rows that `model.resize_embeddings` asks for; None if it does not.
-
-    Raises:
-        ConfigError: the run has no tokenizer, or one that cannot be used.
-    """
+    """The number of embedding rows that `model.resize_embeddings` asks for; None if it does not."""
     if not config.model.resize_embeddings:
         return None
     location = tokenizer_path(config)
@@ -126,13 +117,8 @@ def embedding_rows(config: RunConfig) -> int | None:
 def check_vocabulary(tokenizer: Any, config: RunConfig, vocab_size: int, key: str) -> None:
     """Refuse a tokenizer with ids that the model has no embedding for, or whose texts start or end with another id.
 
-    A padded, larger embedding is fine, and so are several end tokens of which the tokenizer has one.
-
-    Args:
-        key: the setting that holds the model's vocabulary size.
-
-    Raises:
-        ConfigError: names both numbers.
+    A padded, larger embedding is fine, and so are several end tokens of which the tokenizer has one. `key` is the
+    setting that holds the model's vocabulary size.
     """
     needed = n_ids(tokenizer)
     if needed > vocab_size:
@@ -198,21 +184,10 @@ def _special(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _template_beside(folder: Path, settings: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    return template if isinstance(template, str) else None
-
-
 def with_local_folders(config: RunConfig) -> RunConfig:
     """The config with a folder on this machine in place of a hub's name in `model.init_from` or `model.hf_config`.
 
     The folder has the model's files as the hub's library keeps them: downloaded once a node, never code.
-
-    Raises:
-        ConfigError: no folder here has that name, and no hub that can be reached.
     """
     folders = {}
     for key in ("init_from", "hf_config"):
@@ -230,11 +205,7 @@ _TEXTS = (*FILES, "*.json", "*.jinja", "merges.txt", "LICENSE*", "LICENCE*", "NO
 
 
 def data_folder(path: str) -> str:
-    """The folder of a data set on the hub, downloaded once a node, if `path` is its name and no path here; else `path`.
-
-    Raises:
-        ConfigError: no hub has it, or none can be reached.
-    """
+    """The folder of a hub's data set, downloaded once a node, if `path` is its name and no path here; else `path`."""
     is_name = _HUB_NAME.fullmatch(path) and not Path(path).expanduser().exists()
     if not is_name or Path(path.partition("@")[0]).suffix in (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt"):
         return path
@@ -247,11 +218,7 @@ _DATA = ("*.jsonl", "*.ndjson", "*.json", "*.parquet", "*.arrow", "*.feather", "
 def _from_hub(
     name: str, key: str = "data.tokenizer", patterns: Sequence[str] = _TEXTS, repo_type: str = "model"
 ) -> Path:
-    """The files of a model or a data set on a hub, downloaded once; only where a hub can be reached.
-
-    Args:
-        name: `org/model` for the newest revision, or `org/model@REVISION`.
-    """
+    """The files of a model or a data set on a hub, downloaded once; only where a hub can be reached."""
     repository, _, revision = name.partition("@")
     try:
         from huggingface_hub import snapshot_download

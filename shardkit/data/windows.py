@@ -33,9 +33,6 @@ class Windows:
 
     A sample is {"tokens": int64 [T], "targets": int64 [T]}. The last window may be shorter: it is padded with token 0
     and targets `IGNORE_INDEX`, so every token except the first is predicted exactly once per epoch.
-
-    Raises:
-        DataError: fewer tokens than `min_tokens` (at least 2; default: one whole window).
     """
 
     def __init__(self, span: TokenSpan, seq_len: int, name: str, min_tokens: int | None = None) -> None:
@@ -74,11 +71,7 @@ def _inputs_and_targets(window: npt.NDArray[np.int64], seq_len: int) -> dict[str
 
 
 class DocumentWindows:
-    """Windows over documents one behind the other, in their order, as `Windows` takes them over a stream of tokens.
-
-    Raises:
-        DataError: fewer tokens than `min_tokens` (at least 2; default: one whole window).
-    """
+    """Windows over documents one behind the other, in their order, as `Windows` takes them over a stream of tokens."""
 
     def __init__(self, documents: Documents, seq_len: int, name: str, min_tokens: int | None = None) -> None:
         self.documents, self.seq_len = documents, seq_len
@@ -110,11 +103,7 @@ class DocumentWindows:
 
 
 def open_covered(config: RunConfig, vocab_size: int, key: str, reserved: int = 0) -> Corpus:
-    """Open the corpus and check that its tokens are below `vocab_size - reserved`; `key` sets the vocabulary size.
-
-    Raises:
-        ConfigError: the data holds a larger token, or is read as bytes although the initial weights use a tokenizer.
-    """
+    """Open the corpus and check that its tokens are below `vocab_size - reserved`; `key` sets the vocabulary size."""
     if config.data.path is None or not config.data.path.endswith(".bin"):
         _judge_bytes(config.model.init_from, vocab_size, key)
     corpus = open_corpus(config.data)
@@ -146,11 +135,6 @@ def _judge_bytes(init_from: str | None, vocab_size: int, key: str) -> None:
             "text is read as bytes: of the %s tokens of %s only 256 occur; give token ids as a .bin, or set %s=256",
             f"{vocab_size:,}", key, key,
         )  # fmt: skip
-
-
-def plan_windows(n: int, seq_len: int) -> dict[str, torch.Tensor]:
-    """A micro-batch of `n` windows without a corpus."""
-    return {"tokens": torch.zeros(n, seq_len, dtype=torch.int64), "targets": torch.zeros(n, seq_len, dtype=torch.int64)}
 
 
 HIDDEN, SWAPPED = 0.8, 0.1
@@ -282,12 +266,7 @@ def best_fit_decreasing(lengths: npt.NDArray[Any], capacity: int) -> tuple[Ints,
 
 
 def nothing_left(cause: str, documents: DocumentSource, seq_len: int) -> DataError:
-    """Return the error for a split that has no document left.
-
-    Args:
-        cause: the first half of the message.
-        seq_len: `train.seq_len`; the tokens of longer documents were cut off after it, or the documents left out.
-    """
+    """The error for a split that has no document left, with the reason that the documents' counts give."""
     counts = getattr(documents, "long", None)
     if counts is None or not str(counts):
         return DataError(cause, "give more data with text in them, or change data.val_fraction")
@@ -309,9 +288,6 @@ class PackedDocuments:
         n_documents, n_cut, n_pieces: documents with a target, those that were cut, and all pieces.
         fill: share of the positions that hold a document's tokens.
         context: inputs of a token's document (or piece), on average over the tokens.
-
-    Raises:
-        DataError: no document has two tokens.
     """
 
     def __init__(self, documents: DocumentSource, seq_len: int, packing: Packing, name: str) -> None:
@@ -426,11 +402,7 @@ class CorpusDocuments:
 
 
 def corpus_documents(corpus: Corpus, split: Literal["train", "val"]) -> CorpusDocuments:
-    """The documents of a split.
-
-    Raises:
-        DataError: the corpus is a `.bin`, which does not say where a document ends.
-    """
+    """The documents of a split."""
     if corpus.source.endswith(".bin"):
         raise DataError(
             f"data.packing packs documents, but {corpus.source} does not say where a document ends",

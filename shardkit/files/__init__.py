@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import io
 import json
 import logging
@@ -312,6 +313,21 @@ def module_command(module: str, python: str = sys.executable) -> list[str]:
 def code_command(code: str, python: str = sys.executable) -> list[str]:
     """A command line that runs Python code which imports nothing from the current directory, unlike `python -c`."""
     return [python, "-c", _WITHOUT_CURRENT_DIRECTORY + code]
+
+
+@contextmanager
+def fork_without_garbage() -> Iterator[None]:
+    """Processes forked in this block never collect what is garbage in this one.
+
+    Destructors of process groups and stores join threads, which a fork does not have: a worker would wait for ever.
+    """
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
 
 
 _OFF = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "diff.external=")

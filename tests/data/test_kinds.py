@@ -185,6 +185,9 @@ def test_columns_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
         (["data/train_sft-00000-of-00001.parquet"], "has no training split .train_sft: "),
         (["train_test.jsonl"], "train_test.jsonl is of the splits train and test"),
         (["train.jsonl.gz"], r"is compressed \(train.jsonl.gz\)"),
+        (["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"], r"lacks train-00001-of-00003.jsonl"),
+        (["data/train-00001-of-00002.parquet", "dev.parquet"], r"lacks data/train-00000-of-00002.parquet"),
+        (["part-00001-of-00003.jsonl", "part-00003-of-00003.jsonl"], r"lacks part-00002-of-00003.jsonl"),
     ],
 )
 def test_a_folder_of_two_minds_is_refused_with_its_files(names: list[str], cause: str, tmp_path: Path) -> None:
