@@ -335,16 +335,148 @@ class FileKey:
     note: str = ""  # the reason of a fate, or the source of a value that fills in `auto`
 
 
-@dataclass(frozen=True)
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def read_job(
+    names: Sequence[str | Path | Mapping[str, Any]],  # files or their contents; one that another names is read too
+    model: str | Path | None = None,  # a transformers `config.json`, or a folder that holds one
+    gpus: int | None = None,  # ranks of the job; default: what the files say, else 1
+    overrides: Sequence[str] = (),  # of `load` later; an `auto` that one of them sets counts as filled
+) -> ForeignJob:
+    """Read Accelerate's file, DeepSpeed's file, or both of one job."""
+    files: dict[str, tuple[str, dict[str, Any]]] = {}
+    for source in names:
+        name = "dict" if isinstance(source, Mapping) else one_line(str(source))
+        content = json.loads(json.dumps(source)) if isinstance(source, Mapping) else _parse(Path(source))
+        if error := other_tool_error(name, content, in_from=True):
+            raise error
+        tool = tool_of(content)
+        if not tool:
+            some = ", ".join(shown(key) for key in [*content][:3])
+            fix = "name accelerate's config file or ds_config.json; a config of shardkit needs no --from"
+            raise ConfigError(f"{name} is no file of Accelerate or DeepSpeed: none of them has {some}", fix)
+        if tool in files:
+            raise ConfigError(f"{files[tool][0]} and {name} are both files of {tool}", "name the files of one job")
+        files[tool] = (name, content)
+    if "Accelerate" in files:
+        name, content = files["Accelerate"]
+        files["Accelerate"] = name, (content := read_content(content, name))
+        inner = _flat("Accelerate", content).get("deepspeed_config.deepspeed_config_file")
+        if isinstance(inner, str) and "DeepSpeed" not in files and content.get("distributed_type") == "DEEPSPEED":
+            path = next((p for p in (Path(inner), Path(name).parent / inner) if p.is_file()), Path(inner))
+            files["DeepSpeed"] = one_line(str(path)), _parse(path)
+    return ForeignJob(files, _read_model(model), model, gpus, dict(map(split_override, overrides)))
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    name = one_line(str(path))
+    try:
+        text = read_text(path, name, "config", "name the file in it; a model's folder belongs to --model")
+    except FileNotFoundError:
+        raise ConfigError(f"{name} does not exist", "check the path") from None
+    value = read_yaml(text.replace("\t", " "), name).value  # JSON is YAML but for tabs, which its values do not hold
+    if not isinstance(value, dict) or not value:
+        raise ConfigError(f"{name} is {'a list' if value else 'empty'}, not a mapping of keys", "name a config file")
+    return value
+
+
+def _read_model(path: str | Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    location = Path(path).expanduser()
+    file = location / "config.json" if location.is_dir() else location
+    try:
+        config = json.loads(read_regular(file))
+    except (OSError, ValueError, RecursionError) as error:
+        fix = "name a transformers config.json, or the folder that holds one"
+        raise ConfigError(f"--model {file} cannot be read: {one_line(error)}", fix) from None
+    if not isinstance(config, dict) or not (config.get("model_type") or config.get("architectures")):
+        cause = f"--model {one_line(str(file))} is no transformers config: it has no model_type"
+        raise ConfigError(cause, "name the model's own config.json")
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(f"--model {file} is an encoder-decoder, which no built-in task trains", _REHEARSE)
+    return config
+
+
+def _flat(tool: str, tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Dotted keys of a file as the tables spell them, without None."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{section}{name}"
+        # Accelerate's sections also take keys without their prefix, and DeepSpeed keys of stage 3 without `stage3_`.
+        if section in ("fsdp_config.", "dynamo_config.", "fp8_config.") and not name.startswith(section[:-7]):
+            key = f"{section}{section[:-7]}{name}"
+        if tool == "DeepSpeed" and key not in DEEPSPEED and f"{section}stage3_{name}" in DEEPSPEED:
+            key = f"{section}stage3_{name}"
+        values |= _flat(tool, value, f"{key}.") if isinstance(value, dict) else {} if value is None else {key: value}
+    return values
+
+
 class ForeignJob:
-    name: str
-    file_keys: tuple[FileKey, ...]
-    settings: Settings
-    added: tuple[tuple[str, Any, str], ...]  # settings without a key in any file, each with its reason
-    left_out: tuple[tuple[str, int, int], ...]  # memory beyond the plan: (text, bytes for each value, for each token)
-    problems: tuple[tuple[str, str, str], ...]  # (cause, fix, the key here that settles it)
-    gpus: int
-    gpus_per_node: int | None  # ranks on one machine; None if no file says it
+    """The job of these files: each of their keys, the settings here, and what no setting expresses.
+
+    `files`: tool → name and content of its file. `path`: where `model`, a transformers config, was read. `gpus`: ranks,
+    if the command says it. `command_line`: settings that `load` will get.
+    """
+
+    def __init__(
+        self, files: Mapping[str, tuple[str, dict[str, Any]]], model: dict[str, Any], path: str | Path | None,
+        gpus: int | None, command_line: Settings,
+    ) -> None:  # fmt: skip
+        self.name = " + ".join(Path(name).name for name, _ in files.values())
+        flat = {tool: _flat(tool, content) for tool, (_, content) in files.items()}
+        self.accelerate, self.deepspeed = flat.get("Accelerate", {}), flat.get("DeepSpeed", {})
+        self.model, self.path, self.command_line = model, path, command_line
+        self.file_keys: list[FileKey] = []
+        self.settings: Settings = {}
+        self.added: list[tuple[str, Any, str]] = []  # settings without a key in any file, each with its reason
+        self.problems: list[tuple[str, str, str]] = []  # (cause, fix, the key here that settles it)
+        self.kind = str(self.accelerate.get("distributed_type", ""))
+        stage: Any = self.deepspeed.get("zero_optimization.stage", 0) if self.deepspeed else None
+        if not self.deepspeed and self.kind == "DEEPSPEED":
+            stage = self.accelerate.get("deepspeed_config.zero_stage", 2)
+        self.stage = stage if isinstance(stage, int) and stage in STAGES else None
+        # On CPUs Accelerate shards nothing and trains with DDP.
+        self.on_cpu = str(self.accelerate.get("use_cpu")).lower() == "true"
+        is_fsdp = self.kind == "FSDP" and not self.on_cpu
+        version = str(self.accelerate.get("fsdp_config.fsdp_version", 1))
+        if is_fsdp and not accelerate_release().knows("fsdp_config.fsdp_version"):
+            version = "1"  # that release has FSDP1 alone
+        self.fsdp = int(version) if is_fsdp and version in ("1", "2") else None
+        if is_fsdp and self.fsdp is None:
+            raise ConfigError(f"fsdp_config.fsdp_version={version} is neither FSDP1 nor FSDP2", "set it to 2")
+        if is_fsdp and self.deepspeed:
+            raise ConfigError("the files ask for FSDP and for DeepSpeed at once", "name one of the two files")
+        head = str((model.get("architectures") or ["ForCausalLM"])[0])
+        self.task = next((task for end, task in TASKS.items() if head.endswith(end)), "")
+        self.is_text = self.task in ("hf_causal_lm", "hf_masked_lm", "")
+        for tool, (name, _) in files.items():
+            self.file_keys += [self._read(tool, name, key, value) for key, value in flat[tool].items()]
+        # DeepSpeed's own defaults, where they differ from shardkit's and no file sets the same.
+        defaults = {**DEEPSPEED_DEFAULTS, "zero_optimization.overlap_comm": self.stage == 3}
+        defaults |= {"zero_optimization.stage3_prefetch_bucket_size": 50_000_000} if self.stage == 3 else {}
+        defaults |= {"gradient_clipping": 0.0} if self.deepspeed else {}
+        claimed = {setting for entry in self.file_keys for setting in entry.settings}
+        for key, value in defaults.items() if self.stage else ():
+            entry = self._read("DeepSpeed", "DeepSpeed's default", key, value, "default")
+            if entry.settings and not claimed & entry.settings.keys():
+                self.file_keys.append(entry)
+        self._settle()
+        machines, file_gpus = self.settings.pop("machines", 1), self.settings.pop("gpus", None)
+        self.gpus = max(1, gpus or file_gpus or 1)
+        # Ranks on one machine; None if the files contradict themselves.
+        self.gpus_per_node = self.gpus // machines if self.gpus % machines == 0 else None
+        half = self._engine_and_precision(self.gpus)
+        self._batch(self.gpus)
+        self._task_and_loop()
+        self._drop_what_does_nothing()
+        self.added = [entry for entry in self.added if entry[0] in self.settings]
+        # Memory beyond the plan: (text, bytes for each value, for each token).
+        self.left_out = [*self._left_out(half)]
+        if SHARDING[self.settings["parallel.strategy"]].state and not (gpus or file_gpus):
+            self.left_out.append(("more than one rank to shard over: name them with --gpus N", 0, 0))
 
     @property
     def not_planned(self) -> list[str]:
@@ -410,139 +542,6 @@ class ForeignJob:
             return f"precision.mode={self.settings['precision.mode']}" if value else f"not {setting}"
         setting = "parallel.strategy" if setting == "engine" else setting
         return f"{setting}={_text(self.settings.get(setting, value))}"
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)
-
-
-def read_job(
-    names: Sequence[str | Path | Mapping[str, Any]],  # files or their contents; one that another names is read too
-    model: str | Path | None = None,  # a transformers `config.json`, or a folder that holds one
-    gpus: int | None = None,  # ranks of the job; default: what the files say, else 1
-    overrides: Sequence[str] = (),  # of `load` later; an `auto` that one of them sets counts as filled
-) -> ForeignJob:
-    """Read Accelerate's file, DeepSpeed's file, or both of one job."""
-    files: dict[str, tuple[str, dict[str, Any]]] = {}
-    for source in names:
-        name = "dict" if isinstance(source, Mapping) else one_line(str(source))
-        content = json.loads(json.dumps(source)) if isinstance(source, Mapping) else _parse(Path(source))
-        if error := other_tool_error(name, content, in_from=True):
-            raise error
-        tool = tool_of(content)
-        if not tool:
-            some = ", ".join(shown(key) for key in [*content][:3])
-            fix = "name accelerate's config file or ds_config.json; a config of shardkit needs no --from"
-            raise ConfigError(f"{name} is no file of Accelerate or DeepSpeed: none of them has {some}", fix)
-        if tool in files:
-            raise ConfigError(f"{files[tool][0]} and {name} are both files of {tool}", "name the files of one job")
-        files[tool] = (name, content)
-    if "Accelerate" in files:
-        name, content = files["Accelerate"]
-        files["Accelerate"] = name, (content := read_content(content, name))
-        inner = _flat("Accelerate", content).get("deepspeed_config.deepspeed_config_file")
-        if isinstance(inner, str) and "DeepSpeed" not in files and content.get("distributed_type") == "DEEPSPEED":
-            path = next((p for p in (Path(inner), Path(name).parent / inner) if p.is_file()), Path(inner))
-            files["DeepSpeed"] = one_line(str(path)), _parse(path)
-    return _Translation(files, _read_model(model), model, gpus, dict(map(split_override, overrides))).job()
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    name = one_line(str(path))
-    try:
-        text = read_text(path, name, "config", "name the file in it; a model's folder belongs to --model")
-    except FileNotFoundError:
-        raise ConfigError(f"{name} does not exist", "check the path") from None
-    value = read_yaml(text.replace("\t", " "), name).value  # JSON is YAML but for tabs, which its values do not hold
-    if not isinstance(value, dict) or not value:
-        raise ConfigError(f"{name} is {'a list' if value else 'empty'}, not a mapping of keys", "name a config file")
-    return value
-
-
-def _read_model(path: str | Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    location = Path(path).expanduser()
-    file = location / "config.json" if location.is_dir() else location
-    try:
-        config = json.loads(read_regular(file))
-    except (OSError, ValueError, RecursionError) as error:
-        fix = "name a transformers config.json, or the folder that holds one"
-        raise ConfigError(f"--model {file} cannot be read: {one_line(error)}", fix) from None
-    if not isinstance(config, dict) or not (config.get("model_type") or config.get("architectures")):
-        cause = f"--model {one_line(str(file))} is no transformers config: it has no model_type"
-        raise ConfigError(cause, "name the model's own config.json")
-    if config.get("is_encoder_decoder"):
-        raise ConfigError(f"--model {file} is an encoder-decoder, which no built-in task trains", _REHEARSE)
-    return config
-
-
-def _flat(tool: str, tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Dotted keys of a file as the tables spell them, without None."""
-    values: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{section}{name}"
-        # Accelerate's sections also take keys without their prefix, and DeepSpeed keys of stage 3 without `stage3_`.
-        if section in ("fsdp_config.", "dynamo_config.", "fp8_config.") and not name.startswith(section[:-7]):
-            key = f"{section}{section[:-7]}{name}"
-        if tool == "DeepSpeed" and key not in DEEPSPEED and f"{section}stage3_{name}" in DEEPSPEED:
-            key = f"{section}stage3_{name}"
-        values |= _flat(tool, value, f"{key}.") if isinstance(value, dict) else {} if value is None else {key: value}
-    return values
-
-
-class _Translation:
-    def __init__(
-        self, files: Mapping[str, tuple[str, dict[str, Any]]], model: dict[str, Any], path: str | Path | None,
-        gpus: int | None, command_line: Settings,
-    ) -> None:  # fmt: skip
-        self.names = {tool: name for tool, (name, _) in files.items()}
-        self.values = {tool: _flat(tool, content) for tool, (_, content) in files.items()}
-        self.accelerate, self.deepspeed = self.values.get("Accelerate", {}), self.values.get("DeepSpeed", {})
-        self.model, self.path, self.asked_gpus, self.command_line = model, path, gpus, command_line
-        self.keys: list[FileKey] = []
-        self.settings: Settings = {}
-        self.added: list[tuple[str, Any, str]] = []
-        self.problems: list[tuple[str, str, str]] = []
-        self.kind = str(self.accelerate.get("distributed_type", ""))
-        stage: Any = self.deepspeed.get("zero_optimization.stage", 0) if self.deepspeed else None
-        if not self.deepspeed and self.kind == "DEEPSPEED":
-            stage = self.accelerate.get("deepspeed_config.zero_stage", 2)
-        self.stage = stage if isinstance(stage, int) and stage in STAGES else None
-        # On CPUs Accelerate shards nothing and trains with DDP.
-        self.on_cpu = str(self.accelerate.get("use_cpu")).lower() == "true"
-        is_fsdp = self.kind == "FSDP" and not self.on_cpu
-        version = str(self.accelerate.get("fsdp_config.fsdp_version", 1))
-        if is_fsdp and not accelerate_release().knows("fsdp_config.fsdp_version"):
-            version = "1"  # that release has FSDP1 alone
-        self.fsdp = int(version) if is_fsdp and version in ("1", "2") else None
-        if is_fsdp and self.fsdp is None:
-            raise ConfigError(f"fsdp_config.fsdp_version={version} is neither FSDP1 nor FSDP2", "set it to 2")
-        if is_fsdp and self.deepspeed:
-            raise ConfigError("the files ask for FSDP and for DeepSpeed at once", "name one of the two files")
-        head = str((model.get("architectures") or ["ForCausalLM"])[0])
-        self.task = next((task for end, task in TASKS.items() if head.endswith(end)), "")
-        self.is_text = self.task in ("hf_causal_lm", "hf_masked_lm", "")
-
-    def job(self) -> ForeignJob:
-        for tool, values in self.values.items():
-            self.keys += [self._read(tool, self.names[tool], key, value) for key, value in values.items()]
-        self._add_defaults()
-        self._settle()
-        machines, said_gpus = self.settings.pop("machines", 1), self.settings.pop("gpus", None)
-        gpus = max(1, self.asked_gpus or said_gpus or 1)
-        half = self._engine_and_precision(gpus)
-        self._batch(gpus)
-        self._task_and_loop()
-        self._drop_what_does_nothing()
-        left_out = [*self._left_out(half)]
-        if SHARDING[self.settings["parallel.strategy"]].state and not (self.asked_gpus or said_gpus):
-            left_out.append(("more than one rank to shard over: name them with --gpus N", 0, 0))
-        return ForeignJob(
-            " + ".join(Path(file).name for file in self.names.values()), tuple(self.keys), self.settings,
-            tuple(entry for entry in self.added if entry[0] in self.settings), tuple(left_out), tuple(self.problems),
-            gpus, gpus // machines if gpus % machines == 0 else None,
-        )  # fmt: skip
 
     def _read(self, tool: str, file: str, key: str, value: Any, fate: str = "mapped") -> FileKey:
         is_known, convert = find(tool, key)
@@ -620,21 +619,10 @@ class _Translation:
         self.problems.append((f'{file}: {key}="auto", but no file says what it becomes', fix, setting))
         return {}, ""
 
-    def _add_defaults(self) -> None:
-        """DeepSpeed's own defaults, where they differ from shardkit's and no file sets the same."""
-        values = {**DEEPSPEED_DEFAULTS, "zero_optimization.overlap_comm": self.stage == 3}
-        values |= {"zero_optimization.stage3_prefetch_bucket_size": 50_000_000} if self.stage == 3 else {}
-        values |= {"gradient_clipping": 0.0} if self.deepspeed else {}
-        claimed = {setting for entry in self.keys for setting in entry.settings}
-        for key, value in values.items() if self.stage else ():
-            entry = self._read("DeepSpeed", "DeepSpeed's default", key, value, "default")
-            if entry.settings and not claimed & entry.settings.keys():
-                self.keys.append(entry)
-
     def _settle(self) -> None:
         """One value for each setting; two different ones in the files are a problem."""
         claims: dict[str, FileKey] = {}
-        for entry in (entry for entry in self.keys if entry.settings):
+        for entry in (entry for entry in self.file_keys if entry.settings):
             for setting, value in entry.settings.items():
                 first = claims.setdefault(setting, entry)
                 if setting in ("fp16", "bf16"):
@@ -691,11 +679,8 @@ class _Translation:
         elif total is not None and micro and not accum:
             self.settings["train.grad_accum_steps"] = max(1, total // (gpus * micro))
         if "train.micro_batch_size" not in {*self.settings, *(setting for _, _, setting in self.problems)}:
-            self._ask("how many samples a micro-batch has", "train.micro_batch_size", 4)
-
-    def _ask(self, missing: str, setting: str, example: int) -> None:
-        fix = f"the script decides it: add it to the command, such as {setting}={example}"
-        self.problems.append((f"no file says {missing}", fix, setting))
+            fix = "the script decides it: add it to the command, such as train.micro_batch_size=4"
+            self.problems.append(("no file says how many samples a micro-batch has", fix, "train.micro_batch_size"))
 
     def _task_and_loop(self) -> None:
         """Set the task, and the differences of Accelerate's loop that keys here express."""
@@ -709,7 +694,8 @@ class _Translation:
         self.settings["task.name"] = self.task or "hf_causal_lm"
         self.settings["model.hf_config"] = str(Path(self.path).expanduser().resolve())
         if self.is_text:
-            self._ask("how many tokens a sample has", "train.seq_len", 2048)
+            fix = "the script decides it: add it to the command, such as train.seq_len=2048"
+            self.problems.append(("no file says how many tokens a sample has", fix, "train.seq_len"))
             self._set("model.loss_chunk_size", 0, "transformers computes the logits of all tokens at once")
         if self.task == "hf_masked_lm":
             self._set("data.mask_fraction", 1.0, "transformers computes the logits of every token, masked or not")
