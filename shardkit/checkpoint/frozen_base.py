@@ -180,7 +180,12 @@ class FrozenBase:
         if not isinstance(saved_base, dict):
             raise CheckpointError("the checkpoint does not name its adapter's model", "use another checkpoint")
         if self.about.get("quantize") != entry.get("quantize"):
-            run, saved = (_as_mapping(about.get("quantize")) for about in (self.about, entry))
+            run, saved = (
+                "null"
+                if (keys := about.get("quantize")) is None
+                else "{" + ", ".join(f"{key}: {_shown(keys[key])}" for key in sorted(keys)) + "}"
+                for about in (self.about, entry)
+            )
             raise ConfigError(f"model.quantize={run}, but the checkpoint's is {saved}", f"set model.quantize='{saved}'")
         for key, value in self.about.items():
             if key not in ("base", "fan_in_fan_out", "quantize") and entry.get(key) != value:
@@ -210,13 +215,6 @@ class FrozenBase:
                 f"{run_base.get('packed')} here, {saved_base.get('packed')} there",
                 "resume with the bitsandbytes and on the kind of device that it was saved with",
             )
-
-
-def _as_mapping(settings: Mapping[str, Any] | None) -> str:
-    """Settings as one writes them on the command line."""
-    if settings is None:
-        return "null"
-    return "{" + ", ".join(f"{key}: {_shown(settings[key])}" for key in sorted(settings)) + "}"
 
 
 def _shown(value: object) -> str:

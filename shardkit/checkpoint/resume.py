@@ -90,14 +90,11 @@ def resume(
     caller; called before anything is loaded. `left_out`: names of tensors that checkpoints of this run do not hold.
     Returns the checkpoint's path and the state of its run; `None` if `source` has no checkpoint.
     """
-    box: list[list[Path]] = [[]]
-
-    def look() -> None:
-        box[0] = candidates(source)
-
-    main_only(world, group, look)
+    paths: list[Path] = []
+    main_only(world, group, lambda: paths.extend(candidates(source)))
+    box = [paths]
     dist.broadcast_object_list(box, group=group, group_src=0)
-    paths = box[0]
+    [paths] = box
     if not paths:
         return None
     damaged: list[Path] = []
@@ -137,7 +134,8 @@ def _set_aside(root: Path, loaded: Path, damaged: list[Path]) -> None:
     for path in layout.checkpoints(root):
         if (layout.step_of(path) or 0) > step:
             suffix = layout.CORRUPT if path in damaged else layout.SUPERSEDED
-            _LOG.warning("%s is set aside as %s", path.name, layout.set_aside(path, suffix).name)
+            _LOG.warning("%s is set aside as %s", path.name, layout.renamed(path, suffix).name)
+            layout.fsync_folder(root)
     try:
         layout.point_latest(root)
     except OSError as error:  # a full disk; `latest` must not name a checkpoint that was set aside

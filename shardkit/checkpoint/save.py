@@ -152,11 +152,6 @@ class Checkpointer:
         """Host memory that async saves keep on this rank between saves."""
         return self._staging.n_bytes
 
-    @property
-    def saving(self) -> bool:
-        """Whether this rank's background save is still being written."""
-        return self._thread is not None and self._thread.is_alive()
-
     def written_bytes(self) -> int:
         """Bytes of unfinished saves so far, by all ranks."""
         drafts = self.root.glob(f"*{layout.TMP}/*")
@@ -226,7 +221,10 @@ class Checkpointer:
                 f"not all ranks came to save step {run.step} within {self._meeting_s:g} s: {missing}",
                 "look at the missing ranks' logs; every rank has to call save after the same step",
             ) from error
-        shards, scalars = self._shards(), self._strategy.scalars()
+        shards = [s for s in self._strategy.shards() if s.name not in self._left_out and s.local.numel()]
+        for kind, state in rng.capture(self._world.device).items():
+            shards.append(Shard(f"rng.{self._world.rank}.{kind}", tuple(state.shape), 0, state))
+        scalars = self._strategy.scalars()
         run = storable(run, scalars)
         if self._config.async_save:
             shards = self._staging.copy(shards)
@@ -244,12 +242,6 @@ class Checkpointer:
         """Wait `within_s` at most until all ranks have called this; a RuntimeError names those that are missing."""
         self.wait()  # a save in the background uses the same group
         dist.monitored_barrier(self.group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
-
-    def _shards(self) -> list[Shard]:
-        shards = [s for s in self._strategy.shards() if s.name not in self._left_out and s.local.numel()]
-        for kind, state in rng.capture(self._world.device).items():
-            shards.append(Shard(f"rng.{self._world.rank}.{kind}", tuple(state.shape), 0, state))
-        return shards
 
     def _write_in_thread(self, *args: object) -> None:
         # This thread, and those that it starts, use only idle cores: on Linux each thread has its own niceness.

@@ -58,23 +58,17 @@ class _Commands(TyperGroup):
         return self.commands.get(name)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _refuse_empty_words(args)
+        words = args[: args.index("--")] if "--" in args else args
+        if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in words):  # as a path: the current directory
+            fix = "give it a value, or remove it; a variable of the shell that is not set leaves an empty one"
+            raise ShardkitError(f"{shlex.join(['shardkit', *words])}: an empty value names nothing", fix)
         return list(_in_two_lines(ctx, lambda: super(_Commands, self).parse_args(ctx, args)))
 
     def invoke(self, ctx: Any) -> Any:
         return _in_two_lines(ctx, lambda: super(_Commands, self).invoke(ctx))
 
 
-def _refuse_empty_words(words: Sequence[str]) -> None:
-    """Refuse an empty word before `--`: as a path it would mean the current directory."""
-    words = words[: words.index("--")] if "--" in words else words
-    if any(not word or re.fullmatch(r"--[\w-]+=", word) for word in words):
-        fix = "give it a value, or remove it; a variable of the shell that is not set leaves an empty one"
-        raise ShardkitError(f"{shlex.join(['shardkit', *words])}: an empty value names nothing", fix)
-
-
 def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
-    """The result of `read`."""
     try:
         return read()
     except UsageError as error:
@@ -97,7 +91,10 @@ def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
         elif "Missing argument" in cause:
             needed = [parameter for parameter in ctx.command.params if parameter.required]
             needed.sort(key=lambda parameter: parameter.param_type_name != "argument")
-            words = [_in_usage(parameter) for parameter in needed]
+            words = []
+            for parameter in needed:  # as one writes it: `RUN_DIR`, `--out DIR`
+                metavar = str(parameter.metavar or parameter.name.upper())
+                words.append(metavar if parameter.param_type_name == "argument" else f"{parameter.opts[0]} {metavar}")
             fix = f"write {' '.join([path, *words])}; {path} --help explains it"
         elif (needed_option := getattr(error, "param", None)) is not None and "Missing option" in cause:
             fix = f"add {needed_option.opts[0]} {needed_option.metavar or needed_option.name.upper()}; " + fix
@@ -114,12 +111,6 @@ def _of_value(error: Any) -> str:
     words = re.sub(r"a valid integer( range)?(, .*)?", "a whole number", words)
     words = re.sub(r"a valid (float|number)( range)?(, .*)?", "a number", words)
     return f"{parameter.opts[0]} {words}"
-
-
-def _in_usage(parameter: Any) -> str:
-    """A parameter as one writes it: `RUN_DIR`, `--out DIR`."""
-    metavar = str(parameter.metavar or parameter.name.upper())
-    return metavar if parameter.param_type_name == "argument" else f"{parameter.opts[0]} {metavar}"
 
 
 # Without markup typer does not import rich, which would double the time that --help takes.

@@ -70,21 +70,16 @@ def index_of_script(words: Sequence[str]) -> int | None:
 def missing_dashes(ctx: Any, index: int) -> tuple[str, str]:
     """Cause and fix for a script without `--` before it, at `index`; options of the command behind it stay its own."""
     words = ctx.meta[OPTION_WORDS]
-    options, arguments = _split_options(ctx.command, words[index + 1 :])
-    corrected = ["shardkit", ctx.info_name, *words[:index], *options, "--", words[index], *arguments]
-    return f"{words[index]} is not a config: a script stands behind `--`", shlex.join(corrected)
-
-
-def _split_options(command: Any, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    is_flag = {name: getattr(param, "is_flag", False) for param in command.params for name in param.opts}
-    options, script_words, remaining = list[str](), list[str](), iter(words)
+    is_flag = {name: getattr(param, "is_flag", False) for param in ctx.command.params for name in param.opts}
+    options, script_words, remaining = list[str](), list[str](), iter(words[index + 1 :])
     for word in remaining:
         name, equals, _ = word.partition("=")
         if not word.startswith("-") or name not in is_flag:
             script_words.append(word)
             continue
         options += [word] if is_flag[name] or equals else [word, *islice(remaining, 1)]
-    return options, script_words
+    corrected = ["shardkit", ctx.info_name, *words[:index], *options, "--", words[index], *script_words]
+    return f"{words[index]} is not a config: a script stands behind `--`", shlex.join(corrected)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,6 @@ def rehearse(
     if cards.gpu_memory is not None:
         card = replace(card, memory=parse_bytes(cards.gpu_memory, "--gpu-memory"))
     if compute_options.compute:
-        _refuse_with_compute(options)
         _compute(command, card, cards.gpus or 1, options, compute_options, json_output)
     if compute_options.late_copies or compute_options.poison:
         raise LaunchError("--late-copies and --poison show in what is computed", "give --compute as well")
@@ -144,14 +143,6 @@ def rehearse(
     raise typer.Exit(verdict.exit_code)
 
 
-def _refuse_with_compute(options: RehearsalOptions) -> None:
-    names = [f"--{key}" for key in ("ranks", "live", "until", "expect", "assume") if getattr(options, key)]
-    names += ["--steps"] if options.steps != RehearsalOptions.steps else []
-    if names:
-        cause = f"{' and '.join(names)}: with --compute every rank runs, to the program's end, and memory is not judged"
-        raise LaunchError(cause, "leave out --compute, or the other options")
-
-
 def _compute(
     command: list[str], card: Gpu, gpus: int, options: RehearsalOptions, how: ComputeOptions, json_output: bool
 ) -> NoReturn:
@@ -160,6 +151,11 @@ def _compute(
     from ..rehearse.computed import Sharpness, run_computed
     from ..rehearse.rehearsal import Limits
 
+    names = [f"--{key}" for key in ("ranks", "live", "until", "expect", "assume") if getattr(options, key)]
+    names += ["--steps"] if options.steps != RehearsalOptions.steps else []
+    if names:
+        cause = f"{' and '.join(names)}: with --compute every rank runs, to the program's end, and memory is not judged"
+        raise LaunchError(cause, "leave out --compute, or the other options")
     limits = Limits(
         time_limit_s=options.time_limit, allow_writes=options.allow_writes, network=options.network, keep=options.keep
     )

@@ -168,8 +168,16 @@ def submit(
         rehearse_first(program, job.spec, card, index)
     if manifest.to != "slurm":
         refuse_options(ctx, _FOR_SLURM, f"applies to Slurm, not to --to {manifest.to}", "remove it")
-        pods = cluster.pod_options(manifest)
-        _print_manifest(program, replace(job.spec, kubernetes=pods), cluster.name, ranks.grace_s)
+        from ..launch.kubernetes import render_job_set
+
+        # The config or the run directory as it is named in the pods.
+        dns_name = re.sub(r"[^a-z0-9-]+", "-", job.spec.name.lower()).strip("-")[:40].rstrip("-")
+        spec = replace(job.spec, kubernetes=cluster.pod_options(manifest), name=cluster.name or dns_name)
+        if program.script is None:
+            spec = replace(spec, config=program.config, overrides=program.overrides, grace_s=ranks.grace_s)
+        else:
+            spec = replace(spec, run_dir=program.run_dir)
+        typer.echo(render_job_set(spec), nl=False)
         return
     refuse_options(ctx, ("volume",), "applies to Kubernetes, not to Slurm", "remove it, or pass --to")
     if program.script is None:
@@ -225,19 +233,6 @@ def _prepare(program: Program, cluster: ClusterOptions) -> Submission:
         return prepare_script(program.script, program.run_dir, request)
     program.load()  # an error here names another tool's file, which `prepare` does not know
     return prepare(str(program.config), program.overrides, request)
-
-
-def _print_manifest(program: Program, spec: JobSpec, name: str | None, grace_s: float | None) -> None:
-    """Print a job's manifest, with the config or the run directory as it is named in the pods."""
-    from ..launch.kubernetes import render_job_set
-
-    dns_name = re.sub(r"[^a-z0-9-]+", "-", spec.name.lower()).strip("-")[:40].rstrip("-")
-    spec = replace(spec, name=name or dns_name)
-    if program.script is None:
-        spec = replace(spec, config=program.config, overrides=program.overrides, grace_s=grace_s)
-    else:
-        spec = replace(spec, run_dir=program.run_dir)
-    typer.echo(render_job_set(spec), nl=False)
 
 
 def _queue(program: Program, job: Submission, array: str | None, plan: tuple[MemoryEstimate, RunConfig] | None) -> None:

@@ -1,15 +1,12 @@
-"""Refuses settings that a strategy, a device or other settings cannot honour; prints the table of docs/capability.md.
+"""Refuses settings that a strategy, a device or other settings cannot honour, and makes the table of them.
 
 The rows of the table, and their refusals, are declared on the config's fields (`schema`).
-
-`python -m shardkit.config.capability` prints the table as markdown, `--write docs/capability.md` puts it
-between that page's markers.
+`python -m shardkit.config.capability docs/capability.md` puts the table between that page's markers.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,17 +15,7 @@ from typing import get_type_hints
 
 from ..errors import ConfigError
 from .presets import task_of
-from .schema import (
-    DOCUMENT_KEYS,
-    SHARDING,
-    STRATEGIES,
-    Capability,
-    ParallelConfig,
-    RunConfig,
-    Section,
-    TaskName,
-    sections,
-)
+from .schema import DOCUMENT_KEYS, SHARDING, STRATEGIES, Capability, RunConfig, Section, TaskName, sections
 
 MARKERS = ("<!-- capability:begin -->", "<!-- capability:end -->")
 
@@ -131,19 +118,6 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             f"profile.ranks={profiled}, but the run's ranks are 0 to {world_size - 1}",
             "name ranks that exist, or set profile.ranks=all",
         )
-    _refuse_ignored(config)
-    _refuse_missing_libraries(config)
-
-
-def _refuse(config: RunConfig, capability: Capability, setting: str, fix: str) -> None:
-    strategy = config.parallel.strategy
-    if strategy in capability.reasons:
-        reason = capability.reasons[strategy]
-        raise ConfigError(f"{setting} does not work with parallel.strategy={strategy}: {reason}", fix)
-
-
-def _refuse_ignored(config: RunConfig) -> None:
-    """Refuse settings that would do nothing beside the others."""
     for rule in IGNORED:
         if rule.applies(config):
             preset = config.model.preset
@@ -153,6 +127,14 @@ def _refuse_ignored(config: RunConfig) -> None:
                     f"set task.name={task_of(preset)}, or a preset of {config.task.name}",
                 )
             raise ConfigError(f"{config.setting(rule.key)} would be ignored: {rule.reason}", f"remove {rule.key}")
+    _refuse_missing_libraries(config)
+
+
+def _refuse(config: RunConfig, capability: Capability, setting: str, fix: str) -> None:
+    strategy = config.parallel.strategy
+    if strategy in capability.reasons:
+        reason = capability.reasons[strategy]
+        raise ConfigError(f"{setting} does not work with parallel.strategy={strategy}: {reason}", fix)
 
 
 def _refuse_missing_libraries(config: RunConfig) -> None:
@@ -191,21 +173,14 @@ def mesh_shape(config: RunConfig, world_size: int, local_world_size: int) -> tup
     if replicate * shard != world_size:
         pairs = [f"{n} × {world_size // n}" for n in range(1, world_size + 1) if world_size % n == 0]
         fix = f"dp_replicate × dp_shard for {_ranks(world_size)}: {', '.join(pairs[:6])}{', …' * (len(pairs) > 6)}"
-        raise ConfigError(_mesh_cause(parallel, world_size, local_world_size), fix)
+        cause = f"hsdp shards over the {shard} ranks of one node, which do not divide the world size {world_size}"
+        if parallel.dp_replicate and parallel.dp_shard:
+            product = f"parallel.dp_replicate={replicate} × parallel.dp_shard={shard} = {replicate * shard}"
+            cause = f"{product}, but there are {world_size} ranks"
+        elif sizes := [f"{k}={n}" for k in ("dp_replicate", "dp_shard") if (n := getattr(parallel, k))]:
+            cause = f"parallel.{sizes[0]} does not divide the world size {world_size}"
+        raise ConfigError(cause, fix)
     return replicate, shard
-
-
-def _mesh_cause(parallel: ParallelConfig, world_size: int, local_world_size: int) -> str:
-    replicate, shard = parallel.dp_replicate, parallel.dp_shard
-    if replicate and shard:
-        return (
-            f"parallel.dp_replicate={replicate} × parallel.dp_shard={shard} = {replicate * shard}, "
-            f"but there are {world_size} ranks"
-        )
-    for key, size in (("dp_replicate", replicate), ("dp_shard", shard)):
-        if size:
-            return f"parallel.{key}={size} does not divide the world size {world_size}"
-    return f"hsdp shards over the {local_world_size} ranks of one node, which do not divide the world size {world_size}"
 
 
 @dataclass(frozen=True)
@@ -314,41 +289,12 @@ def markdown_table() -> str:
     return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))])
 
 
-def write_table(path: Path) -> None:
-    """Replace the text between the markers of a markdown file."""
-    begin, end = MARKERS
-    try:
-        text = path.read_text(encoding="utf-8")
-        before, found_begin, tail = text.partition(begin)
-        _, found_end, after = tail.partition(end)
-        if not (found_begin and found_end):
-            raise ConfigError(f"{path} has no {begin} … {end}", "put both markers where the table belongs")
-        path.write_text(f"{before}{begin}\n{markdown_table()}\n{end}{after}", encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be updated: {error}", "name a markdown file that can be written") from None
-
-
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _main(arguments: list[str]) -> int:
-    if not arguments:
-        try:
-            print(markdown_table(), flush=True)
-        except BrokenPipeError:  # `| head` has read enough; the flush at exit must not fail too
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    if len(arguments) == 2 and arguments[0] == "--write":
-        try:
-            write_table(Path(arguments[1]))
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
-        return 0
-    print("usage: python -m shardkit.config.capability [--write docs/capability.md]", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    page = Path(sys.argv[1])
+    before, _, marked = page.read_text(encoding="utf-8").partition(MARKERS[0])
+    after = marked.partition(MARKERS[1])[2]
+    page.write_text(f"{before}{MARKERS[0]}\n{markdown_table()}\n{MARKERS[1]}{after}", encoding="utf-8")

@@ -166,7 +166,9 @@ def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate
     for item in error.errors(include_url=False):
         if item["type"] == "conflict":
             cause = item["ctx"]["cause"]
-            errors.setdefault(cause, ConfigError(cause + _in(_origins(cause, tree, locate)), item["ctx"]["fix"]))
+            keys = [(section, key) for section, key in re.findall(r"\b([a-z]+)\.([a-z_]+)\b", cause)]
+            places = dict.fromkeys(locate(path) for path in keys if path[1] in tree.get(path[0], {}))
+            errors.setdefault(cause, ConfigError(cause + _in(", ".join(places)), item["ctx"]["fix"]))
         else:
             by_key.setdefault((str(item["loc"][0]), str(item["loc"][1])), []).append(item)
     for key, items in by_key.items():  # several: each type of a union has its own, or each element of a list
@@ -180,13 +182,6 @@ def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate
         value = tree.get(key[0], {}).get(key[1])
         errors[".".join(key)] = wrong_value(paths[0], value, locate(key), text, choices)
     return list(errors.values())
-
-
-def _origins(cause: str, tree: dict[str, Any], locate: Locate) -> str:
-    """The places where the keys in a message were set."""
-    paths = [(section, key) for section, key in re.findall(r"\b([a-z]+)\.([a-z_]+)\b", cause)]
-    places = [locate(path) for path in paths if path[1] in tree.get(path[0], {})]
-    return ", ".join(dict.fromkeys(places))
 
 
 def combined(errors: list[ConfigError]) -> ConfigError:

@@ -82,7 +82,7 @@ class Private:
     def needed(self) -> bool:
         """Whether shardkit uses the name with the installed version; False if the library is not installed."""
         version = installed(self.library)
-        if version == ABSENT or (self.cuda and not _has_cuda()):
+        if version == ABSENT or (self.cuda and import_module("torch").version.cuda is None):
             return False
         release = _number(version)
         return release >= _number(self.since) and (not self.until or release < _number(self.until))
@@ -120,7 +120,13 @@ class Feature:
             return private.find()
         except NameGone as error:
             self._missing.append(private)
-            return _stand_in(error)
+            gone = error
+
+        def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+            raise gone
+
+        # An exception, so that `except` clauses accept it; other code may use it as a base class or a function.
+        return type("Gone", (Exception,), {"__new__": refuse})
 
     def use(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False, since: str = "") -> Private:
         """Declare a name that is looked up later: an instance's attribute, or one of a library that may be absent."""
@@ -163,23 +169,16 @@ def tested(library: str) -> str:
     return f"{library} {oldest} to {newest}"
 
 
-def say_untested(library: str = "torch") -> None:
-    """Log one line on rank 0 if the library is newer than any version that passed the tests."""
-    if is_first_rank() and _number(installed(library)) > _number(TESTED[library][1]):
-        _LOG.warning(
-            "%s %s is newer than what shardkit is tested with: %s", library, installed(library), tested(library)
-        )
+def say_untested() -> None:
+    """Log one line on rank 0 if torch is newer than any version that passed the tests."""
+    version = installed("torch")
+    if is_first_rank() and _number(version) > _number(TESTED["torch"][1]):
+        _LOG.warning("torch %s is newer than what shardkit is tested with: %s", version, tested("torch"))
 
 
 def _number(version: str) -> tuple[int, ...]:
     """`2.15.0a1` → (2, 15, 0): a pre-release counts as its release."""
     return tuple(int(digits[0]) for part in version.split(".")[:3] if (digits := re.match(r"\d+", part)))
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.version.cuda is not None
 
 
 def is_first_rank() -> bool:
@@ -213,11 +212,3 @@ def _given_to_instances(cls: type, name: str) -> bool:
         except (OSError, TypeError):  # a class without Python code
             continue
     return False
-
-
-def _stand_in(error: NameGone) -> type:
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    # An exception, so that `except` clauses accept it; other code may use it as a base class or a function.
-    return type("Gone", (Exception,), {"__new__": refuse})

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -105,20 +106,14 @@ def _read(path: FilePath) -> Document:
     try:
         text = read_text(path, f"config file {name}", "YAML", "name a YAML file inside it")
     except FileNotFoundError:
-        raise ConfigError(f"config file {name} does not exist", _nearby(path)) from None
+        fix = "check the path; a relative one starts at the current directory"
+        with suppress(OSError, ValueError):  # the folder may be missing, or not readable
+            if names := sorted(item.name for item in path.parent.glob("[!.]*.yaml")):
+                fix = one_line(f"in {path.parent}: {', '.join(names)}")
+        if re.match(r"[a-z_]+(\.\w+)+=", str(path)):  # a setting
+            fix = "put a config file before the settings, or - for the defaults"
+        raise ConfigError(f"config file {name} does not exist", fix) from None
     return read_yaml(text, name)
-
-
-def _nearby(path: FilePath) -> str:
-    if re.match(r"[a-z_]+(\.\w+)+=", str(path)):  # a setting
-        return "put a config file before the settings, or - for the defaults"
-    try:
-        names = sorted(item.name for item in path.parent.glob("[!.]*.yaml"))
-    except (OSError, ValueError):
-        names = []
-    if not names:
-        return "check the path; a relative one starts at the current directory"
-    return one_line(f"in {path.parent}: {', '.join(names)}")
 
 
 class Layers:
@@ -177,9 +172,6 @@ class Layers:
                 f"{dotted} is set on the {COMMAND_LINE}, but {'.'.join(path[:2])} is a value, not a section",
                 f"set {'.'.join(path[:2])}=<value>",
             )
-        self._put(path, value)
-
-    def _put(self, path: Path, value: Any) -> None:
         target: dict[str, Any] = self._tree.setdefault(path[0], {})
         for depth, part in enumerate(path[1:-1], start=2):
             inner = target.get(part)

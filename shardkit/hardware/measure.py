@@ -204,20 +204,13 @@ def matmul_flops(device: torch.device, kind: str) -> float:
     """FLOP/s of products of two large square matrices of one of `matmul_types`."""
     n, before = _PRODUCT[device.type], torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+    # Random numbers: a GPU multiplies ones a tenth faster, with less power.
+    dtype, scale = _DTYPES.get(kind, torch.float8_e4m3fn), torch.ones((), device=device)
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     try:
-        return 2 * n**3 / seconds(device, _product(device, kind, n))
+        return 2 * n**3 / seconds(device, lambda: scaled_product(a, b.t(), scale) if kind == "fp8" else a @ b)
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _product(device: torch.device, kind: str, n: int) -> Callable[[], object]:
-    # Random numbers: a GPU multiplies ones a tenth faster, with less power.
-    if kind != "fp8":
-        a, b = (torch.randn(n, n, device=device, dtype=_DTYPES[kind]) for _ in range(2))
-        return lambda: a @ b
-    x, y = (torch.randn(n, n, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    scale = torch.ones((), device=device)
-    return lambda: scaled_product(x, y.t(), scale)
 
 
 def memory_speed(device: torch.device) -> float:

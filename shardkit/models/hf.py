@@ -148,11 +148,6 @@ class HFModel:
         classes = {type(m): None for m in self.reference.modules() if isinstance(m, GradientCheckpointingLayer)}
         return tuple(classes)
 
-    def longest_sequence(self) -> int | None:
-        """The number of positions that the model's config allows; None if it does not say."""
-        longest = getattr(self.config, "max_position_embeddings", None)
-        return int(longest) if longest else None
-
 
 def _ends_of(model: Any) -> set[str]:
     """Names of the weights of the input embedding and of the output head. The set holds an empty name, which no

@@ -44,11 +44,6 @@ def hf_model(config: RunConfig, task: str, attention: str | None = None, rows: i
     return AdaptedModel(config, task, attention)
 
 
-def adapter_of(model: HFModel) -> AdaptedModel | None:
-    """The model itself if it has an adapter, else None."""
-    return model if isinstance(model, AdaptedModel) else None
-
-
 class AdaptedModel(HFModel):
     """A transformers model with LoRA on some of its linear layers; all other parameters are frozen.
 

@@ -173,17 +173,14 @@ class PackedWeight(nn.Module):
         """
         state = [self.absmax, self.nested] if self.doubled else [self.absmax]
         product: torch.Tensor = _ExpertProducts.apply(rows.to(compute_dtype(rows)), self, counts, self.packed, *state)  # type: ignore[no-untyped-call]
-        return product if self.adapter is None else product + self._low_rank_product(rows, counts).to(product.dtype)
-
-    def _low_rank_product(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Each row times B·A of its expert, scaled: [n, in] to [n, out]. Arguments as for `product`."""
-        assert self.adapter is not None
+        if self.adapter is None:
+            return product
         a, b = self.lora_A(), self.lora_B()
         rows = F.dropout(rows.to(a.dtype), self.adapter.dropout, self.training)
         # Backward of a split and of unbind joins the parts once; that of a slice fills a whole tensor for each expert.
         experts = zip(torch.split(rows, counts), a.unbind(), b.unbind(), strict=True)
         products = [F.linear(F.linear(part, a_one), b_one) for part, a_one, b_one in experts if len(part)]
-        return torch.cat(products) * self.adapter.scaling
+        return product + (torch.cat(products) * self.adapter.scaling).to(product.dtype)
 
     def unpacked(self, expert: int, dtype: torch.dtype, packed: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
         """The weight [out, in] of an expert."""

@@ -106,7 +106,8 @@ def training(runs: RunsByLabel) -> Figure:
         colour = LINES[number]
         dotted: dict[str, Any] = {"mode": "lines+markers", "line": {"color": colour, "dash": "dot"}}
         solid: dict[str, Any] = {}
-        parts = [(key, f"validation loss, {part}", dotted) for key, part in measure.validation_parts(run).items()]
+        keys = dict.fromkeys(key for record in run.metrics for key in record if key.startswith("val_loss_"))
+        parts = [(key, f"validation loss, {key.removeprefix('val_loss_')}", dotted) for key in keys]
         for key, text, style in (("loss", "loss", solid), ("val_loss", "validation loss", dotted), *parts):
             steps, ys = measure.column(run, key)
             if ys:

@@ -35,12 +35,6 @@ def column(run: Run, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in pairs], [figure for _, figure in pairs]
 
 
-def validation_parts(run: Run) -> dict[str, str]:
-    """Fields of metrics.jsonl with the validation loss of a part of the data → the part's name."""
-    prefix = "val_loss_"
-    return {key: key.removeprefix(prefix) for record in run.metrics for key in record if key.startswith(prefix)}
-
-
 def key_figures(run: Run) -> list[KeyFigure]:
     """The key figures of a run in display order; figures that the run does not have are None."""
     steps, losses = column(run, "loss")

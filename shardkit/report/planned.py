@@ -51,8 +51,18 @@ def compared(
     comparisons: list[Compared] = []
     for rank, entry in sorted(_planned(plan, rows).items()):
         row, trace = rows.get(rank), mapping(traces.get(rank))
-        comparisons += _peaks(rank, entry, row, trace)
-        comparisons += _phases(rank, entry, row, gathers)
+        peak, device = mapping(entry.get("peak")), row.device_mem if row else None
+        allocated = number(peak_of(trace).get("bytes")) if device is None else float(device.peak_allocated)
+        comparisons.append(Compared(rank, PEAK, number(peak.get("allocated")), allocated))
+        if device is not None:  # the CPU's allocator reserves nothing
+            comparisons.append(Compared(rank, "peak reserved", number(peak.get("reserved")), device.peak_reserved))
+        on_host = sum(n_bytes.host for n_bytes in row.state.values()) if row and row.state else None
+        comparisons.append(Compared(rank, "tensors on the host", number(entry.get("host_peak")) or None, on_host))
+        if device is not None:  # nor does it record the peaks of phases
+            measured = phase_peaks(gathers, rank)
+            for phase, figures in mapping(entry.get("phases")).items():
+                name, bytes_planned = phase_name(phase), number(mapping(figures).get("allocated"))
+                comparisons.append(Compared(rank, f"allocated in {name}", bytes_planned, measured.get(name)))
         comparisons += _categories(rank, entry, row, trace)
     return [c for c in comparisons if c.predicted is not None]
 
@@ -70,29 +80,6 @@ def _planned(plan: Mapping[str, Any], rows: Mapping[int, RankRow]) -> dict[int, 
         if rank not in plans and row.state is not None and (like := next(alike, None)) is not None:
             by_rank[rank] = plans[like]
     return by_rank
-
-
-def _peaks(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace: Mapping[str, Any]) -> list[Compared]:
-    peak, device = mapping(entry.get("peak")), row.device_mem if row else None
-    allocated = number(peak_of(trace).get("bytes")) if device is None else float(device.peak_allocated)
-    on_host = sum(n_bytes.host for n_bytes in row.state.values()) if row and row.state else None
-    comparisons = [
-        Compared(rank, PEAK, number(peak.get("allocated")), allocated),
-        Compared(rank, "tensors on the host", number(entry.get("host_peak")) or None, on_host),
-    ]
-    if device is not None:  # the CPU's allocator reserves nothing
-        comparisons.insert(1, Compared(rank, "peak reserved", number(peak.get("reserved")), device.peak_reserved))
-    return comparisons
-
-
-def _phases(rank: int, entry: Mapping[str, Any], row: RankRow | None, gathers: Sequence[Gather]) -> list[Compared]:
-    if row is None or row.device_mem is None:  # the CPU's allocator records no peaks
-        return []
-    measured = phase_peaks(gathers, rank)
-    return [
-        Compared(rank, f"allocated in {phase}", number(mapping(figures).get("allocated")), measured.get(phase))
-        for phase, figures in ((phase_name(key), entry["phases"][key]) for key in mapping(entry.get("phases")))
-    ]
 
 
 def _categories(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace: Mapping[str, Any]) -> list[Compared]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -162,7 +163,11 @@ def _lines(path: Path, notes: list[str], every: int = 1) -> Iterator[dict[str, A
 
 
 def _gathers(path: Path, notes: list[str]) -> Iterator[Gather]:
-    every, foreign = _thinning(path), 0
+    every, foreign = 1, 0
+    with suppress(OSError), _opened(path) as file:  # `_lines` notes the error
+        # Only every n-th gather: a long run of a large world then takes seconds and fits into memory.
+        ranks = len(sequence(parsed(file.readline()).get("ranks")))
+        every = max(1, (1 + sum(1 for _ in file)) * ranks // ROWS)
     if every > 1:
         notes.append(f"{path.name}: only every {every}th of its many gathers is shown, and the last")
     for line in _lines(path, notes, every):
@@ -180,16 +185,6 @@ def _gathers(path: Path, notes: list[str]) -> Iterator[Gather]:
         notes.append(
             f"{path.name}: {foreign} lines are not records of schema {READABLE[0]} to {READABLE[-1]}, and are left out"
         )
-
-
-def _thinning(path: Path) -> int:
-    """Read every n-th gather: a long run of a large world then takes seconds and fits into memory."""
-    try:
-        with _opened(path) as file:
-            ranks = len(sequence(parsed(file.readline()).get("ranks")))
-            return max(1, (1 + sum(1 for _ in file)) * ranks // ROWS)
-    except OSError:
-        return 1
 
 
 def _by_rank(folder: Path, notes: list[str]) -> dict[int, dict[str, Any]]:

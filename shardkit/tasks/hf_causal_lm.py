@@ -14,7 +14,7 @@ from ..data.windows import documents_of
 from ..errors import ConfigError
 from ..models.cross_entropy import attach_loss, check_loss_fits
 from ..models.hf import HFModel, hf_flops_per_token, import_transformers
-from ..models.lora import adapter_of, hf_model
+from ..models.lora import AdaptedModel, hf_model
 from ..models.packed_attention import refuse_what_crosses_documents, register
 from .causal_lm import NextTokens
 
@@ -33,7 +33,7 @@ class HFCausalLM(NextTokens):
             import_transformers("hf_causal_lm")
         attention = register() if packs else None
         self.hf = hf_model(config, "hf_causal_lm", attention, embedding_rows(config))
-        self.adapter, self.resized = adapter_of(self.hf), self.hf.resized
+        self.adapter, self.resized = self.hf if isinstance(self.hf, AdaptedModel) else None, self.hf.resized
         if packs:
             refuse_what_crosses_documents(self.hf.reference)
         refuse_long_sequences(config, self.hf)
@@ -69,8 +69,8 @@ class HFCausalLM(NextTokens):
 
 def refuse_long_sequences(config: RunConfig, hf: HFModel) -> None:
     """Refuse `train.seq_len` beyond the positions that the model's config names."""
-    longest = hf.longest_sequence()
-    if longest is not None and config.train.seq_len > longest:
+    longest = getattr(hf.config, "max_position_embeddings", None)
+    if longest and config.train.seq_len > longest:
         raise ConfigError(
             f"train.seq_len={config.train.seq_len} is longer than the model's {longest} positions",
             f"set train.seq_len={longest}, or more positions in model.hf: max_position_embeddings (gpt2: n_positions)",

@@ -14,7 +14,7 @@ from ..data.tokenizer import embedding_rows, load_tokenizer, tokenizer_path
 from ..data.windows import MaskedWindows, flatten_targets
 from ..errors import ConfigError
 from ..models.cross_entropy import attach_loss, check_loss_fits
-from ..models.lora import adapter_of, hf_model
+from ..models.lora import AdaptedModel, hf_model
 from .hf_causal_lm import refuse_long_sequences
 
 
@@ -27,7 +27,7 @@ class HFMaskedLM:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.hf = hf_model(config, "hf_masked_lm", rows=embedding_rows(config))
-        self.adapter, self.resized = adapter_of(self.hf), self.hf.resized
+        self.adapter, self.resized = self.hf if isinstance(self.hf, AdaptedModel) else None, self.hf.resized
         refuse_long_sequences(config, self.hf)
         fix = "use another model type: this task computes logits only at the masked positions, which this one cannot do"
         check_loss_fits(self.hf.reference, fix)

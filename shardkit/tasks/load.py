@@ -146,9 +146,6 @@ def _raised(spec: str, action: str, error: BaseException) -> ConfigError:
     )
 
 
-_BYTE_VOCABULARY = 256
-
-
 @dataclass(frozen=True)
 class Prompts:
     """Prompts as token ids, and how to read an answer."""
@@ -179,7 +176,12 @@ def read_prompts(config: RunConfig, task: Any) -> Prompts | None:
     tokenizer = load_tokenizer(path) if path is not None else None
     if tokenizer is None:
         ids = [list(text.encode()) for text in train.sample_prompts]
-        prompts = Prompts(train.sample_prompts, tuple(ids), _read_bytes, None)
+        prompts = Prompts(
+            texts=train.sample_prompts,
+            ids=tuple(ids),
+            decode=lambda answer: bytes(i for i in answer if i < 256).decode(errors="replace"),
+            end=None,
+        )
     else:
         ids = [list(tokenizer(text).input_ids) for text in train.sample_prompts]
         prompts = Prompts(train.sample_prompts, tuple(ids), tokenizer.decode, tokenizer.eos_token_id)
@@ -193,7 +195,3 @@ def read_prompts(config: RunConfig, task: Any) -> Prompts | None:
                 "shorten the prompt, or lower train.sample_tokens",
             )
     return prompts
-
-
-def _read_bytes(ids: list[int]) -> str:
-    return bytes(i for i in ids if i < _BYTE_VOCABULARY).decode(errors="replace")

@@ -228,17 +228,15 @@ class RunProgress:
             self._rows, self._condensed = rows, summary(rows) if rows else None
         if self._live is not None:
             self._draw(self._live, step, record, ranks)
-        elif self._every is not None and self._is_due(step, self._every):
-            text = self._text(record, ranks)
-            print(f"step {step}/{self._total}  {text}  ETA {self._eta(step)}", flush=True)
-
-    def _is_due(self, step: int, every: int) -> bool:
+            return
         now = time.perf_counter()
-        is_due = (
-            step in (self._steps_before + 1, self._total) or step % every == 0 or now - self._last_line_at >= LINE_S
-        )
-        self._last_line_at = now if is_due else self._last_line_at
-        return is_due
+        ends = step in (self._steps_before + 1, self._total)
+        if self._every is not None and (ends or step % self._every == 0 or now - self._last_line_at >= LINE_S):
+            self._last_line_at = now
+            steps_taken = max(1, step - self._steps_before)
+            seconds_left = int((now - self._began) / steps_taken * ((self._total or step) - step))
+            eta = f"{seconds_left // 3600}:{seconds_left // 60 % 60:02d}:{seconds_left % 60:02d}"
+            print(f"step {step}/{self._total}  {self._text(record, ranks)}  ETA {eta}", flush=True)
 
     def _text(self, record: Mapping[str, float], ranks: int) -> str:
         parts = [f"loss {record['loss']:.4f}"] if "loss" in record else []
@@ -260,11 +258,6 @@ class RunProgress:
         if self._saves_s:
             parts.append(f"saves {self._saves_s:.1f} s")
         return "  ".join(parts)
-
-    def _eta(self, step: int) -> str:
-        steps_taken = max(1, step - self._steps_before)
-        seconds_left = int((time.perf_counter() - self._began) / steps_taken * ((self._total or step) - step))
-        return f"{seconds_left // 3600}:{seconds_left // 60 % 60:02d}:{seconds_left % 60:02d}"
 
     def _draw(self, live: Live, step: int, record: Mapping[str, float], ranks: int) -> None:
         """A bar for the run, and below it the parts of a step and bars of the ranks with the largest peaks."""

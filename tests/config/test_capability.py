@@ -223,7 +223,7 @@ def test_the_page_has_the_current_table() -> None:
     begin, end = MARKERS
     text = (REPO / "docs/capability.md").read_text(encoding="utf-8")
     table = text.partition(begin)[2].partition(end)[0]
-    assert table.strip() == markdown_table(), "run: python -m shardkit.config.capability --write docs/capability.md"
+    assert table.strip() == markdown_table(), "run: python -m shardkit.config.capability docs/capability.md"
 
 
 # The configs that ship

@@ -114,7 +114,10 @@ class _Folder:
     def _tensor(self, key: str) -> FileTensor:
         """A tensor with the extents of its chunks, each in an archive of its own."""
         entry = self._entries[key]
-        shape, dtype = whole_numbers(entry.get("size")), _dtype(entry.get("properties"))
+        shape, state = whole_numbers(entry.get("size")), entry.get("properties").state
+        dtype = state["dtype"] if isinstance(state, dict) else state[0]
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype {type(dtype).__name__}")
         extents = []
         for chunk in entry.get("chunks"):
             offsets, sizes = whole_numbers(chunk.get("offsets")), whole_numbers(chunk.get("sizes"))
@@ -175,14 +178,6 @@ def _runs(
     return Region("", sizes, tuple(strides), first).runs()
 
 
-def _dtype(properties: PickledObject) -> torch.dtype:
-    state = properties.state
-    dtype = state["dtype"] if isinstance(state, dict) else state[0]
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype {type(dtype).__name__}")
-    return dtype
-
-
 def _without_copies(source: Source, trained: set[str]) -> Source:
     """Drop tied weights that DCP saved again under a second name, which has no moments, and note them as ties."""
     ties: dict[str, str] = {}
@@ -211,5 +206,4 @@ def _equal(source: Source, name: str, original: str) -> bool:
 
 
 def _text(prefix: tuple[str | int, ...]) -> str:
-    """A branch's path as text, for messages."""
     return ".".join(map(str, prefix)) or "the top level"

@@ -7,7 +7,7 @@ With them, `AutoModelForCausalLM`, `AutoTokenizer`, vLLM and llama.cpp's `conver
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,6 @@ def _copy_of(model: Path, name: str, folder: Path) -> None:
 
 
 def _copy(file: Path, target: Path) -> None:
-    """Copy a regular file's content."""
     with reading(file):
         content = read_regular(file)
     target.write_bytes(content)
@@ -129,7 +128,9 @@ def write_card(manifest: Manifest, config: RunConfig, run: Path, model: Any, fol
         header["base_model"] = base
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---", ""]
     lines += [f"# {run.name}", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {_cell(value)} |" for name, value in facts(manifest, config, run, model, dtype)]
+    for name, value in facts(manifest, config, run, model, dtype):
+        cell = str(value).replace("|", "\\|").replace("\n", " ")
+        lines.append(f"| {name} | {cell} |")
     (folder / CARD).write_text("\n".join(lines) + "\n")
 
 
@@ -147,22 +148,21 @@ def facts(
         )
     yield "architecture", type(model).__name__
     yield "type of these weights", str(dtype).removeprefix("torch.")
-    yield "data", ", ".join(data_names(config)) or "the source of Python's standard library"
+    sources: list[str | None] = [source.name or source.path for source in config.data.sources]
+    names = [Path(name).name for name in sources or [config.data.path] if name]
+    yield "data", ", ".join(names) or "the source of Python's standard library"
     of = f"of {train.max_steps:,}" if train.epochs is None else f"for {train.epochs:g} passes over the data"
     yield "optimizer steps", f"{state.step:,} {of}"
     yield "target tokens seen", f"{state.tokens_total:,}"
-    for name, value in _losses(run, state.step, state.val_loss):
-        yield name, f"{value:.4f}"
+    records = [r for r in read_objects(run / "metrics.jsonl") if r.get("step") == state.step]
+    if records and isinstance(loss := records[-1].get("loss"), float):
+        yield f"training loss of step {state.step:,}", f"{loss:.4f}"
+    if state.val_loss is not None:
+        yield "validation loss", f"{state.val_loss:.4f}"
     yield "optimizer", f"{optim.name}, learning rate {optim.lr:g}, {optim.schedule} schedule"
     yield "precision in training", config.precision.mode
     yield "engine", f"{manifest.strategy} on {manifest.world_size} ranks"
     yield "made with", ", ".join(f"{name} {value}" for name, value in sorted(manifest.versions.items()))
-
-
-def data_names(config: RunConfig) -> list[str]:
-    """Names of the training data, without the folders in front of them."""
-    named: list[str | None] = [source.name or source.path for source in config.data.sources]
-    return [Path(str(name)).name for name in (named or [config.data.path]) if name]
 
 
 def _base(config: RunConfig) -> str:
@@ -173,21 +173,6 @@ def _base(config: RunConfig) -> str:
     if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):  # a hub's, once downloaded
         return folder.parents[1].name.removeprefix("models--").replace("--", "/")
     return folder.name
-
-
-def _losses(run: Path, step: int, val_loss: float | None) -> Iterator[tuple[str, float]]:
-    """Yield the training loss of a step from the run's metrics, and the validation loss, if they exist."""
-    records = [r for r in read_objects(run / "metrics.jsonl") if r.get("step") == step]
-    record: Mapping[str, Any] = records[-1] if records else {}
-    if isinstance(loss := record.get("loss"), float):
-        yield f"training loss of step {step:,}", loss
-    if val_loss is not None:
-        yield "validation loss", val_loss
-
-
-def _cell(value: object) -> str:
-    """A value as the text of a Markdown table's cell."""
-    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def folder_dtype(config: RunConfig) -> str | None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import nn
 
 from ...config.load import load_config
 from ...config.schema import RunConfig
@@ -86,24 +85,18 @@ def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
     except Exception as error:  # a user's own code
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         return ModelFacts(note=f"the model cannot be built, so tied names and config.json are left out: {problem}")
-    prefix, pretrained = _pretrained(model)
+    prefix, pretrained = "", None
+    transformers: Any = sys.modules.get("transformers")  # a model of it cannot exist unless it was imported
+    for name, module in model.named_modules() if transformers is not None else ():
+        if isinstance(module, transformers.PreTrainedModel):
+            prefix = f"{name}." if name else ""
+            has_all = all(fqn.startswith(prefix) for fqn, _ in model.named_parameters())
+            prefix, pretrained = (prefix, module) if has_all else ("", None)
+            break
     adapter = getattr(task, "adapter", None)
     names = [fqn if adapter is None else adapter.base_name(fqn) for fqn, _ in model.named_parameters()]
     frozen = tuple(name for name in names if name is not None) if adapter or loaded.adapter.type != "none" else ()
     return ModelFacts(ties_of(model), prefix, pretrained, frozen, loaded, run, is_named)
-
-
-def _pretrained(model: nn.Module) -> tuple[str, Any]:
-    """The prefix and the module of the transformers model that holds all parameters; ("", None) if there is none."""
-    transformers = sys.modules.get("transformers")  # a model of it cannot exist unless it was imported
-    if transformers is None:
-        return "", None
-    for name, module in model.named_modules():
-        if isinstance(module, transformers.PreTrainedModel):
-            prefix = f"{name}." if name else ""
-            has_all = all(fqn.startswith(prefix) for fqn, _ in model.named_parameters())
-            return (prefix, module) if has_all else ("", None)
-    return "", None
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -94,7 +94,6 @@ class PickledObject:
         self.state = state
 
     def get(self, name: str) -> Any:
-        """An attribute of the object; raises `KeyError` if it has none of that name."""
         return self.state[name]
 
 

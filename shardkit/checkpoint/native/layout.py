@@ -92,7 +92,7 @@ def publish(draft: Path, final: Path) -> None:
     """Rename a finished draft to a checkpoint; it replaces an earlier checkpoint of that name."""
     old = final.with_suffix(OLD)
     if final.exists():
-        _renamed(final, OLD)
+        renamed(final, OLD)
     draft.rename(final)
     fsync_folder(final.parent)
     if old.exists():
@@ -114,17 +114,10 @@ def point_latest(root: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a checkpoint so that a crash halfway leaves no folder that looks like one."""
-    shutil.rmtree(_renamed(path, DELETED))
+    shutil.rmtree(renamed(path, DELETED))
 
 
-def set_aside(path: Path, suffix: str) -> Path:
-    """Rename a checkpoint so that it no longer counts as one, and keep its files. Returns the new path."""
-    target = _renamed(path, suffix)
-    fsync_folder(path.parent)
-    return target
-
-
-def _renamed(path: Path, suffix: str) -> Path:
+def renamed(path: Path, suffix: str) -> Path:
     """Give a folder another suffix, in place of any folder of that name; returns its new path."""
     target = path.with_suffix(suffix)
     if target.exists():

@@ -163,8 +163,16 @@ class RangeWriter:
             planned, contents = plan_save(shards, chunk_bytes)
             return planned
 
+        def write_chunks() -> list[tuple[int, tuple[int, ...]]]:
+            placed = []
+            if contents:
+                self.phase = f"writing {self.draft.name}/{data_file_name(self._rank)}"
+                placed = write_file(self.draft / data_file_name(self._rank), contents)
+            self.phase = "waiting for the other ranks' files"
+            return placed
+
         collect(group, plan, self._prepare)
-        collect(group, lambda: self._write_file(contents), self._finish)
+        collect(group, write_chunks, self._finish)
 
     def _prepare(self, plans: list[SavePlan]) -> None:
         """Check the plans and the free space, and make an empty folder to write to."""
@@ -178,15 +186,6 @@ class RangeWriter:
             shutil.rmtree(self.draft)
         self.draft.mkdir()
         self.phase = "waiting for all ranks' plans"
-
-    def _write_file(self, contents: list[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-        """Write this rank's chunks, if it has any; returns where they are, as `write_file` does."""
-        placed = []
-        if contents:
-            self.phase = f"writing {self.draft.name}/{data_file_name(self._rank)}"
-            placed = write_file(self.draft / data_file_name(self._rank), contents)
-        self.phase = "waiting for the other ranks' files"
-        return placed
 
     def _finish(self, placed: list[list[tuple[int, tuple[int, ...]]]]) -> None:
         """Write the manifest and rename the folder, once every rank's file is on disk."""
@@ -268,9 +267,9 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(view)
 
 
-def block_crcs(view: memoryview, block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
+def block_crcs(view: memoryview) -> tuple[int, ...]:
     """The CRC-32 of each block of the bytes; the last block may be short."""
-    return tuple(zlib.crc32(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
+    return tuple(zlib.crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES))
 
 
 def stamp() -> dict[str, Any]:
