@@ -85,7 +85,7 @@ def system_errors(kind: type[ShardkitError], cause: str, fix: str) -> Iterator[N
     try:
         yield
     except OSError as error:
-        raise kind(f"{cause}: {error.strerror}", fix) from error
+        raise kind(f"{cause}: {error.strerror or error}", fix) from error
 
 
 def report(error: ShardkitError) -> int:

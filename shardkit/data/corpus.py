@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ..config.libraries import is_first_rank
 from ..config.schema import DataConfig
 from ..errors import DataError, listed, printable
-from .rows import TextFile, find_text_files, is_text, split_files, unreadable
+from .rows import TextFile, find_text_files, is_text, reading, split_files
 from .store import cache_key, cached_entry, tail_size
 
 logger = logging.getLogger(__name__)
@@ -219,14 +219,11 @@ def _write(path: Path, documents: list[tuple[TextFile, int, int]]) -> dict[str, 
 
 def _read(file: TextFile, start: int, stop: int) -> Iterator[npt.NDArray[np.uint8]]:
     """Bytes [start, stop) in chunks."""
-    try:
-        with open(file.path, "rb") as stream:
-            stream.seek(start)
-            while start < stop and (data := stream.read(min(CHUNK, stop - start))):
-                start += len(data)
-                yield np.frombuffer(data, dtype=np.uint8)
-    except OSError as error:
-        raise unreadable(file.path, error) from error
+    with reading(file.path), open(file.path, "rb") as stream:
+        stream.seek(start)
+        while start < stop and (data := stream.read(min(CHUNK, stop - start))):
+            start += len(data)
+            yield np.frombuffer(data, dtype=np.uint8)
 
 
 def _open_bin(data: DataConfig, path: str) -> Corpus:
@@ -295,10 +292,8 @@ def _bin_file(path: str, bin_dtype: str) -> tuple[TextFile, int]:
 
 def _count(span: TokenSpan) -> Counts:
     """How often each token occurs, read in chunks."""
-    try:
+    with reading(span.path):
         tokens = span.open()
-    except OSError as error:
-        raise unreadable(span.path, error) from error
     counts = np.zeros(0, dtype=np.int64)
     for start in range(0, len(tokens), CHUNK):
         chunk = tokens[start : start + CHUNK]

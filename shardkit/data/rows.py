@@ -82,11 +82,8 @@ def find_files(path: str) -> list[TextFile]:
 
 def is_text(file: TextFile) -> bool:
     """Whether the first 8 KiB hold no zero byte (git's rule for telling text from binary)."""
-    try:
-        with open(file.path, "rb") as stream:
-            return b"\0" not in stream.read(_SNIFFED_BYTES)
-    except OSError as error:
-        raise unreadable(file.path, error) from error
+    with reading(file.path), open(file.path, "rb") as stream:
+        return b"\0" not in stream.read(_SNIFFED_BYTES)
 
 
 def split_files(files: list[TextFile], val_fraction: float) -> tuple[list[TextFile], list[TextFile]]:
@@ -174,10 +171,8 @@ def unreadable(path: str, error: OSError) -> DataError:
 
 
 def _stat(path: str, name: str) -> TextFile:
-    try:
+    with reading(path):
         status = os.stat(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
     return TextFile(path, name.replace(os.sep, "/"), status.st_size, status.st_mtime_ns)
 
 

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from ..config.libraries import is_first_rank
 from ..config.load import load_config
 from ..config.schema import DataConfig, RunConfig
-from ..errors import ConfigError, DataError, ShardkitError, importing, listed, printable, report
+from ..errors import ConfigError, DataError, ShardkitError, importing, listed, printable, report, system_errors
 from ..files import fork_without_garbage, n_cpus, open_regular
 from .chat import (
     READS_CLOCK,
@@ -858,10 +858,8 @@ def write_corpus(data: DataConfig, tokenizer: Any, path: str, out: Path) -> dict
         _judge(data, path, manifest)
         return manifest
 
-    try:
+    with system_errors(DataError, f"{out} cannot be written", "name another folder"):
         return build_entry(out, build)
-    except OSError as error:
-        raise DataError(f"{out} cannot be written: {error.strerror or error}", "name another folder") from error
 
 
 def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:

@@ -85,7 +85,8 @@ def script_page(run: ScriptRun) -> str:
     page = Page(run.path.resolve().name, badge)
     rows = [
         [words(start.began or start.folder.name), words(start.node), Cell(str(start.attempts), start.attempts),
-         words(_ended(start)), words(start.folder)]
+         words(f"rank {start.failures[0].rank}: {_reason(start.failures[0])}" if start.failures
+               else "no rank reported an error"), words(start.folder)]
         for start in run.starts
     ]  # fmt: skip
     parts = [table(["began", "node", ">starts of the ranks", "how it ended", "logs"], rows)]
@@ -97,12 +98,6 @@ def script_page(run: ScriptRun) -> str:
     if run.starts[-1].failures:
         page.section("failure", "The last start's failure", *_failures(run.starts[-1]))
     return page.render()
-
-
-def _ended(start: ScriptStart) -> str:
-    if not start.failures:
-        return "no rank reported an error"
-    return f"rank {start.failures[0].rank}: {_reason(start.failures[0])}"
 
 
 def _failures(start: ScriptStart) -> list[Markup]:

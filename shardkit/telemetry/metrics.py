@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, gib
+from ..errors import ConfigError, gib, importing
 from ..files import append_jsonl, extend_last_line
 from ..memory.rows import SHOWN_SINGLY, RankRow, Summary, pressure, summary
 from .catalog import STEP_PARTS
@@ -149,13 +149,9 @@ class MetricsWriter:
 
 def _start_wandb(run_dir: Path, project: str, settings: dict[str, Any]) -> Any:
     """A Weights & Biases run whose id is kept in the run directory."""
-    try:
+    fix = "pip install 'shardkit[wandb]', or remove logging.wandb_project"
+    with importing(f"logging.wandb_project={project} needs wandb", fix):
         import wandb
-    except ImportError as error:
-        raise ConfigError(
-            f"logging.wandb_project={project} needs wandb, which does not import: {error}",
-            "pip install 'shardkit[wandb]', or remove logging.wandb_project",
-        ) from error
     id_file = run_dir / "wandb" / "run_id"
     run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
     try:

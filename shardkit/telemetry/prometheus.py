@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
-from ..errors import ConfigError
+from ..errors import ConfigError, importing
 from ..memory.rows import RankRow
 from .catalog import METRICS
 
@@ -29,13 +29,9 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        try:
+        fix = "pip install 'shardkit[prometheus]', or remove logging.prometheus_port"
+        with importing(f"logging.prometheus_port={port} needs prometheus_client", fix):
             from prometheus_client import CollectorRegistry, start_http_server
-        except ImportError as error:
-            raise ConfigError(
-                f"logging.prometheus_port={port} needs prometheus_client, which does not import: {error}",
-                "pip install 'shardkit[prometheus]', or remove logging.prometheus_port",
-            ) from error
         self._latest: tuple[Mapping[str, float], Sequence[RankRow]] = ({}, ())
         registry: Any = CollectorRegistry()
         registry.register(self)

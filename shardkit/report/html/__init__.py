@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from markupsafe import Markup
 
-from ...errors import ConfigError, gib
+from ...errors import gib, importing
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -148,13 +148,9 @@ class Page:
 
 
 def _scripts(figures: list[list[Any]]) -> list[str]:
-    try:
+    with importing("a page is drawn with Plotly", "pip install 'shardkit[report]'"):
         from plotly.io.json import to_json_plotly
         from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ConfigError(
-            f"a page is drawn with Plotly, which does not import: {error}", "pip install 'shardkit[report]'"
-        ) from error
     # "<" is escaped because a run's text such as "</script>" would end the script.
     drawn = to_json_plotly({"figures": figures, "settings": SETTINGS}).replace("<", "\\u003c")
     return [get_plotlyjs(), f"const REPORT = {drawn};{DRAW}"]
