@@ -160,7 +160,7 @@ def _refuse_missing(folder: Path, names: Iterable[str]) -> None:
         # The disk decides: files without content are left out of `names`.
         if lacking := [name for name in expected if not (folder / name).exists()]:
             raise DataError(
-                f"data path {folder} lacks {listed(lacking)}: {len(numbers)} of {total} such files are there",
+                f"data path {folder} lacks {listed(lacking)}: {len(numbers)} of {int(total)} such files are there",
                 "copy the missing files, or name those to train on by a glob: data.path=FOLDER/*",
             )
 
