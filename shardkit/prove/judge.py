@@ -34,6 +34,7 @@ class Judge:
         self.shapes = {name: tuple(piece["shape"]) for name, piece in reference[0]["weights"].items()}
         self.unverified = reference[0]["unverified"]
         self.worst = 0.0
+        self.uncounted: tuple[int, ...] = ()  # one process's backwards that leave nothing
         self.notes: list[str] = []
 
     def verdict(self) -> ProofVerdict:
@@ -77,7 +78,8 @@ class Judge:
         )
         counts = Counts(self.proof.world_size, max(micros), targets)
         plain = None
-        if number == 1 and weights.uncounted(reference, self.shapes):
+        self.uncounted = weights.uncounted(reference, self.shapes) if number == 1 else ()
+        if self.uncounted:
             plain = weights.added(reference)
         differences = compare(
             parallel, reference, moved, lambda tensors: explain(tensors, counts),
@@ -142,6 +144,8 @@ class Judge:
         if kinds <= NO_INTERACTION and not is_ambiguous and plain is None:
             return self._not_same(lines, word, reasons=(self._cause(wrong, factor, counts),), **details)
         table, reason = self._table(number, plain)
+        if table is None and plain is not None:
+            return self._not_same(lines, "micro-batches", reasons=(self._uncounted_words(),), **details)
         if table is None:
             if not is_ambiguous and (self._has_same_batches(number) or kinds <= NO_INTERACTION):
                 return self._not_same(lines, word, reasons=(self._cause(wrong, factor, counts),), **details)
@@ -168,13 +172,19 @@ class Judge:
         if factor is not None and plain is None:
             return self._not_same(lines, word, reasons=(self._cause(wrong, factor, counts),), **details)
         words = table.words()
-        if table.is_weighted_sum:
+        if plain is not None and not table.is_weighted_sum:
+            word, words = "micro-batches", self._uncounted_words()
+        elif table.is_weighted_sum:
             word = "micro-batches"
             lines = [*lines[:2], *(f"  {line}" for line in table.lines())]
         else:
             lines.append(f"  {words} (rest {table.remaining:.2g})")
             words = self._cause(wrong, factor, counts)
         return self._not_same(lines, word, reasons=(words,), **details)
+
+    def _uncounted_words(self) -> str:
+        numbers = ", ".join(map(str, self.uncounted))
+        return f"backward {numbers} of a step leaves nothing in the gradient, with one process either"
 
     def _stay_equal(self, number: int, wrong: Sequence[Difference]) -> bool:
         """Whether the ranks' copies of weights are equal after a step with gradients that were not."""

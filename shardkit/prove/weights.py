@@ -176,15 +176,13 @@ def shares_of(side: Side) -> Iterator[dict[str, torch.Tensor]]:
         }
 
 
-def uncounted(side: Side, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a backward of one process's step leaves nothing in its gradient: a defect that needs no ranks."""
+def uncounted(side: Side, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The backwards (from 1) of one process's step that leave nothing in its gradient: a defect that needs no ranks."""
     shares = list(shares_of(side))
-    if len(shares) < 2:
-        return False
     names = [name for name in shapes if _has(side, name) and all(name in share for share in shares)]
-    if not names:
-        return False
+    if len(shares) < 2 or not names:
+        return ()
     matrix = torch.stack([_sampled(share, names, shapes) for share in shares], 1)
     gradient = _sampled(side, names, shapes)
     weights = torch.linalg.lstsq(matrix, gradient[:, None], driver="gelsd").solution[:, 0].abs()
-    return bool((weights < NO_WEIGHT * weights.max()).any())
+    return tuple(number for number, w in enumerate(weights.tolist(), 1) if w < NO_WEIGHT * float(weights.max()))

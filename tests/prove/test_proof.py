@@ -13,6 +13,7 @@ import pytest
 
 from shardkit.prove.verdict import WORDS
 
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
 PROGRAM = """
 import sys
 import torch, torch.distributed as dist
@@ -51,6 +52,10 @@ for step in range(8):
 def prove(folder: Path, bug: str) -> tuple[int, dict[str, Any], str]:
     (folder / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", *filter(None, [bug])]
+    return run_prove(folder, command)
+
+
+def run_prove(folder: Path, command: list[str]) -> tuple[int, dict[str, Any], str]:
     done = subprocess.run(
         [sys.executable, "-m", "shardkit.cli", "prove", "--json", "verdict.json", "--", *command],
         cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
@@ -85,3 +90,13 @@ def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: st
         assert verdict["parameter"] == "3.bias"
     if bug == "fails":
         assert "ValueError: no such corpus" in output
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_shardkits_strategies_compute_the_gradients_and_weights_of_one_process(tmp_path: Path, strategy: str) -> None:
+    train = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardkit.train", "--config", QUICKSTART]
+    sizes = ["train.max_steps=20", "train.micro_batch_size=4", "train.seq_len=32", "run.device=cpu"]
+    exit_code, _, output = run_prove(tmp_path, [sys.executable, *train, f"parallel.strategy={strategy}", *sizes])
+    assert exit_code == 0, output
