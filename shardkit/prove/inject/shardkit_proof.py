@@ -107,7 +107,6 @@ class ProofRecorder:
         with contextlib.ExitStack() as stack:
             for root in self.roots:
                 if fsdp1 and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in root.modules()):
-                    with_gradients = with_gradients and any(p.grad is not None for p in root.parameters())
                     stack.enter_context(
                         fsdp1.FullyShardedDataParallel.summon_full_params(
                             root, with_grads=with_gradients, writeback=is_written
