@@ -1,0 +1,213 @@
+"""Programs of threads in which a release trained wrongly: the smallest that show it, for the release that is installed.
+
+`shardkit prove --against 'python tests/prove/found.py trainer --batch 12' -- torchrun --nproc-per-node 2
+tests/prove/found.py trainer --batch 2 --accumulate 3`; docs/prove.md has the table of what it answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+warnings.filterwarnings("ignore")
+VOCABULARY = 97
+
+
+class Rows(Dataset[torch.Tensor]):
+    """96 texts of random tokens, of 4 to 24 unless `even`."""
+
+    def __init__(self, *, even: bool) -> None:
+        self.even = even
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        size = 16 if self.even else int(torch.randint(4, 25, (1,), generator=generator))
+        return torch.randint(3, VOCABULARY, (size,), generator=generator)
+
+
+def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    labels = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "attention_mask": (labels != -100).long(), "labels": labels}
+
+
+def llama(**settings: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_key_value_heads=4, vocab_size=VOCABULARY, **settings))
+
+
+class Plain(nn.Module):
+    """A model of one's own for the Trainer: it takes no keyword arguments for its loss, which is a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 64), nn.Linear(64, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
+        logits = self.head(F.gelu(self.up(self.embed(input_ids))))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+def trainer(a: argparse.Namespace, model: Any, **settings: Any) -> None:
+    """transformers' Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir="trained", per_device_train_batch_size=a.batch, gradient_accumulation_steps=a.accumulate,
+        max_steps=8, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=1e-3,
+        remove_unused_columns=False, max_grad_norm=0.0, **settings,
+    )  # fmt: skip
+    Trainer(model=model, args=arguments, train_dataset=Rows(even=a.even), data_collator=collate).train()
+
+
+def tensor_parallel(a: argparse.Namespace) -> None:
+    """transformers' Trainer with the model split by `tp_plan`."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    path = "found_tp"
+    if int(os.environ.get("RANK", 0)) == 0 and not os.path.exists(f"{path}/model.safetensors"):
+        torch.manual_seed(0)
+        llama().save_pretrained(path)
+    from transformers import LlamaForCausalLM
+
+    if world > 1:
+        dist.init_process_group("gloo")
+        dist.barrier()
+    plan = {"tp_plan": "auto"} if world > 1 else {}
+    trainer(a, LlamaForCausalLM.from_pretrained(path, **plan))
+
+
+def adapter(a: argparse.Namespace) -> None:
+    """LoRA on a model that `from_pretrained` has sharded."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    world, path = int(os.environ.get("WORLD_SIZE", 1)), "found_lora"
+    if world > 1:
+        dist.init_process_group("gloo")
+    if int(os.environ.get("RANK", 0)) == 0 and not os.path.exists(f"{path}/model.safetensors"):
+        torch.manual_seed(0)
+        llama().save_pretrained(path)
+    sharding: dict[str, Any] = {}
+    if world > 1:
+        from transformers.distributed import DistributedConfig
+
+        dist.barrier()
+        sharding["distributed_config"] = DistributedConfig(fsdp_size=world)
+    model = LlamaForCausalLM.from_pretrained(path, **sharding)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    if a.mended and world > 1:
+        for p in model.parameters():
+            if p.requires_grad and not hasattr(p, "device_mesh"):
+                dist.broadcast(p.data, 0)
+                p.register_post_accumulate_grad_hook(average)
+    trainer(a, model)
+
+
+def average(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    dist.all_reduce(p.grad)
+    p.grad /= dist.get_world_size()
+
+
+def zero(a: argparse.Namespace) -> None:
+    """DeepSpeed's ZeRO: its own accumulation, or several backwards before a step (`--manual`)."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its extension would be compiled for minutes
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    manual = a.manual and not a.mended
+    config = {
+        "train_micro_batch_size_per_gpu": a.batch, "gradient_accumulation_steps": 1 if a.manual else a.accumulate,
+        "zero_optimization": {"stage": a.stage}, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }  # fmt: skip
+    model = Plain()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    sampler: Any = DistributedSampler(Rows(even=True), world, rank, seed=1)
+    batches = iter(DataLoader(Rows(even=True), a.batch, collate_fn=collate, sampler=sampler, drop_last=True))
+    for _ in range(3):
+        for number in range(a.accumulate):
+            loss = engine(**next(batches))["loss"]
+            if not a.manual:
+                engine.backward(loss)
+                engine.step()
+                continue
+            if not manual:
+                engine.set_gradient_accumulation_boundary(number == a.accumulate - 1)
+            engine.backward(loss / a.accumulate)
+        if a.manual:
+            engine.step()
+
+
+def plain(a: argparse.Namespace) -> None:
+    """One process, for `zero`."""
+    torch.manual_seed(0)
+    model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in DataLoader(Rows(even=True), a.batch, collate_fn=collate, shuffle=True):
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(a: argparse.Namespace) -> None:
+    """Accelerate's FSDP2 with LoRA, whose checkpoint holds the adapter alone."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import save_fsdp_model
+    from peft import LoraConfig, get_peft_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="FULL_STATE_DICT", auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"], reshard_after_forward=True,
+    )  # fmt: skip
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    loader: Any = DataLoader(Rows(even=True), a.batch, collate_fn=collate, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for number, batch in enumerate(loader):
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2:
+            break
+    save_fsdp_model(plugin, accelerator, model, "saved", adapter_only=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program")
+    for name, default in (("batch", 2), ("accumulate", 1), ("stage", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for flag in ("even", "mended", "manual"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    a = parser.parse_args()
+    torch.manual_seed(0)
+    programs = {
+        "trainer": lambda: trainer(a, llama()), "own-model": lambda: trainer(a, Plain()), "saved": lambda: saved(a),
+        "tensor-parallel": lambda: tensor_parallel(a), "adapter": lambda: adapter(a), "zero": lambda: zero(a),
+        "plain": lambda: plain(a),
+    }  # fmt: skip
+    programs[a.program]()
+
+
+if __name__ == "__main__":
+    main()
