@@ -1,18 +1,22 @@
-"""What a rank counts is what it holds, and rank 0 sees all of it."""
+"""What a rank counts is what it holds; rank 0 sees all of it, and names a rank that stops reporting."""
 
 from __future__ import annotations
 
 import gc
 import mmap
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, TrainingError
+from shardkit.launch.failures.failure import Failure
 from shardkit.memory import MemoryLedger
+from shardkit.memory import ledger as ledgers
 from shardkit.memory.probe import HostProbe
 from tests.ranks import RankError, run_ranks
 
@@ -158,8 +162,6 @@ def test_wrong_use_is_refused() -> None:
 
 
 def toy_rank(host: str | None) -> Any:
-    import torch.distributed as dist
-
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo")
     ledger = MemoryLedger("cpu", group, rank, world, rank, None if host is None else f"{host}{rank}")
@@ -184,7 +186,6 @@ def test_rank_0_sees_every_rank() -> None:
 
 
 def collectives_of_a_gather() -> list[str]:
-    import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
     ledger = MemoryLedger("cpu", dist.new_group(backend="gloo"), dist.get_rank(), dist.get_world_size())
@@ -194,8 +195,6 @@ def collectives_of_a_gather() -> list[str]:
 
 
 def gather_at_different_steps() -> None:
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     ledger = MemoryLedger("cpu", dist.group.WORLD, rank, dist.get_world_size(), host="node")
     ledger.gather(10 + rank)
@@ -215,7 +214,6 @@ def test_ranks_that_gather_at_different_steps_are_named() -> None:
 
 def sharded_state() -> list[dict[str, int]]:
     """Rows of an FSDP2 model after a step: 3 layers of 10 × 6, so that 4 ranks do not divide the rows."""
-    import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
     layers = [nn.Linear(6, 10, bias=False), nn.Linear(10, 6, bias=False), nn.Linear(6, 10, bias=False)]
@@ -239,3 +237,42 @@ def test_fsdp2_state_is_the_padded_shard() -> None:
     # The last rank's part of the rows is 10 - 3·3 = 1 and 6 - 3·2 = 0.
     last = 4 * (1 * 6 + 0 + 1 * 6)
     assert [row["optimizer"] for row in rows] == [2 * n_bytes + 12 for n_bytes in [params] * 3 + [last]]
+
+
+def gather_until_one_leaves() -> tuple[str, str] | None:
+    """Rank 2 reports at step 4 and then leaves; what rank 0 is told at step 8, which rank 1 has reached."""
+    import gc
+
+    ledgers.SETTLE_S = 0.0
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
+    ledger = MemoryLedger("cpu", group, rank, dist.get_world_size(), host=f"node{rank}")
+    ledger.gather(4)
+    if rank == 2:
+        dist.destroy_process_group(group)
+        del ledger, group
+        gc.collect()
+        return None
+    store = group.get_group_store()
+    if rank == 0:
+        while int(store.get("shardkit/memory/1")) < 8:
+            time.sleep(0.01)
+    try:
+        ledger.gather(8)
+    except TrainingError as error:
+        store.wait(["rank 1 has sent"])  # else it would lose rank 0 meanwhile
+        return error.cause, error.fix
+    store.set("rank 1 has sent", "")
+    return None
+
+
+@pytest.mark.dist
+def test_a_rank_that_stops_reporting_is_named_with_its_last_step() -> None:
+    told, *others = run_ranks(3, "tests.memory.test_ledger:gather_until_one_leaves")
+    assert others == [None, None]
+    cause, fix = told
+    assert cause.startswith("memory was not gathered at step 8; did not report: rank 2@node2 (last at step 4): ")
+    assert "\n" not in cause and "GLHF" not in cause
+    assert "logs" in fix
+    # A consequence: the launcher names the rank that died first, where it knows.
+    assert Failure(rank=0, exit_code=1, message=cause, is_error=True).lost_peer

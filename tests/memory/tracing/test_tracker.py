@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -177,7 +178,6 @@ def test_peak_equals_the_allocators_own_events(
 def sharded() -> tuple[int, int, int]:
     """Of DTensors: the peak of a product under an outer fake mode, the bytes of its local tensors, and the peak of an
     operator that gathers its input first, in bytes per local byte."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
