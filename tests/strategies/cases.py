@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardkit.config.schema import ModelConfig
 from shardkit.models.transformer import Block, Transformer, init_parameter
@@ -112,8 +113,6 @@ def assert_curve(found: Curve, want: Curve, name: object, loss: float = 1e-5, no
 
 def curves(names: list[str], optimizer: str) -> dict[str, list[tuple[float, float]]]:
     """Train each case in turn, in the process group this rank already has."""
-    import torch.distributed as dist
-
     rank, world = dist.get_rank(), dist.get_world_size()
     return {name: train(overrides(name, world, optimizer), rank, world) for name in names}
 
@@ -127,8 +126,6 @@ def state_bytes(names: list[str], optimizer: str = "adamw_clipped") -> dict[str,
 
     `NAME frozen` is a model with a frozen embedding and a buffer.
     """
-    import torch.distributed as dist
-
     rank, world = dist.get_rank(), dist.get_world_size()
     return {
         name: _measure(overrides(name.removesuffix(" frozen"), world, optimizer), rank, world, "frozen" in name)
@@ -188,8 +185,6 @@ FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
 
 def feature_losses(names: list[str], features: list[str]) -> dict[str, dict[str, list[float]]]:
     """feature -> strategy -> losses, with AdamW and clipping."""
-    import torch.distributed as dist
-
     rank, world = dist.get_rank(), dist.get_world_size()
     out: dict[str, dict[str, list[float]]] = {}
     for feature in features:

@@ -10,10 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardkit.checkpoint.native.manifest import RunState
+from shardkit.checkpoint.save import Checkpointer
 from shardkit.errors import ConfigError
 from shardkit.run.job import start
 from tests.strategies.cases import on_cpus
@@ -189,8 +192,6 @@ def train(
 
     `micro_batches`: 0 = one for each row.
     """
-    import torch.distributed as dist
-
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     try:
@@ -347,10 +348,6 @@ def resumed(
     batches: Callable[[int, int], Any] = tokens,
 ) -> list[float]:  # fmt: skip
     """Losses of some steps, from a checkpoint at `source` if any, saved at `target` if given."""
-    import torch.distributed as dist
-
-    from shardkit.checkpoint.native.manifest import RunState
-    from shardkit.checkpoint.save import Checkpointer
 
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.strategies.foreign import VOCAB, WIDTH, next_token, tokens, train
@@ -19,10 +18,6 @@ class Inner(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + torch.tanh(self.mix(self.norm(x)))
-        return out
-
-    def score(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.mix(x)
         return out
 
 
@@ -99,22 +94,6 @@ class PartCalled(Model):
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
         return super().through(x + self.blocks[0].norm(x))
-
-
-class WeightRead(Model):
-    """Computes with a block's weight after the block."""
-
-    def through(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().through(x)
-        return x + F.linear(x, self.blocks[1].mix.weight)
-
-
-class MethodCalled(Model):
-    """Calls another method of a block than its forward."""
-
-    def through(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().through(x)
-        return x + self.blocks[2].score(x)  # type: ignore[no-any-return]
 
 
 class Alone(nn.Module):
@@ -229,7 +208,7 @@ class ByRank(Model):
 
 def refusals() -> dict[str, Any]:
     """Model → its refusal, or its losses."""
-    kinds = (Leftover, SideLoss, Late, InPlace, ByRank, PartCalled, WeightRead, MethodCalled)
+    kinds = (Leftover, SideLoss, Late, InPlace, ByRank, PartCalled)
     return {kind.__name__: curve(kind, "fsdp", {}) for kind in kinds}
 
 

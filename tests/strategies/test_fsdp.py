@@ -121,8 +121,7 @@ def test_what_fsdp_cannot_gather_is_refused_by_name() -> None:
         refused
     )
     assert "changes its input in place" in refused["InPlace"] and "blocks.0" in refused["InPlace"]
-    for name, part in (("PartCalled", "blocks.0.norm"), ("WeightRead", "the model"), ("MethodCalled", "blocks.2.mix")):
-        assert f"{part} " in refused[name] and "is used where it is not gathered" in refused[name], refused[name]
+    assert "blocks.0.norm " in refused["PartCalled"] and "is used where it is not gathered" in refused["PartCalled"]
     assert "blocks.0.norm in the block blocks.0" in refused["ByRank"], "every rank says so"
 
 
