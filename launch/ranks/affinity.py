@@ -21,8 +21,6 @@ def default_omp_threads(local_world_size: int, environ: Mapping[str, str] = os.e
     A task with its own cores from srun (SLURM_CPUS_PER_TASK) keeps all of them. torchrun sets an unset OMP_NUM_THREADS
     to 1 when it starts several ranks: call this before torchrun, not in its ranks.
     """
-    if local_world_size < 1:
-        raise ValueError(f"local_world_size={local_world_size}, expected at least 1")
     threads = environ.get("OMP_NUM_THREADS", "").strip()
     if threads:
         outermost = threads.split(",")[0].strip()  # it may list one for each nesting level
