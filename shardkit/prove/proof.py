@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +54,10 @@ def _ended_early(run: RecordedRun, n_steps: int, runner: Runner) -> ProofVerdict
         return None
     if run.code and not run.is_late:
         headline = f"FAILED by itself after {len(run.steps)} steps, with exit code {run.code}: {run.error()}"
-        return ProofVerdict(FAILED, headline, reasons=(f"its output: {runner.kept_log(run)}",))
+        reasons = [f"its output: {runner.kept_log(run)}"]
+        if re.search("nccl|cuda|nvidia", run.error(), re.IGNORECASE):
+            reasons.append("a proof runs on the CPU over gloo: let the program choose its device and backend so")
+        return ProofVerdict(FAILED, headline, reasons=tuple(reasons))
     if run.is_late:
         reason = f"the time limit of {runner.limits.time_limit_s:g} s came after {len(run.steps)} of {n_steps} steps"
         return ProofVerdict(
@@ -175,7 +179,7 @@ def _other_names(proof: Proof) -> ProofVerdict | None:
     run = proof.taken["step1"]
     start = next(iter(run.record("start").values()))
     ranks = pieces.by_name(proof.parallel.record("start"), "weights")
-    missing = {name: tuple(shape) for name, shape, trains in start["missing"] if trains}
+    missing = {name: tuple(shape) for name, shape, _ in start["missing"]}  # frozen ones act on the gradients, too
     surplus = {name: by_rank for name, by_rank in ranks.items() if name not in start["weights"]}
     trained = [name for name, by_rank in surplus.items() if any(piece["trains"] for piece in by_rank.values())]
     if not missing and not trained:
@@ -188,8 +192,8 @@ def _other_names(proof: Proof) -> ProofVerdict | None:
         else:
             match = difflib.get_close_matches(name, list(surplus) or list(ranks), 1, 0.0)
             nearest.append(f"{name}: nearest of the ranks' is {match[0] if match else 'none'}")
-    if len(missing) == sum(piece["trains"] for piece in start["weights"].values()):
-        cause = "the ranks and one process have no trainable parameter in common"
+    if len(missing) == len(start["weights"]):
+        cause = "the ranks and one process have no parameter in common"
         raise LaunchError(f"{cause}; {listed(nearest)}", "name a program with the same modules: --against 'COMMAND'")
     reasons = [*nearest, *(f"{name}: one process does not have it" for name in trained[:4])]
     headline = (
