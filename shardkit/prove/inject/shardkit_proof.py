@@ -332,7 +332,7 @@ class ProofRecorder:
         record["yielded"], record["calls"] = self.yielded, self.n_calls
         if self.batch_writer is not None:
             self.batch_writer.publish(self.batches)
-        if self.index + 1 == len(self.steps):
+        if self.index + 1 == len(self.steps) and not self.awaits_save:  # the samplers are spent by that
             record["epoch"] = self._rest_of_epoch()
         self.writer.close(record)
         self._begin_record()
