@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shardkit.config import capability
+from shardkit.config.schema import ParallelConfig
 from shardkit.data import rows
 from shardkit.data.rows import BadRow, Piece, RowFormat
 from shardkit.errors import ConfigError, DataError
@@ -119,7 +120,7 @@ def loaded_module(path: Path) -> ModuleType:
 
 def declared_key(extended: Any) -> capability.Declared:
     entries = list(capability.declared("parallel", extended.ParallelConfig))
-    [entry] = [entry for entry in entries if entry.key not in capability.ParallelConfig.model_fields]
+    [entry] = [entry for entry in entries if entry.key not in ParallelConfig.model_fields]
     return entry
 
 
