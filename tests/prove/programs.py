@@ -263,6 +263,9 @@ def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS) -> Draw:
         model = "transformer" if model == "perceptron" else model
         ragged = True
     plain_reference = layout == "tp" or (defect is not None and defect.reference == "plain") or rng.random() < 0.4
+    dtype = "bf16" if rng.random() < 0.25 and layout != "tp" and not (defect and defect.fp32) else "fp32"
+    if layout.startswith("zero") and dtype == "bf16" and (defect is None or defect.reference != "plain"):
+        plain_reference = False  # DeepSpeed keeps weights in fp32 for its updates, which a plain loop in bf16 does not
     return Draw(
         seed=seed,
         model=model,
@@ -274,7 +277,7 @@ def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS) -> Draw:
         ragged=ragged,
         clip=bool(defect and defect.name in CLIPS) or rng.random() < 0.5,
         optimizer=rng.choice(["adamw", "adamw", "sgd"]),
-        dtype="bf16" if rng.random() < 0.25 and layout != "tp" and not (defect and defect.fp32) else "fp32",
+        dtype=dtype,
         tied=model == "transformer" and rng.random() < 0.4 and not (defect and "wrap" in defect.name),
         layers=rng.choice([1, 2]),
         no_sync=layout == "ddp" and accumulation > 1 and rng.random() < 0.5,
