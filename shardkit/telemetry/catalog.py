@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -26,6 +28,7 @@ _EVALUATIONS = "steps without an evaluation"
 _FP16 = "all but fp16"
 _TEXT = "all but text tasks"
 
+MARKERS = ("<!-- metrics:begin -->", "<!-- metrics:end -->")
 METRICS = (
     Metric("step", "", "optimizer step, from 1", prometheus="step"),
     Metric("loss", "", "mean over all target tokens of the step, all ranks", prometheus="loss"),
@@ -97,4 +100,7 @@ def markdown_table() -> str:
 
 
 if __name__ == "__main__":
-    print(markdown_table())
+    page = Path(sys.argv[1])
+    before, _, marked = page.read_text(encoding="utf-8").partition(MARKERS[0])
+    after = marked.partition(MARKERS[1])[2]
+    page.write_text(f"{before}{MARKERS[0]}\n{markdown_table()}\n{MARKERS[1]}{after}", encoding="utf-8")

@@ -84,6 +84,6 @@ def test_a_large_world_has_no_series_per_rank(tmp_path: Path) -> None:
 
 def test_the_documented_metrics_are_the_declared_ones() -> None:
     text = (REPO / "docs" / "reference.md").read_text(encoding="utf-8")
-    table = text.partition("<!-- metrics:begin -->")[2].partition("<!-- metrics:end -->")[0]
-    assert table.strip() == catalog.markdown_table(), "paste the table of: python -m shardkit.telemetry.catalog"
+    table = text.partition(catalog.MARKERS[0])[2].partition(catalog.MARKERS[1])[0]
+    assert table.strip() == catalog.markdown_table(), "run: python -m shardkit.telemetry.catalog docs/reference.md"
     assert len({metric.key for metric in catalog.METRICS}) == len(catalog.METRICS)
