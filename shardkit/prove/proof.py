@@ -72,14 +72,11 @@ def _ended_early(run: RecordedRun, n_steps: int, runner: Runner) -> ProofVerdict
 def _of_runs(proof: Proof, n_steps: int) -> ProofVerdict:
     """Start one process as often as needed, and judge the steps."""
     feed, numbers = proof.feed, range(1, n_steps + 1)
+    clips_unseen = proof.uses_engine()  # so that its gradients are not those that its optimizer gets
     plain = [
-        PlannedStep(f"step{number}", weights=number - 1, gradients=number, shares=number == 1) for number in numbers
+        PlannedStep(f"step{n}", weights=n - 1, gradients=None if clips_unseen else n, shares=n == 1) for n in numbers
     ]
-    moved = [
-        PlannedStep(f"moved{number}", weights=number - 1, moved=True, gradients_only=not proof.uses_engine(),
-             gradients=number if proof.uses_engine() else None)
-        for number in numbers
-    ]  # fmt: skip
+    moved = [PlannedStep(f"moved{n}", weights=n - 1, moved=True, gradients_only=not clips_unseen) for n in numbers]
     say(f"one process: {shlex.join(proof.process_command)}")
     feeds = None
     if feed is not None and proof.is_replay:

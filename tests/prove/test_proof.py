@@ -45,19 +45,23 @@ for step in range(8):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
-    open("weights.pt", "w").close()
+    if rank == 0 and step == 3:
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if bug == "zero":
+            state["3.weight"][2:] = 0
+        torch.save({"model": state}, "weights.pt")
 """
 
 
 def prove(folder: Path, bug: str) -> tuple[int, dict[str, Any], str]:
     (folder / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", *filter(None, [bug])]
-    return run_prove(folder, command)
+    return run_prove(folder, command, *(["--until", "save"] if bug == "zero" else []))
 
 
-def run_prove(folder: Path, command: list[str]) -> tuple[int, dict[str, Any], str]:
+def run_prove(folder: Path, command: list[str], *options: str) -> tuple[int, dict[str, Any], str]:
     done = subprocess.run(
-        [sys.executable, "-m", "shardkit.cli", "prove", "--json", "verdict.json", "--", *command],
+        [sys.executable, "-m", "shardkit.cli", "prove", "--json", "verdict.json", *options, "--", *command],
         cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     if "cannot be kept from the machine" in done.stderr:
@@ -71,7 +75,7 @@ def run_prove(folder: Path, command: list[str]) -> tuple[int, dict[str, Any], st
     ("", 0, None), ("last", 4, "micro-batches"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("reduce", 4, "not summed"), ("fails", 8, None), ("rows", 9, "rows"), ("scale", 4, "factor"),
-        ("seed", 4, "copies differ"),
+        ("seed", 4, "copies differ"), ("zero", 4, "saved"),
     ]),
 ])  # fmt: skip
 def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: str | None) -> None:
