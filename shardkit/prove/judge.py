@@ -333,6 +333,10 @@ class Judge:
         # In 16 bits a norm is rounded by more than a thousandth.
         dtypes = {piece["dtype"] for piece in process["raw"].values() if piece}
         allowed = max([1e-3, *(4 * torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes)])
+        if f"moved{number}" in self.proof.taken:  # an engine's gradients are copies in fp32 of those in 16 bits
+            nudged = self.proof.side(f"moved{number}").records[0]["norms"]
+            spreads = [abs(a / b - 1) for a, b in zip(nudged, process["norms"], strict=False) if b]
+            allowed = max([allowed, *(ALLOWED * spread for spread in spreads)])
         for record in records.values():
             pairs = list(zip(record["norms"], process["norms"], strict=False))
             if len(record["norms"]) != len(process["norms"]) or all(abs(a - b) <= allowed * abs(b) for a, b in pairs):
