@@ -351,9 +351,10 @@ class Judge:
     def orphans(self, number: int) -> ProofVerdict | None:
         """Parameters with a gradient that no optimizer holds, and that no step moves: copies in fp32 would."""
         folder, ranks = self.proof.parallel.folder, self.proof.ranks(number, "after")
+        orphans = [name for record in ranks.records.values() for name in record.get("orphans", [])]
         names = [
             name
-            for name in next(iter(ranks.records.values())).get("orphans", [])
+            for name in dict.fromkeys(orphans)  # under FSDP1 a rank without a part of a parameter has no gradient
             if name in self.shapes
             and (before := self.proof.weights_before(number, name, self.shapes[name])) is not None
             and (after := pieces.assemble(str(folder), ranks.of(name), self.shapes[name])[0]) is not None

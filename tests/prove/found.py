@@ -75,22 +75,6 @@ def trainer(a: argparse.Namespace, model: Any, **settings: Any) -> None:
     Trainer(model=model, args=arguments, train_dataset=Rows(even=a.even), data_collator=collate).train()
 
 
-def tensor_parallel(a: argparse.Namespace) -> None:
-    """transformers' Trainer with the model split by `tp_plan`."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    path = "found_tp"
-    if int(os.environ.get("RANK", 0)) == 0 and not os.path.exists(f"{path}/model.safetensors"):
-        torch.manual_seed(0)
-        llama().save_pretrained(path)
-    from transformers import LlamaForCausalLM
-
-    if world > 1:
-        dist.init_process_group("gloo")
-        dist.barrier()
-    plan = {"tp_plan": "auto"} if world > 1 else {}
-    trainer(a, LlamaForCausalLM.from_pretrained(path, **plan))
-
-
 def adapter(a: argparse.Namespace) -> None:
     """LoRA on a model that `from_pretrained` has sharded."""
     from peft import LoraConfig, get_peft_model
@@ -110,18 +94,7 @@ def adapter(a: argparse.Namespace) -> None:
         sharding["distributed_config"] = DistributedConfig(fsdp_size=world)
     model = LlamaForCausalLM.from_pretrained(path, **sharding)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    if a.mended and world > 1:
-        for p in model.parameters():
-            if p.requires_grad and not hasattr(p, "device_mesh"):
-                dist.broadcast(p.data, 0)
-                p.register_post_accumulate_grad_hook(average)
     trainer(a, model)
-
-
-def average(p: torch.Tensor) -> None:
-    assert p.grad is not None
-    dist.all_reduce(p.grad)
-    p.grad /= dist.get_world_size()
 
 
 def zero(a: argparse.Namespace) -> None:
@@ -167,31 +140,6 @@ def plain(a: argparse.Namespace) -> None:
         optimizer.zero_grad()
 
 
-def saved(a: argparse.Namespace) -> None:
-    """Accelerate's FSDP2 with LoRA, whose checkpoint holds the adapter alone."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.utils import save_fsdp_model
-    from peft import LoraConfig, get_peft_model
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, state_dict_type="FULL_STATE_DICT", auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"], reshard_after_forward=True,
-    )  # fmt: skip
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    torch.manual_seed(0)
-    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    loader: Any = DataLoader(Rows(even=True), a.batch, collate_fn=collate, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for number, batch in enumerate(loader):
-        accelerator.backward(model(**batch).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if number == 2:
-            break
-    save_fsdp_model(plugin, accelerator, model, "saved", adapter_only=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("program")
@@ -202,8 +150,8 @@ def main() -> None:
     a = parser.parse_args()
     torch.manual_seed(0)
     programs = {
-        "trainer": lambda: trainer(a, llama()), "own-model": lambda: trainer(a, Plain()), "saved": lambda: saved(a),
-        "tensor-parallel": lambda: tensor_parallel(a), "adapter": lambda: adapter(a), "zero": lambda: zero(a),
+        "trainer": lambda: trainer(a, llama()), "own-model": lambda: trainer(a, Plain()),
+        "adapter": lambda: adapter(a), "zero": lambda: zero(a),
         "plain": lambda: plain(a),
     }  # fmt: skip
     programs[a.program]()

@@ -39,6 +39,19 @@ def test_some_draws_are_judged_right() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_an_optimizer_without_a_parameter_of_another_rank_is_found() -> None:
+    python_m("tests.prove.planted", "--seeds", "59:60", "--kind", "planted", timeout=500, code=0)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.timeout(600)
+def test_a_norm_that_an_engine_computes_in_bf16_may_be_rounded() -> None:
+    python_m("tests.prove.planted", "--seeds", "34:35", "--kind", "right", timeout=500, code=0)
+
+
+@pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.release
 @pytest.mark.covers("shardkit/prove", "shardkit/rehearse/inject")
