@@ -27,7 +27,7 @@ rows = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.tenso
 sampler = DistributedSampler(rows, world, rank, seed=1) if bug != "rows" else None
 loader = iter(DataLoader(rows, 4, sampler=sampler))
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(16, 4))
-net = model if bug == "reduce" else torch.nn.parallel.DistributedDataParallel(model)
+net = model if bug in ("reduce", "seed") else torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 if bug == "fails":
     raise ValueError("no such corpus")
@@ -38,8 +38,8 @@ for step in range(8):
             optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(net(x), y) / 2
         (loss * world if bug == "scale" else loss).backward()
-    if bug == "reduce":
-        for p in list(model.parameters())[:-1]:
+    if net is model:  # DDP would send rank 0's weights to all
+        for p in list(model.parameters())[: -1 if bug == "reduce" else None]:
             dist.all_reduce(p.grad)
             p.grad /= world
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
