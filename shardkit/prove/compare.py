@@ -91,16 +91,18 @@ def compare(
     parallel: Side, reference: Side, moved: Side | None, explain: Callable[[Tensors], tuple[str, str, float | None]],
     before: Callable[[str, tuple[int, ...]], torch.Tensor | None] | None = None,
     substitute: Callable[[str], torch.Tensor | None] | None = None,
+    is_sure: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
 ) -> dict[str, Difference]:  # fmt: skip
     """Name → difference, in the order of one process's modules.
 
     `explain`: the kind, words and factor of a difference. `before`: the weights before the step, where the changes of
-    weights are compared. `substitute`: takes the place of one process's own gradient.
+    weights are compared. `substitute`: takes the place of one process's own gradient. `is_sure`: the elements that
+    are compared.
     """
     scale = scale_of(reference)
     differences = {}
     for name in reference:
-        tensors, cause = tensors_of(name, parallel, reference, moved, scale, before, substitute)
+        tensors, cause = tensors_of(name, parallel, reference, moved, scale, before, substitute, is_sure)
         if tensors is None:
             differences[name] = Difference(name, "missing gradient" if cause else "", cause)
             continue
@@ -117,6 +119,7 @@ def tensors_of(
     name: str, parallel: Side, reference: Side, moved: Side | None, scale: float,
     before: Callable[[str, tuple[int, ...]], torch.Tensor | None] | None = None,
     substitute: Callable[[str], torch.Tensor | None] | None = None,
+    is_sure: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None,
 ) -> tuple[Tensors | None, str]:  # fmt: skip
     """A parameter's tensors, or None with words on what is missing; without words nothing is."""
     piece, ranks = reference.of(name)[0], parallel.of(name)
@@ -151,6 +154,8 @@ def tensors_of(
     if weight is not None:
         size = norm(weight)
         tensor, process = tensor - weight.double(), process - weight.double()
+    if is_sure is not None:
+        tensor, process = tensor * is_sure(name, shape), process * is_sure(name, shape)
     # Two roundings of each number, and of a thousandth of all gradients for one that is almost nothing. In 16 bits the
     # measured spread is large, so that this much would hide a factor.
     floor = (2.0 if eps < 1e-5 else 0.25) * eps * size + 1e-3 * eps * scale

@@ -91,7 +91,7 @@ class Judge:
         self.worst = max([self.worst, *(d.times for d in differences.values() if not d.is_wrong)])
         if any(d.is_wrong for d in differences.values()):
             return self.gradients(number, differences, counts, plain)
-        return self.clipping(number, counts) or self.orphans(number) or self.updates(number, counts)
+        return self.orphans(number) or self.clipping(number, counts) or self.updates(number, counts)
 
     def _blind(self, number: int, reference: Side) -> ProofVerdict | None:
         """The verdict where a comparison would see nothing."""
@@ -371,16 +371,15 @@ class Judge:
 
     def updates(self, number: int, counts: Counts) -> ProofVerdict | None:
         parallel, reference = self.proof.ranks(number, "after"), self.proof.side(f"step{number}", "after")
-        moved = None
-        if self.proof.uses_engine() and f"moved{number}" in self.proof.taken:
-            moved = self.proof.side(f"moved{number}", "after")
+        moved, is_sure = None, None
+        if self.proof.uses_engine():  # its optimizer steps with one process's own gradients
+            is_sure = partial(self._is_sure, number)
+            if f"moved{number}" in self.proof.taken:
+                moved = self.proof.side(f"moved{number}", "after")
         differences = compare(
-            parallel,
-            reference,
-            moved,
-            lambda tensors: explain(tensors, counts),
-            partial(self.proof.weights_before, number),
-        )
+            parallel, reference, moved, lambda tensors: explain(tensors, counts),
+            partial(self.proof.weights_before, number), is_sure=is_sure,
+        )  # fmt: skip
         wrong = [d for d in differences.values() if d.is_wrong]
         if not wrong:
             return None
@@ -394,6 +393,17 @@ class Judge:
             lines, wrong[-1].kind, parameter=wrong[-1].name, factor=factor,
             reasons=(f"the update of {wrong[-1].name}: {wrong[-1].cause}",),
         )  # fmt: skip
+
+    def _is_sure(self, number: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The elements whose gradients so far are no rounding: Adam makes as much of those as of large ones."""
+        is_sure = torch.ones(shape, dtype=torch.bool)
+        for step in range(1, number + 1):
+            ranks, process = (
+                side.full(name, shape)[0] for side in (self.proof.ranks(step), self.proof.side(f"step{step}"))
+            )
+            if ranks is not None and process is not None:
+                is_sure &= (ranks.double() - process.double()).abs() <= 0.1 * process.double().abs()
+        return is_sure
 
     # ---- the same
 

@@ -264,8 +264,6 @@ def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS) -> Draw:
         ragged = True
     plain_reference = layout == "tp" or (defect is not None and defect.reference == "plain") or rng.random() < 0.4
     dtype = "bf16" if rng.random() < 0.25 and layout != "tp" and not (defect and defect.fp32) else "fp32"
-    if layout == "fsdp1" and defect and defect.name == "last micro-batch":
-        plain_reference = True  # a backward's own share is not seen under FSDP1, so that a replay has the defect, too
     if layout.startswith("zero") and dtype == "bf16" and (defect is None or defect.reference != "plain"):
         plain_reference = False  # DeepSpeed keeps weights in fp32 for its updates, which a plain loop in bf16 does not
     return Draw(

@@ -63,6 +63,7 @@ class ProofRecorder:
         self.loaders: dict[int, int] = {}  # id of a loader → its number
         self.iterators: dict[int, Any] = {}  # loader → its newest iterator
         self.yielded: dict[int, int] = {}  # loader → batches that the program got
+        self.after_backward: dict[str, Any] = {}  # FSDP1's gradients
         self.hooked: dict[str, Any] = {}  # gradients of a backward, where an engine takes them out of `.grad`
         self.has_hooks: set[int] = set()
         self.sources: dict[str, dict[int, dict[str, Any]]] = {}
@@ -567,11 +568,21 @@ class ProofRecorder:
         if self.engine() is not None:
             self.hooked.clear()
             return lambda: {name: self.writer.add(gradient) for name, gradient in self.hooked.items()}
-        if any(type(module).__name__ == "FullyShardedDataParallel" for root in self.roots for module in root.modules()):
+        is_fsdp1 = any(
+            type(module).__name__ == "FullyShardedDataParallel" for root in self.roots for module in root.modules()
+        )
+        if is_fsdp1 and _ranks()[1] > 1:  # its gradients take collectives, which ranks may need unlike often
             return lambda: None
-        before = {name: None if gradient is None else gradient.detach().clone() for name, gradient in self.gradients()}
+        if not is_fsdp1:
+            before = self._copied_gradients()
+        elif any(p.grad is not None and bool(p.grad.any()) for root in self.roots for p in root.parameters()):
+            before = self.after_backward  # between forward and backward FSDP1 gathers nothing
+        else:
+            before = {}
 
         def write() -> dict[str, Any]:
+            if is_fsdp1:
+                self.after_backward = self._copied_gradients()
             return {
                 name: None if gradient is None
                 else self.writer.add(gradient if before.get(name) is None else gradient - before[name])
@@ -579,6 +590,9 @@ class ProofRecorder:
             }  # fmt: skip
 
         return write
+
+    def _copied_gradients(self) -> dict[str, Any]:
+        return {name: None if gradient is None else gradient.detach().clone() for name, gradient in self.gradients()}
 
     def watch_dropout(self) -> None:
         functional = torch.nn.functional
