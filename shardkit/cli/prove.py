@@ -50,7 +50,7 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
     from ..prove.verdict import SAME, ProofVerdict
     from ..rehearse.rehearsal import Limits, scratch_folder
 
-    check(command)
+    check(command, options.against)
     limits = Limits(
         time_limit_s=options.time_limit, allow_writes=options.allow_writes, network=options.network, keep=options.keep
     )

@@ -26,9 +26,7 @@ def prove(command: Sequence[str], against: str | None, n_steps: int, runner: Run
     `until`: "save" for the parallel run to go on until it has saved, so that the files are compared, too.
     """
     process_command = shlex.split(against) if against else one_process(command)
-    if process_command is None:
-        cause = f"{command[0]} names no number of processes, so that one process cannot be started from it"
-        raise LaunchError(cause, "name the program of one process: --against 'python train.py --bs 8'")
+    assert process_command is not None, "refused by `check`"
     say("the parallel run")
     steps = [PlannedStep(f"step{number}") for number in range(1, n_steps + 1)]
     parallel = runner.start(command, steps, **({"until": until} if until else {}))

@@ -146,9 +146,12 @@ def injected(folder: Path) -> Path:
     return path
 
 
-def check(command: Sequence[str]) -> None:
-    """Refuse a command that starts no Python, or one whose torch loads no recorder."""
+def check(command: Sequence[str], against: str | None) -> None:
+    """Refuse a command that starts no Python or has no process to compare with, or whose torch loads no recorder."""
     python = interpreter(command, os.environ)
+    if against is None and one_process(command) is None:
+        cause = f"{command[0]} names no number of processes, so that one process cannot be started from it"
+        raise LaunchError(cause, "name the program of one process: --against 'python train.py --bs 8'")
     answers = ask(python, os.environ)
     version = answers["version"]
     if version is None:

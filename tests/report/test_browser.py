@@ -40,6 +40,12 @@ class Opened:
             "() => [...document.querySelectorAll('[id^=figure-]')].every(d => d.querySelector('.main-svg'))"
         )
 
+    def traces(self, figure: str) -> list[dict[str, Any]]:
+        """What Plotly holds of a figure."""
+        script = "id => document.getElementById(id).data.map(t => ({name: t.name, x: t.x, y: t.y, yaxis: t.yaxis}))"
+        drawn: list[dict[str, Any]] = self.page.evaluate(script, f"figure-{figure}")
+        return drawn
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:

@@ -108,11 +108,17 @@ class ProofRecorder:
         with contextlib.ExitStack() as stack:
             for root in self.roots:
                 if fsdp1 and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in root.modules()):
-                    stack.enter_context(
-                        fsdp1.FullyShardedDataParallel.summon_full_params(
-                            root, with_grads=with_gradients, writeback=is_written
+                    # A rank without a gradient sends zeros of the default type, whatever the type of the others'.
+                    default = torch.get_default_dtype()
+                    torch.set_default_dtype(next(root.parameters()).dtype)
+                    try:
+                        stack.enter_context(
+                            fsdp1.FullyShardedDataParallel.summon_full_params(
+                                root, with_grads=with_gradients, writeback=is_written
+                            )
                         )
-                    )
+                    finally:
+                        torch.set_default_dtype(default)
             yield
 
     def weights(self, frozen: bool) -> dict[str, Any]:
