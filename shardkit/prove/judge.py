@@ -428,7 +428,10 @@ class Judge:
             f"THE SAME: {n_steps}, {n_parameters} parameters: gradients and updates of {proof.world_size} ranks equal"
             f" one process's within rounding (worst {self.worst:.1f} times an ulp's, {ALLOWED:g} allowed)"
         )
-        return ProofVerdict(SAME, headline, (words,) if words else ())
+        lines = [words] if words else []
+        if proof.is_replay:
+            lines.append("one process ran the same program: a factor that is wrong in both shows only with --against")
+        return ProofVerdict(SAME, headline, tuple(lines))
 
 
 def _clip_factor(record: dict[str, Any]) -> float:
