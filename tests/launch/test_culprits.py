@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,9 +23,10 @@ from shardkit.launch.failures.failure import (
     of_launcher,
     read,
 )
-from tests.commands import python_m
+from tests.commands import environment, python_m
 from tests.launch.jobs import settings
 from tests.launch.test_failure import recorded
+from tests.ranks import REPO
 
 ENTRY = """
 [{rank}]:
@@ -151,3 +154,14 @@ def test_a_breakpoint_without_a_terminal_is_explained() -> None:
 def test_an_early_end_is_no_origin_beside_a_real_failure() -> None:
     failures = merged([], [Failure(0, 0, message="it ended early"), Failure(1, 7, message="exit code 7")])
     assert failures[0].rank == 1
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_drawn_endings_name_the_rank_or_say_that_it_is_not_known(tmp_path: Path) -> None:
+    """A few seeds of tests/launch/culprits.py, one for each way to end."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.launch.culprits", "--seeds", "0-16"], cwd=REPO,
+        env=environment({"TMPDIR": os.fspath(tmp_path)}), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0 and "wrong" not in done.stdout.splitlines()[-1], done.stdout + done.stderr
