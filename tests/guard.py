@@ -106,7 +106,7 @@ def _left(before: Seen) -> Iterator[str]:
         if now.handlers[number] is not handler:
             yield f"a handler of {signal.Signals(number).name}"
             if handler is not None:  # one that C code set cannot be set from here
-                signal.signal(number, handler)  # type: ignore[arg-type]
+                signal.signal(number, handler)
     if now.blocked != before.blocked:
         yield f"blocked signals: {', '.join(one.name for one in now.blocked ^ before.blocked)}"
         signal.pthread_sigmask(signal.SIG_SETMASK, before.blocked)
@@ -167,7 +167,7 @@ def _is_tests(pid: int, before: set[int]) -> bool | None:
     Not one that a browser or a cluster started, which was there before the test and serves others after it. `None`: a
     process that begins a program is not yet known by its variables.
     """
-    servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:  # it has ended

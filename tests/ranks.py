@@ -119,7 +119,7 @@ def _wait(ranks: list[BaseProcess], deadline: float) -> None:
 
 def _ended(pending: dict[int, BaseProcess], timeout: float) -> list[int | None]:
     """Exit codes of the ranks that end next, which are pending no longer."""
-    processes = [pending.pop(handle) for handle in connection.wait(list(pending), timeout=timeout)]  # type: ignore[arg-type]
+    processes = [pending.pop(handle) for handle in connection.wait(list(pending), timeout=timeout)]
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
@@ -131,7 +131,7 @@ def _exit_handle(process: BaseProcess, opened: contextlib.ExitStack) -> int:
     `Process.sentinel` is a pipe that forked grandchildren (data-loader workers) hold open too; a pidfd is not.
     """
     try:
-        handle = os.pidfd_open(process.pid)  # type: ignore[arg-type]
+        handle = os.pidfd_open(process.pid)
     except (AttributeError, OSError):  # not Linux, or a kernel without it
         return process.sentinel
     opened.callback(os.close, handle)
@@ -143,7 +143,7 @@ def _ask_for_stacks(ranks: list[BaseProcess], folder: Path) -> None:
     sizes, deadline = [-1], time.monotonic() + STACK_S
     for process in ranks:
         if process.is_alive():
-            os.kill(process.pid, STACK)  # type: ignore[arg-type]
+            os.kill(process.pid, STACK)
     while ranks and time.monotonic() < deadline:
         time.sleep(0.2)
         before, sizes = sizes, [path.stat().st_size for path in folder.glob("*.stack")]
@@ -153,7 +153,6 @@ def _ask_for_stacks(ranks: list[BaseProcess], folder: Path) -> None:
 
 def _end(process: BaseProcess) -> None:
     """Kill the rank's process group (data-loader workers too), whether or not the rank still runs, and reap it."""
-    assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()

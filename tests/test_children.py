@@ -66,7 +66,6 @@ def test_tokenising_workers_import_nothing_from_the_current_directory(hostile: P
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_ranks_that_start_by_a_file_import_nothing_from_the_current_directory(hostile: Path) -> None:
     """As `shardkit launch` starts them on Python 3.10, which knows no PYTHONSAFEPATH."""
     (hostile / "config.yaml").write_text("run: {dir: run, device: cpu}\ntask: {factory: 'no_such_module:Task'}\n")
@@ -85,7 +84,6 @@ def test_a_batch_script_imports_nothing_from_the_current_directory(template: str
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize("style", ["torchrun", "srun"])
 def test_a_slurm_step_imports_nothing_from_the_current_directory(style: str, hostile: Path) -> None:
     batch = read_batch([style, "-", f"run.dir={hostile / 'run'}"], {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"})
@@ -98,7 +96,6 @@ def test_a_slurm_step_imports_nothing_from_the_current_directory(style: str, hos
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("command", "said"),
     [

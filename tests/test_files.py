@@ -77,7 +77,6 @@ def test_a_reader_finds_a_whole_file_while_its_writer_works_and_after_it_is_kill
     code = f"print(flush=True)\nwhile True:\n    for letter in 'abcdef':\n        write_whole(path, letter * {size})"
     for number in range(5):
         writer = started(code, path)
-        assert writer.stdout is not None
         writer.stdout.readline()
         seen = set[str]()
         until = time.monotonic() + 0.2 + 0.013 * number
@@ -150,7 +149,6 @@ def test_modes_are_those_of_a_new_file(tmp_path: Path, umask: int) -> None:
 def test_a_lock_excludes_others_until_its_holder_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     holder = started("with locked(path):\n    print(flush=True)\n    time.sleep(60)", path)
-    assert holder.stdout is not None
     holder.stdout.readline()
     began = time.monotonic()
     for optional in (False, True):

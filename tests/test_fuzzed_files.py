@@ -155,14 +155,14 @@ def _in_child(read: Read) -> str:
         try:
             read()
         except SystemExit as ended:  # 1 is the answer of `verify` that a checkpoint is damaged
-            text = {0: "taken", None: "taken", 1: "taken", 2: "refused"}.get(ended.code, f"exit code {ended.code}")  # type: ignore[arg-type]
+            text = {0: "taken", None: "taken", 1: "taken", 2: "refused"}.get(ended.code, f"exit code {ended.code}")
         except ShardkitError as error:
             text = "refused" if "\n" not in error.cause else f"a cause of several lines: {error.cause}"
         except MemoryError:
             text = "refused"
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
-    shown = output.buffer.getvalue().decode(errors="surrogateescape") + errors.getvalue()  # type: ignore[attr-defined]
+    shown = output.buffer.getvalue().decode(errors="surrogateescape") + errors.getvalue()
     if "Traceback (most" in errors.getvalue():
         text = f"traceback: {errors.getvalue()[-300:]}"
     if controls := sorted({char for char in shown if not char.isprintable() and char not in "\n\t"}):

@@ -8,8 +8,6 @@ import pytest
 
 from tests.ranks import RankError, run_ranks
 
-pytestmark = pytest.mark.dist
-
 
 def fail_on_rank_1() -> None:
     import torch.distributed as dist

@@ -68,8 +68,7 @@ def gradients(
 
 def of_a_line(model: nn.Module) -> torch.Tensor:
     """The loss of models that take five rows of eight."""
-    out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
-    return out
+    return model(torch.linspace(-1, 1, 40).view(5, 8))
 
 
 def assert_same(got: Any, want: Any) -> None:
@@ -266,7 +265,7 @@ def test_offload_copies_a_shared_storage_once_and_leaves_parameters() -> None:
 
 
 def moved_bytes(block: nn.Module) -> int:
-    offloader = block.forward.outer.func.__self__  # type: ignore[attr-defined]
+    offloader = block.forward.outer.func.__self__
     return int(offloader.moved_bytes)
 
 
@@ -280,7 +279,7 @@ def test_offload_frees_what_it_moved() -> None:
         seen.append(weakref.ref(args[0].untyped_storage()))
 
     for block in find_blocks(model):
-        block.mlp.register_forward_hook(watch)  # type: ignore[union-attr]
+        block.mlp.register_forward_hook(watch)
     loss = model(*batch())
     assert [ref() for ref in seen] == [None] * 5
     loss.backward()
@@ -318,8 +317,7 @@ def test_products_that_are_written_to_in_place() -> None:
         return nn.Sequential(InPlace(), InPlace())
 
     def loss(model: nn.Module) -> torch.Tensor:
-        out: torch.Tensor = model(torch.linspace(-1, 1, 80).view(2, 5, 8)).sum()
-        return out
+        return model(torch.linspace(-1, 1, 80).view(2, 5, 8)).sum()
 
     assert_same(gradients(technique(chain(), policy="selective_op"), loss), gradients(chain(), loss))
 
@@ -360,8 +358,7 @@ def test_selective_op_says_that_forward_ran_differently() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            out: torch.Tensor = torch.tanh(self.linear(x) if self.calls % 2 else self.conv(x))
-            return out
+            return torch.tanh(self.linear(x) if self.calls % 2 else self.conv(x))
 
     model = technique(nn.Sequential(Alternating(), Alternating()), policy="selective_op")
     with pytest.raises(TrainingError, match="where forward had not"):

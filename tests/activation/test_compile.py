@@ -98,8 +98,7 @@ def slope(model: Any) -> tuple[float, float]:
 
     def loss() -> torch.Tensor:
         torch.manual_seed(5)
-        value: torch.Tensor = model(*batch())
-        return value
+        return model(*batch())
 
     gradient = torch.autograd.grad(loss(), parameters)
     norm = torch.sqrt(sum(g.square().sum() for g in gradient)).item()

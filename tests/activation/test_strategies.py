@@ -42,8 +42,6 @@ def curves(strategies: list[str], precision: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("strategies", "precision"),
     [

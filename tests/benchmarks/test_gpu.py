@@ -47,8 +47,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
 
 
 def results(options: Options) -> dict[str, Any]:
-    held: dict[str, Any] = json.loads((options.out / "gpu_mfu.json").read_text())
-    return held
+    return json.loads((options.out / "gpu_mfu.json").read_text())
 
 
 def test_what_is_known_is_not_run_again_and_new_code_is(

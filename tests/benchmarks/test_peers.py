@@ -24,8 +24,6 @@ def test_other_losses_refuse_the_comparison(wrong: float) -> None:
 
 
 @pytest.mark.release
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", list(ARMS))
 def test_arms_train_alike_and_take_alike(engine: str, tmp_path: Path) -> None:

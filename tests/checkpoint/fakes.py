@@ -67,14 +67,13 @@ def world() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     env = RankEnv(rank, size, rank, size, 0, 1, "group", None, None, 0)
     group = dist.group.WORLD
-    assert group is not None
     return World(env, torch.device("cpu"), group, group)
 
 
 def checkpointer(root: str | Path, strategy: Plain, **config: Any) -> Checkpointer:
     options = {key: config.pop(key) for key in ("meeting_s", "on_done") if key in config}
     settings = CheckpointConfig(**{"keep_last": None, **config})
-    return Checkpointer(strategy, world(), settings, root, timeout_s=60, chunk_bytes=40_000, **options)  # type: ignore[arg-type]
+    return Checkpointer(strategy, world(), settings, root, timeout_s=60, chunk_bytes=40_000, **options)
 
 
 def save_steps(root: str, steps: list[int], **config: Any) -> None:

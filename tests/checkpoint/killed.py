@@ -55,8 +55,8 @@ def crash_at(root: str, count: int, resume_from: str, step: int) -> None:
 
     left = [count]
 
-    def guarded(function):  # type: ignore[no-untyped-def]
-        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def guarded(function):
+        def call(*args, **kwargs):
             left[0] -= 1
             if left[0] == 0:
                 real._exit(9)

@@ -33,8 +33,7 @@ class Odd(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.frozen(self.embed(tokens)))
-        out: torch.Tensor = self.head(self.back(hidden) * self.scale)
-        return out
+        return self.head(self.back(hidden) * self.scale)
 
 
 def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -86,7 +85,6 @@ def load(strategies: list[str], root: str) -> dict[tuple[str, str], list[str]]:
             checkpoints = cases.checkpointer(job, Path(root) / f"{strategy}-{dist.get_world_size()}")
             for source in sorted(p for p in Path(root).iterdir() if (p / "latest").exists()):
                 found = checkpoints.resume(source)
-                assert found is not None
                 out[source.name, strategy] = cases.differences(job, found[0])
             train(job, 1)
             checkpoints.close()

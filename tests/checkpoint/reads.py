@@ -57,7 +57,6 @@ def _resumed(folder: str, strategy: str, replicas: str = "") -> Reads:
         saved = _values(job.strategy)
     with _started(settings, folder, seed=1) as (job, checkpoints), _counting() as reads:
         loaded = checkpoints.resume(folder)
-        assert loaded is not None
         values = _values(job.strategy)
         same = values.keys() == saved.keys() and all(torch.equal(values[key], saved[key]) for key in values)
         return sum(reads), sum(file.stat().st_size for file in loaded[0].glob("rank_*.bin")), same

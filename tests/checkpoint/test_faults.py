@@ -130,7 +130,6 @@ def test_another_runs_checkpoints_are_left_alone(saved: Path, tmp_path: Path) ->
     checkpoints = fakes.checkpointer(tmp_path / "mine", strategy)
     loaded = checkpoints.resume(saved)
     checkpoints.close()
-    assert loaded is not None
     assert loaded[1].step == 2
     assert sorted(p.name for p in saved.iterdir()) == before
 
@@ -145,15 +144,12 @@ class TestAFullDisk:
             full = os.statvfs_result((*stat[:3], 0, 0, *stat[5:]))
             patch.setattr(writer_module.os, "statvfs", lambda _: full)
             report = checkpoints.save(RunState(step=4))
-        assert report is not None
-        assert report.error is not None
         assert "to write and 64.0 MiB to keep free, 0.0 MiB free in" in report.error
         assert checkpoints.failures == 1
         assert resumed(saved) == 3
         strategy.fill(5)
         report = checkpoints.save(RunState(step=5))
         checkpoints.close()
-        assert report is not None
         assert report.error is None, "there is space again"
         assert resumed(saved) == 5
 
@@ -200,7 +196,6 @@ class TestAFullDisk:
         assert any("latest cannot be written: No space left on device" in line for line in caplog.messages)
         assert not (small_disk / layout.LATEST).exists(), "it named a checkpoint that was set aside"
 
-    @pytest.mark.dist
     @pytest.mark.parametrize("async_save", [False, True])
     def test_one_rank_without_space_fails_the_save_on_all(self, async_save: bool, tmp_path: Path) -> None:
         reports = run_ranks(
@@ -249,7 +244,6 @@ def save_with_a_full_rank(root: str, async_save: bool) -> tuple[list[str | None]
     return errors, checkpoints.failures
 
 
-@pytest.mark.dist
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"not all ranks came to save step 1 within 1 s.*1"):
         run_ranks(2, "tests.checkpoint.test_faults:only_rank_0_saves", root=str(tmp_path))
@@ -354,7 +348,6 @@ def _look(root: Path, word: Path) -> int:
     for path in checkpoints:
         assert manage.verify(path) == [], path
     newest = layout.step_of(checkpoints[0])
-    assert newest is not None
     assert newest >= announced, "a checkpoint that was done is gone"
     return newest
 
@@ -362,7 +355,6 @@ def _look(root: Path, word: Path) -> int:
 MANY = [pytest.mark.release, pytest.mark.timeout(900)]
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("kills", [pytest.param(6, marks=pytest.mark.slow), pytest.param(60, marks=MANY)])
 def test_killed_during_saves(kills: int, async_save: bool, tmp_path: Path) -> None:

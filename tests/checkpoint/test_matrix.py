@@ -14,7 +14,6 @@ import pytest
 from tests.checkpoint import cases
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.deepspeed]
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.05}
 """bf16 losses of two strategies differ by the rounding of their sums; the state must not."""
 

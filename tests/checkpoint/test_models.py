@@ -14,8 +14,6 @@ STRATEGIES = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_tied_frozen_and_buffers_move_between_strategies(tmp_path: Path) -> None:
     for moved in run_ranks(2, "tests.checkpoint.models:save", strategies=STRATEGIES, root=str(tmp_path)):
         assert all(distance > 0.01 for distance in moved.values()), "statistics that do not move test nothing"
@@ -32,7 +30,6 @@ def test_tied_frozen_and_buffers_move_between_strategies(tmp_path: Path) -> None
         assert not {pair: names for pair, names in result.items() if names}
 
 
-@pytest.mark.dist
 def test_any_optimizer_is_saved_where_each_rank_holds_whole_states(tmp_path: Path) -> None:
     momentum = {"momentum": 0.9}
     optimizers = {
@@ -43,7 +40,6 @@ def test_any_optimizer_is_saved_where_each_rank_holds_whole_states(tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir() if (path / "latest").exists()} == set(optimizers)
 
 
-@pytest.mark.dist
 def test_state_that_is_not_elementwise_is_refused_where_each_rank_holds_a_piece(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="optimizer state 'rows' of weight") as caught:
         run_ranks(1, "tests.checkpoint.models:save_with", optimizer="ByRows", strategy="fsdp", root=str(tmp_path))

@@ -43,7 +43,7 @@ def large(tmp_path: Path, alone: None) -> tuple[Path, torch.Tensor]:
 
     plain = fakes.Plain(n_elements=8 * BLOCK_BYTES // 4)
     plain.wholes["model.0"].copy_(torch.arange(plain.wholes["model.0"].numel()))
-    checkpoints = Checkpointer(plain, fakes.world(), CheckpointConfig(), tmp_path)  # type: ignore[arg-type]
+    checkpoints = Checkpointer(plain, fakes.world(), CheckpointConfig(), tmp_path)
     checkpoints.save(RunState(step=1))
     checkpoints.close()
     return tmp_path / "step_00000001", plain.wholes["model.0"]

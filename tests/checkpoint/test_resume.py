@@ -63,8 +63,6 @@ def check_reads(results: list[dict[str, Any]], copies: dict[str, float]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("local_size", [2, 4])
 def test_each_of_several_nodes_reads_once(local_size: int, tmp_path: Path) -> None:
     nodes, frozen = 4 // local_size, 4 * WIDTH * (WIDTH + 1)
@@ -76,15 +74,11 @@ def test_each_of_several_nodes_reads_once(local_size: int, tmp_path: Path) -> No
     check_reads(results, {"ddp": nodes, "hsdp 2": nodes, "zero1": zero, "zero2": zero})
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(900)
 def test_resumed_runs_repeat_the_uninterrupted_one_to_the_bit(root: Path) -> None:
     check_bitwise(2, ["zero3+optimizer"], root)
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.release
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("async_save", [False, True])
@@ -96,7 +90,6 @@ def test_every_strategy_resumes_to_the_bit(world: int, async_save: bool, root: P
 
 
 @pytest.mark.release
-@pytest.mark.deepspeed
 def test_cpu_adam_goes_on_to_the_bit() -> None:
     stops = (7, 9, 14, 20)  # where the powers of beta by repeated multiplication and by `pow` differ
     assert all(run_ranks(1, "tests.checkpoint.runs:cpu_adam_bits", stops=stops, steps=24)[0])
@@ -274,7 +267,6 @@ def stopped_while_evaluating(folder: str) -> tuple[int, str | None, int, bool]:
     return outcome.steps, outcome.stopped_by, data.read, outcome.val_loss is not None
 
 
-@pytest.mark.dist
 def test_a_signal_during_an_evaluation_ends_it_on_every_rank_and_saves_that_step(tmp_path: Path) -> None:
     reports = run_ranks(2, "tests.checkpoint.test_resume:stopped_while_evaluating", folder=str(tmp_path))
     for steps, signal_name, read, has_val_loss in reports:

@@ -60,14 +60,13 @@ def test_the_table_and_the_post_mortem_say_how_much_and_advise_no_setting(tmp_pa
     growing = replace(steady, device_mem=DeviceMemory(30 << 30, 40 << 30, 40 << 30, 40 << 30, TOTAL, 40 << 30, 2 << 30))
     assert "keeps 2.00 GiB more after each step and is full in 20 steps" in render_table([growing])
     assert "grows" not in render_table([steady])
-    mortem._ledger.row = lambda: growing  # type: ignore[method-assign]
+    mortem._ledger.row = lambda: growing
     explained = mortem.explain(torch.OutOfMemoryError(MESSAGE))
     assert explained is not None and "grew by 2.00 GiB in each step" in explained.cause
     assert "shardkit rehearse" in explained.fix and "set " not in explained.fix
-    assert growing.device_mem is not None
     named = replace(growing, device_mem=replace(growing.device_mem, growth_line="train.py:7: kept.append(loss)"))
     assert "train.py:7: kept.append(loss)" in render_table([named])
-    mortem._ledger.row = lambda: named  # type: ignore[method-assign]
+    mortem._ledger.row = lambda: named
     explained = mortem.explain(torch.OutOfMemoryError(MESSAGE))
     assert explained is not None and "train.py:7: kept.append(loss)" in explained.fix
 

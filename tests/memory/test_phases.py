@@ -37,7 +37,7 @@ class Host(Machine):
 class Both:
     def __init__(self) -> None:
         self.device, self.host = Device(), Host()
-        self.recorder = PhaseMeter(self.device, self.host)  # type: ignore[arg-type]
+        self.recorder = PhaseMeter(self.device, self.host)
 
     def use(self, *levels: int) -> None:
         self.device.use(*levels)
@@ -45,12 +45,12 @@ class Both:
 
     def spend(self, phase: str, *levels: int, follows: bool = False) -> None:
         """A phase from its begin to its end, with these levels inside."""
-        self.recorder.begin(phase, follows=follows)  # type: ignore[arg-type]
+        self.recorder.begin(phase, follows=follows)
         self.use(*levels)
         self.recorder.end()
 
     def peak(self, phase: str) -> int:
-        row: PhaseMemory = self.recorder.rows()[phase]  # type: ignore[index]
+        row: PhaseMemory = self.recorder.rows()[phase]
         assert row.peak_allocated == row.peak_rss
         assert row.peak_reserved == 2 * row.peak_rss
         assert (row.allocated, row.reserved) == (row.rss, 2 * row.rss)
@@ -82,7 +82,6 @@ def test_what_happens_between_phases_counts_for_the_run_only_and_an_outer_phase_
     both.recorder.end()
     assert both.peak("init") == 60
     device, host = both.recorder.overall()
-    assert device is not None
     assert (device.peak_allocated, host.peak_rss, host.rss) == (500, 500, 20)
 
 

@@ -55,8 +55,6 @@ def test_childrens_memory_belongs_to_the_rank() -> None:
     hold = "import sys; block = bytearray(b'x') * (64 << 20); print('ready', flush=True); sys.stdin.read()"
     nest = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"  # a grandchild
     with subprocess.Popen([sys.executable, "-c", nest], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        assert child.stdin is not None
         assert child.stdout.readline() == b"ready\n"
         assert probe.children_rss() - before >= 64 * MIB
         child.stdin.close()

@@ -76,7 +76,6 @@ def test_narrow_terminals_lose_columns_that_say_least_and_never_digits() -> None
 def test_quantized_weights_have_a_column_where_a_rank_has_some() -> None:
     assert "quantized" not in render_table([cpu_row(0)])
     row = cpu_row(0)
-    assert row.state is not None
     packed = replace(row, state={**row.state, "quantized": StateBytes(7 * MIB, 0)})
     text = render_table([packed], width=200)
     assert "quantized" in text and "7.00" in line_of(text, "0")
@@ -85,7 +84,6 @@ def test_quantized_weights_have_a_column_where_a_rank_has_some() -> None:
 def test_a_file_without_the_category_of_quantized_weights_is_read(tmp_path: Path) -> None:
     path = tmp_path / "memory.jsonl"
     row = cpu_row(0)
-    assert row.state is not None
     state = {kind: n_bytes for kind, n_bytes in row.state.items() if kind != "quantized"}
     write_jsonl(path, 1, [replace(row, state=state)])
     ((_, (old,)),) = read_jsonl(path)
@@ -175,7 +173,6 @@ def test_each_node_has_its_own_spread_and_worst_rank() -> None:
 
 def test_on_the_cpu_ranks_are_compared_by_rss() -> None:
     found = summary([cpu_row(0, 300 * MIB), cpu_row(1, 500 * MIB)])
-    assert found.peak is not None
     assert (found.peak[0], found.peak[1].worst) == ("peak_rss", "1@node1")
     assert summary([]).peak is None
 

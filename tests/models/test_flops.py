@@ -44,7 +44,7 @@ def test_formula_is_what_the_model_executes(tied: bool) -> None:
     ],
 )  # fmt: skip
 def test_known_gpus(device: str, mode: str, teraflops: float) -> None:
-    assert gpu_peak_flops(device, mode) == pytest.approx(teraflops * 1e12)  # type: ignore[arg-type]
+    assert gpu_peak_flops(device, mode) == pytest.approx(teraflops * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_known_gpus(device: str, mode: str, teraflops: float) -> None:
     ],
 )  # fmt: skip
 def test_nothing_is_invented(device: str, mode: str) -> None:
-    assert gpu_peak_flops(device, mode) is None  # type: ignore[arg-type]
+    assert gpu_peak_flops(device, mode) is None

@@ -127,8 +127,7 @@ def test_a_document_does_not_see_another(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def first_loss(given: RunConfig) -> torch.Tensor:
     task: Any = load_task(given)
-    loss: torch.Tensor = task.loss(task.build_model(), batches("packed", Random(LENGTHS))[0])
-    return loss
+    return task.loss(task.build_model(), batches("packed", Random(LENGTHS))[0])
 
 
 @pytest.mark.parametrize(

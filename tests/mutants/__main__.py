@@ -101,8 +101,7 @@ def sample(python: str, source: str) -> list[dict[str, Any]]:
     """`COUNT` mutants of the source: operator, occurrence, source."""
     command = [python, str(Path(__file__).with_name("operators.py")), str(SEED), str(COUNT)]
     drawn = subprocess.run(command, input=source, text=True, stdout=subprocess.PIPE, check=True).stdout
-    mutants: list[dict[str, Any]] = json.loads(drawn)
-    return mutants
+    return json.loads(drawn)
 
 
 def changed_line(original: str, mutated: str) -> str:

@@ -141,7 +141,7 @@ def test_nothing_is_claimed_where_no_module_runs() -> None:
         def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
             raise torch.OutOfMemoryError("no")
 
-    loss = Fails.apply(torch.ones(1, requires_grad=True)).sum()  # type: ignore[no-untyped-call]
+    loss = Fails.apply(torch.ones(1, requires_grad=True)).sum()
     error = caught(loss.backward)
     assert module_of(error, tree()) is None
     at = raised_at(error)

@@ -37,8 +37,7 @@ class Layers(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.embed(tokens))
-        out: torch.Tensor = self.head(x + self.down(self.frozen(x))) * self.scale + self.turned.sum()
-        return out
+        return self.head(x + self.down(self.frozen(x))) * self.scale + self.turned.sum()
 
 
 def init_parameter(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
@@ -91,8 +90,7 @@ class Wide(nn.Module):
         self.embed = nn.Embedding(rows, 1000)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.embed(tokens)
-        return out
+        return self.embed(tokens)
 
 
 def _normal(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:

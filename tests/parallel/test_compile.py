@@ -31,8 +31,7 @@ class Plain(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.linear(x).relu()
-        return out
+        return self.linear(x).relu()
 
 
 class Broken(Plain):

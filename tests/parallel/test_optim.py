@@ -13,7 +13,7 @@ STEPS = 10
 
 
 def rates(max_steps: int = STEPS, **settings: object) -> list[float]:
-    config = OptimConfig(lr=1.0, **settings)  # type: ignore[arg-type]
+    config = OptimConfig(lr=1.0, **settings)
     return [lr_at(config, step, max_steps) for step in range(1, max_steps + 1)]
 
 

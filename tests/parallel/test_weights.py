@@ -184,7 +184,6 @@ def single_rank() -> list[dict[str, Any]]:
     return run_ranks(1, "tests.parallel.drawing:held", strategies=["single"])
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("world", "strategies"),
     [
@@ -202,7 +201,6 @@ def test_values_are_those_of_one_process(single_rank: list[dict[str, Any]], worl
                 np.testing.assert_array_equal(values, expected[name], err_msg=f"{strategy} {case} {name}")
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("strategy", "world"),
     [

@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 
 
 def config(device: str) -> RunConfig:
-    return RunConfig(run=RunSection(device=device))  # type: ignore[arg-type]
+    return RunConfig(run=RunSection(device=device))
 
 
 def test_more_ranks_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,6 @@ def started(argv: list[str], **env: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_process_may_start_again_and_again(tmp_path: Path) -> None:
     meet = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     strategies = ["zero3", "fsdp", "zero2", "zero3"]
@@ -108,7 +107,6 @@ def test_a_process_may_start_again_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_an_address_that_an_earlier_run_left_is_passed_over(tmp_path: Path) -> None:
     """Under MPI without MASTER_ADDR; somebody else listens there by now, when rank 1 looks."""
     argv = [sys.executable, "-m", "tests.parallel.starts", "2", str(tmp_path / "run")]
@@ -151,8 +149,6 @@ def waits_of(run_dir: str, **parallel: Any) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("ranks", "parallel"), [(4, {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 2}), (2, {"strategy": "zero3"})]
 )

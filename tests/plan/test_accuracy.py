@@ -40,8 +40,6 @@ def smaller(word: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", CASES)
 def test_peaks_and_residents_are_those_of_real_runs(group: str) -> None:

@@ -107,7 +107,6 @@ class FakePlanner:
         state, per_sample, per_pass, seconds = self.costs[config.parallel.strategy + config.activation.policy]
         size = config.train.micro_batch_size
         batch = config.train.global_batch_size
-        assert batch is not None
         passes = batch // self.target.world_size // size
         needed = round(max(state, state / 2 + per_sample * size) * GIB)  # the peak is in the step, or in backward
         time = passes * (per_pass + seconds * size)
@@ -205,7 +204,6 @@ def test_nothing_that_fits_is_faster_than_what_is_chosen(
 ) -> None:
     FakePlanner.costs = costs
     where = target()
-    assert where.device_memory is not None
     room = where.device_memory / 1.03 if margin is None else where.device_memory * (1 - margin)
     fixed = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
 
@@ -285,7 +283,6 @@ def test_a_single_rank_on_the_cpu_from_end_to_end(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_the_best_are_run_and_the_fastest_of_them_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

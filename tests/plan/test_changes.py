@@ -115,4 +115,4 @@ def test_a_strategy_that_no_plan_has_is_refused_by_name() -> None:
     config = RunConfig()
     parallel = config.parallel.model_copy(update={"strategy": "tensor"})
     with pytest.raises(NotPlannedError, match=r"parallel\.strategy=tensor"):
-        planned_engine(config.model_copy(update={"parallel": parallel}), None)  # type: ignore[arg-type]
+        planned_engine(config.model_copy(update={"parallel": parallel}), None)

@@ -13,7 +13,6 @@ from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
 from shardkit.hardware import calibration
 from shardkit.launch.ranks.env import model_names
-from shardkit.memory.rows import DeviceMemory
 from shardkit.plan import history, target
 from shardkit.plan.target import choose_target
 from shardkit.report.planned import close, entry
@@ -32,7 +31,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def known(gpus: int) -> tuple[int, int, str]:
     gpu = choose_target(load_config(None, []).config, gpus, gpu="h100").gpu
-    assert gpu is not None
     return gpu.context, gpu.per_communicator, gpu.overhead_from
 
 
@@ -122,7 +120,6 @@ def test_a_run_on_gpus_is_kept_with_the_most_of_any_rank(
     run = read_run(folder)
     for gather in run.gathers:
         for row in gather.rows:
-            assert isinstance(row.device_mem, DeviceMemory)
             object.__setattr__(row.device_mem, "in_use", row.device_mem.reserved + (900 + row.identity.rank) * MIB)
     found = entry(run, plan())
     assert found["measured"]["outside"] == 901.5 * MIB

@@ -216,7 +216,6 @@ LIMITS = {
 
 
 @pytest.mark.release
-@pytest.mark.dist
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("asked", LIMITS)
 def test_the_largest_works_and_one_that_is_hardly_larger_runs_out_of_memory(asked: str, tmp_path: Path) -> None:

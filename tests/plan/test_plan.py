@@ -93,7 +93,6 @@ def test_checkpointing_of_blocks_with_buffers_is_planned(two_h100: Planner) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_the_rank_that_takes_the_most_is_planned(strategy: str) -> None:
     """The last rank keeps its gradients from the first bucket on, while most activations are still there."""
@@ -343,7 +342,6 @@ def test_what_cannot_be_traced_is_named_with_the_users_line(branch: str, cause: 
     assert fix in found.value.fix
 
 
-@pytest.mark.deepspeed
 def test_fp32_tensors_in_a_product_are_refused_as_the_run_refuses_them(for_users: Ask) -> None:
     settings = ("parallel.strategy=zero2", "precision.mode=bf16")
     with pytest.raises(ConfigError, match=r"mixes fp32 tensors into precision.mode=bf16 .*convolution") as found:
@@ -369,7 +367,6 @@ def test_a_parameter_that_is_one_number_is_planned(strategy: str, for_users: Ask
     assert number.n_params == plain.n_params + 1
 
 
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_experts_that_ranks_agree_on_are_planned_on_several_ranks(strategy: str, for_users: Ask) -> None:
     experts = for_users("experts", f"parallel.strategy={strategy}")

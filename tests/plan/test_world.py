@@ -62,8 +62,8 @@ def h100() -> Iterator[Planner]:
     "settings",
     [
         ["parallel.strategy=single", "optim.implementation=foreach"],
-        pytest.param(["parallel.strategy=zero2"], marks=[pytest.mark.deepspeed, pytest.mark.slow]),
-        pytest.param(["parallel.strategy=zero3"], marks=[pytest.mark.deepspeed, pytest.mark.slow]),
+        ["parallel.strategy=zero2"],
+        ["parallel.strategy=zero3"],
     ],
 )
 def test_a_planned_fp16_step_is_not_skipped(settings: list[str], h100: Planner) -> None:
@@ -84,7 +84,6 @@ def test_every_policy_is_planned_on_a_gpu(policy: str, h100: Planner) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 def test_pinned_memory_on_the_host_is_planned_as_torch_rounds_it_up(h100: Planner) -> None:
     offload = config("parallel.strategy=zero2", "parallel.offload_optimizer=cpu", "precision.mode=bf16")
     pageable = config(
@@ -100,7 +99,6 @@ def test_pinned_memory_on_the_host_is_planned_as_torch_rounds_it_up(h100: Planne
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 def test_a_share_of_the_optimizer_states_is_planned_on_each_side(h100: Planner) -> None:
     shared = h100.predict(
         config(

@@ -158,7 +158,7 @@ def _measure(settings: dict[str, Any], rank: int, world: int, frozen: bool) -> d
             counted.update(count_storages(job.strategy.state_tensors()))
             return take_step(max_norm)
 
-        job.strategy.step = step  # type: ignore[method-assign]
+        job.strategy.step = step
         for index in range(2):
             job.step(micro_batches(index, rank, world), loss_fn, n_targets)
     gc.collect()

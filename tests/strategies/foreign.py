@@ -43,7 +43,6 @@ class ExpertLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         out, experts = x.clone(), self.get_submodule(self.name)
-        assert isinstance(experts, nn.ModuleList)
         for index in (choice % len(experts)).unique().tolist():  # others are not even called
             rows = choice % len(experts) == index
             out[rows] = x[rows] + experts[index](self.norm(x[rows]))
@@ -61,8 +60,7 @@ class NextToken(nn.Module):
         raise NotImplementedError
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.hidden(self.embed(tokens), tokens))
-        return logits
+        return self.head(self.hidden(self.embed(tokens), tokens))
 
 
 class Experts(NextToken):
@@ -88,8 +86,7 @@ class TopExperts(NextToken):
         self.mixture = ExpertLayer(name=self.list_name)
 
     def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = self.mixture(x, tokens[:, 0])
-        return mixed
+        return self.mixture(x, tokens[:, 0])
 
 
 class NamedExperts(TopExperts):
@@ -220,8 +217,7 @@ def _rows(batch: Any, rank: int, world: int) -> Any:
 
 
 def _first(batch: Any) -> torch.Tensor:
-    found: torch.Tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch
-    return found
+    return next(iter(batch.values())) if isinstance(batch, dict) else batch
 
 
 class Together(Plain):
@@ -448,8 +444,7 @@ def hf(name: str, head: str, **config: Any) -> Callable[[], nn.Module]:
             for key, value in vars(part).items():
                 if "drop" in key and isinstance(value, float):
                     setattr(part, key, 0.0)
-        model: nn.Module = getattr(transformers, f"{name}{head}")(found)
-        return model
+        return getattr(transformers, f"{name}{head}")(found)
 
     return build
 
@@ -492,8 +487,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.lstm(self.embed(tokens))[0])
-        return logits
+        return self.head(self.lstm(self.embed(tokens))[0])
 
 
 TEXT: dict[str, Any] = {
@@ -614,12 +608,10 @@ class Hooked(Plain):
         super().__init__()
         self.head.weight.register_hook(lambda grad: 0.5 * grad)
         expert = self.blocks[1]
-        assert isinstance(expert, Expert)
         expert[0].weight.register_post_accumulate_grad_hook(_halve)
 
 
 def _halve(param: torch.Tensor) -> None:
-    assert param.grad is not None
     param.grad.mul_(0.5)
 
 

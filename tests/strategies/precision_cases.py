@@ -63,7 +63,7 @@ def scaled(names: list[str], overflow_at: int, steps: int = 5) -> dict[str, Any]
     for name in names:
         with start(None, settings(name, world)) as job:
             if overflow_at >= 0:
-                job.strategy._scaler = loss_scaler(config, torch.device("cpu"))  # type: ignore[attr-defined]
+                job.strategy._scaler = loss_scaler(config, torch.device("cpu"))
             cases.wrap(job)
             if overflow_at >= 0:  # the CPU has no fp16, but from here on this is how the job takes an overflow
                 job.config.__dict__["precision"] = config
@@ -92,7 +92,7 @@ class Overflow(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad * (float("inf") if ctx.bad else 1.0), None
 
 
@@ -127,7 +127,7 @@ def skipped(names: list[str]) -> dict[str, tuple[bool, bool, float]]:
         step(job, 0)  # weights leave the averages
         scaler = loss_scaler(PrecisionConfig(mode="fp16", loss_scale_init_power=1), torch.device("cpu"))
         scaler.scale(torch.ones(()))  # as a backward does first
-        job.strategy.inner._scaler = scaler  # type: ignore[attr-defined]
+        job.strategy.inner._scaler = scaler
         before = {s.name: s.local.clone() for s in job.strategy.load_targets()}
         for param in job.model.parameters():
             param.grad = torch.full_like(param, float("inf"))

@@ -17,8 +17,7 @@ class Inner(nn.Module):
         self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + torch.tanh(self.mix(self.norm(x)))
-        return out
+        return x + torch.tanh(self.mix(self.norm(x)))
 
 
 class Model(nn.Module):
@@ -37,8 +36,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        logits: torch.Tensor = self.head(self.through(self.embed(tokens)))
-        return logits
+        return self.head(self.through(self.embed(tokens)))
 
 
 class SharedInShared(Model):
@@ -53,8 +51,7 @@ class SharedInShared(Model):
         self.blocks[1].norm = self.blocks[0].norm
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(super().through(x))
-        return out
+        return self.norm(super().through(x))
 
 
 class Tied(Model):
@@ -68,8 +65,8 @@ class Tied(Model):
     def through(self, x: torch.Tensor) -> torch.Tensor:
         first, middle, last = self.blocks
         if (self.calls - 1) // 2 % 2:  # two micro-batches a step
-            return first(self.last(last(middle(x))))  # type: ignore[no-any-return]
-        return middle(last(first(x)))  # type: ignore[no-any-return]
+            return first(self.last(last(middle(x))))
+        return middle(last(first(x)))
 
 
 class TiedHead(Model):
@@ -86,7 +83,7 @@ class TiedHead(Model):
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
         index = torch.arange(x.shape[1])
-        return super().through(x) + self.blocks[0].table(index)  # type: ignore[no-any-return]
+        return super().through(x) + self.blocks[0].table(index)
 
 
 class PartCalled(Model):
@@ -135,7 +132,7 @@ class SideLoss(Model):
         super().__init__(self.Block)
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
-        return super().through(x) * (1 + sum(block.side for block in self.blocks))  # type: ignore[no-any-return]
+        return super().through(x) * (1 + sum(block.side for block in self.blocks))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -175,7 +172,7 @@ class Leftover(Model):
             return grads[0], torch.ones(WIDTH, WIDTH)
 
     def through(self, x: torch.Tensor) -> torch.Tensor:
-        return super().through(self.Read.apply(x, self.blocks[1].mix.weight))  # type: ignore[no-untyped-call, no-any-return]
+        return super().through(self.Read.apply(x, self.blocks[1].mix.weight))
 
 
 class Late(PartCalled):
@@ -202,8 +199,7 @@ class ByRank(Model):
         x = self.through(self.embed(tokens))
         if int(tokens[0, 0]) == 0:
             x = x + self.blocks[0].norm(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def refusals() -> dict[str, Any]:
@@ -221,5 +217,5 @@ def unsharded() -> str:
     def forgetful(module: Any, **options: Any) -> Any:
         return sharder(module, **options, ignored_params={module.head.weight} if isinstance(module, Model) else set())
 
-    fsdp.shard = forgetful  # type: ignore[assignment]
+    fsdp.shard = forgetful
     return str(curve(Model, "fsdp", {}))

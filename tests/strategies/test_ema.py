@@ -12,8 +12,6 @@ DECAY = 0.5
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_every_strategy_keeps_the_average_of_one_process() -> None:
     def run(
         world: int, names: list[str]
@@ -35,8 +33,6 @@ def test_every_strategy_keeps_the_average_of_one_process() -> None:
             assert rank[name][3] == pytest.approx(after, abs=1e-5), f"{name}: training does not go on as before"
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_a_checkpoint_carries_the_averages_to_any_strategy(tmp_path: Path) -> None:
     target = "tests.strategies.precision_cases:averages_through_a_checkpoint"
     ranks = run_ranks(2, target, root=str(tmp_path), saver="ddp", loaders=["fsdp", "zero3"])
@@ -51,7 +47,6 @@ def test_a_checkpoint_carries_the_averages_to_any_strategy(tmp_path: Path) -> No
         assert whole(name) == pytest.approx(saved, rel=1e-9), name
 
 
-@pytest.mark.dist
 def test_a_step_that_loss_scaling_skips_is_not_averaged_even_if_the_scale_is_1_then() -> None:
     names = ["single", "fsdp"]
     (found,) = run_ranks(1, "tests.strategies.precision_cases:skipped", names=names)

@@ -9,8 +9,6 @@ from tests.ranks import run_ranks
 ZEROS = ["zero1", "zero2", "zero3"]
 FEATURES = ["tied", "frozen", "checkpointed", "bf16"]
 
-pytestmark = [pytest.mark.dist, pytest.mark.deepspeed]
-
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, dict[str, list[float]]]:

@@ -42,7 +42,7 @@ def trained(world: int, todo: list[tuple[str, str]], timeout: float = 180) -> di
     """What every rank finds."""
     first, *others = run_ranks(world, FOREIGN + "trained", todo=todo, timeout=timeout)
     assert all(other == first for other in others), "every rank ends with the same words"
-    return first  # type: ignore[no-any-return]
+    return first
 
 
 def alone(cases: Iterable[str]) -> dict[str, Any]:
@@ -64,8 +64,6 @@ CHOOSING: dict[tuple[str, str], str | None] = {
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_experts_chosen_by_the_data_train_as_in_one_process_or_are_refused_by_name() -> None:
     one = alone(["nested", "top", "named", "together"])
     found = trained(2, [*CHOOSING, ("ddp", "leaver")])
@@ -83,8 +81,6 @@ OFFLOADED = [f"zero{stage}{offload}" for stage in (1, 2, 3) for offload in ("", 
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("cases", "strategies"),
     [
@@ -107,8 +103,6 @@ def test_what_is_left_out_at_times_trains_as_in_one_process(cases: list[str], st
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("build", "batches", "steps", "savers", "others"),
     [
@@ -130,8 +124,6 @@ def test_checkpoints_of_uncommon_weights_travel(
         assert losses == pytest.approx(alone["single to single"], abs=TOLERANCE), case
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_zero3_refuses_blocks_that_some_ranks_skip_before_it_gathers_them() -> None:
     assert "rank 1 calls blocks.2" in trained(2, [("zero3", "leaver")], 120)["zero3", "leaver"]
 
@@ -144,8 +136,6 @@ CAUSES = {
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_unusual_parameters_train_as_in_one_process_or_are_refused_when_the_model_is_wrapped() -> None:
     one = alone([*CAUSES, "hooked, drawn"])
     todo = [(name, case) for name in SHARED for case in (*CAUSES, "hooked, drawn")]
@@ -159,8 +149,6 @@ def test_unusual_parameters_train_as_in_one_process_or_are_refused_when_the_mode
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_parameters_that_are_one_number_train_everywhere_and_checkpoints_with_them_travel(tmp_path: Path) -> None:
     (one,) = run_ranks(1, FOREIGN + "scalars", strategies=["single"], root=str(tmp_path / "one"))
     found, _ = run_ranks(2, FOREIGN + "scalars", strategies=SHARED, root=str(tmp_path / "two"))
@@ -172,8 +160,6 @@ def test_parameters_that_are_one_number_train_everywhere_and_checkpoints_with_th
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_a_model_that_mixes_types_trains_under_autocast_or_is_refused_with_it_as_the_advice() -> None:
     want = alone(["mixed"])["mixed"]
     cases = [(name, case) for name in SHARDED for case in ("mixed", "mixed, autocast")]
@@ -184,8 +170,6 @@ def test_a_model_that_mixes_types_trains_under_autocast_or_is_refused_with_it_as
             assert "precision.autocast=true" in found.splitlines()[1], found
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_a_loss_finds_the_attributes_of_its_model_but_may_not_go_round_its_call() -> None:
     want = alone(["prepared"])["prepared"]
     for (name, case), found in trained(2, [(name, case) for name in SHARED for case in ("prepared", "round")]).items():
@@ -196,15 +180,11 @@ def test_a_loss_finds_the_attributes_of_its_model_but_may_not_go_round_its_call(
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_a_model_may_import_what_it_needs_when_it_is_built_under_zero3() -> None:
     (losses,) = run_ranks(1, FOREIGN + "lazy", env={"SHARDKIT_FRESH": "1"})
     assert isinstance(losses, list), losses
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     "model",
     [pytest.param(name, marks=pytest.mark.slow if name in MIXTURES else pytest.mark.release) for name in MODELS],
@@ -264,7 +244,6 @@ def test_blocks_in_lists_of_several_kinds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_ddp_finds_what_a_rank_did_not_use_beside_a_reentrant_checkpoint() -> None:
     first, second = run_ranks(2, FOREIGN + "reentrant")
     assert first == second and len(first) == 6 and min(first) > 0

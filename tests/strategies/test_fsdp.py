@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardkit.errors import ConfigError
-from shardkit.models.transformer import Transformer
 from shardkit.parallel.blocks import chosen_by_data, describe_blocks, find_blocks, find_units
 from shardkit.run.job import start
 from shardkit.strategies import fsdp
@@ -33,7 +32,6 @@ def prefetched(ahead: int) -> dict[str, dict[int, list[int]]]:
     with start(None, cases.overrides("fsdp", 1, "adamw_clipped", **{"parallel.prefetch": ahead})) as job:
         cases.wrap(job, cases.MODEL.model_copy(update={"n_layers": LAYERS}))
         model = job.strategy.model
-        assert isinstance(model, Transformer)
         number = {id(block): index for index, block in enumerate(model.blocks)}
         return {
             direction: {number[id(block)]: [number[id(other)] for other in others] for block, others in calls}
@@ -41,7 +39,6 @@ def prefetched(ahead: int) -> dict[str, dict[int, list[int]]]:
         }
 
 
-@pytest.mark.dist
 def test_so_many_blocks_are_gathered_ahead_as_is_asked_for() -> None:
     (found,) = run_ranks(1, "tests.strategies.test_fsdp:prefetched", ahead=2)
     assert found == {
@@ -58,7 +55,7 @@ def test_ranks_begin_where_torch_cuts_the_rows(rows: int, ranks: int, replicas: 
     for rank in range(ranks):
         sizes, places = ([2, ranks], [1, rank]) if replicas else ([ranks], [rank])
         mesh = SimpleNamespace(ndim=len(sizes), size=sizes.__getitem__, get_local_rank=places.__getitem__)
-        first = fsdp._first_row(SimpleNamespace(device_mesh=mesh, shape=(rows, 3)))  # type: ignore[arg-type]
+        first = fsdp._first_row(SimpleNamespace(device_mesh=mesh, shape=(rows, 3)))
         assert first == (chunks[rank][0] if rank < len(chunks) else rows)
 
 
@@ -86,7 +83,7 @@ def test_a_parameter_that_some_ranks_used_needs_a_torch_that_adds_zeros_for_the_
     def after(used: list[float]) -> list[bool]:
         """Whether weight and bias are updated."""
         engine._may_differ = ["weight", "bias"]
-        engine._world = Two(used)  # type: ignore[assignment]
+        engine._world = Two(used)
         skipped = engine.skipped(UnusedParameters(engine.model))
         return [all(param is not other for other in skipped) for param in engine.model.parameters()]
 
@@ -102,7 +99,6 @@ def test_a_parameter_that_some_ranks_used_needs_a_torch_that_adds_zeros_for_the_
 REACHING = "tests.strategies.reaching:"
 
 
-@pytest.mark.dist
 def test_shared_and_tied_parts_of_blocks_train_as_in_one_process() -> None:
     (one,) = run_ranks(1, REACHING + "curves", strategy="single", policies=["none"])
     first, second = run_ranks(2, REACHING + "curves", strategy="fsdp", policies=["none", "full"], timeout=400)
@@ -112,7 +108,6 @@ def test_shared_and_tied_parts_of_blocks_train_as_in_one_process() -> None:
         assert torch.allclose(torch.tensor(curve), torch.tensor(one[model, "none"]), rtol=2e-5), (model, policy)
 
 
-@pytest.mark.dist
 def test_what_fsdp_cannot_gather_is_refused_by_name() -> None:
     refused, _ = run_ranks(2, REACHING + "refusals", timeout=300)
     assert "is used where it is not gathered" in refused["Leftover"], refused
@@ -125,7 +120,6 @@ def test_what_fsdp_cannot_gather_is_refused_by_name() -> None:
     assert "blocks.0.norm in the block blocks.0" in refused["ByRank"], "every rank says so"
 
 
-@pytest.mark.dist
 def test_a_parameter_that_no_unit_owns_is_refused_at_wrap() -> None:
     (refused,) = run_ranks(1, REACHING + "unsharded")
     assert "parallel.strategy=fsdp does not shard head.weight" in refused

@@ -62,8 +62,6 @@ def told(verdicts: list[Verdict]) -> str:
     return "\n".join(verdict.line for verdict in verdicts if verdict.outcome not in ("equal", "refused"))
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(600)  # DeepSpeed's CPU optimizer may have to be compiled
 def test_random_graphs_train_as_in_one_process_or_are_refused() -> None:
     campaign = Campaign(limit_s=90)
@@ -74,8 +72,6 @@ def test_random_graphs_train_as_in_one_process_or_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(600)  # DeepSpeed's CPU optimizer may have to be compiled
 def test_graphs_that_were_wrong_once() -> None:
     campaign = Campaign(limit_s=90)
@@ -85,8 +81,6 @@ def test_graphs_that_were_wrong_once() -> None:
 
 
 @pytest.mark.release
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(3600)
 def test_fresh_random_graphs_train_as_in_one_process_or_are_refused() -> None:
     first = int(os.environ.get(FRESH) or time.time())
@@ -96,7 +90,6 @@ def test_fresh_random_graphs_train_as_in_one_process_or_are_refused() -> None:
     assert not told(campaign.verdicts), told(campaign.verdicts)
 
 
-@pytest.mark.dist
 def test_ranks_that_hang_or_fail_are_replaced_and_the_next_graph_trains() -> None:
     case = draw(0, ())
     unknown = replace(case, settings={**case.settings, "optim.name": "no such optimizer"})

@@ -19,7 +19,6 @@ CURVES = "tests.strategies.precision_cases:curves"
 LIBRARIES = {"adamw8bit": "torchao", "adamw_bnb_8bit": "bitsandbytes"}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("optimizer", "names", "differs_by", "tolerance"),
     [
@@ -103,7 +102,7 @@ def train_in_8_bits(variant: str) -> tuple[list[float], int]:
     x, y = torch.randn(32, 64), torch.randn(32, 64)
     losses = []
     for net, name in ((reference, "adamw"), (model, variant)):
-        optimizer = make_optimizer(OptimConfig(name=name, lr=1e-2), net)  # type: ignore[arg-type]
+        optimizer = make_optimizer(OptimConfig(name=name, lr=1e-2), net)
         for _ in range(20):
             loss = (net(x) - y).square().mean()
             loss.backward()
@@ -123,7 +122,6 @@ def test_8_bit_adamw_follows_adamw(variant: str) -> None:
     assert n_bytes < 3 * 64 * 64
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "optimizer", ["adafactor", "muon", pytest.param("adamw8bit", marks=pytest.mark.slow), "adamw_bnb_8bit"]
 )

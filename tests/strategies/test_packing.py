@@ -14,8 +14,6 @@ EVERY = [(engine, packing) for engine in ("ddp", "fsdp", "zero2", "zero3") for p
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("model", "kinds"),
     [
@@ -35,8 +33,6 @@ def test_engines_keep_documents_apart(model: str, kinds: list[tuple[str, str]]) 
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("packing", ["packed", "padding_free"])
 def test_a_run_of_packed_data_an_adapter_and_a_models_folder(packing: str, tmp_path: Path) -> None:
     write_models(tmp_path)

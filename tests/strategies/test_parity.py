@@ -27,8 +27,6 @@ def test_the_job_itself_is_telling(single: dict[str, cases.Curve]) -> None:
     assert sum(clipped) >= len(clipped) / 2
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("world", "optimizer"),
     [
@@ -45,15 +43,12 @@ def test_every_strategy_gives_the_losses_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_offload_gives_the_losses_of_one_process(single: dict[str, cases.Curve]) -> None:
     names = ["zero1+optimizer", "zero2+optimizer", "zero3+optimizer", "zero3+optimizer+param", "fsdp+optimizer+param"]
     compare(2, names, "adamw_clipped", single)
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 def test_one_process_with_offload_gives_the_same_losses(single: dict[str, cases.Curve]) -> None:
     compare(1, ["ddp", "fsdp", "zero2+optimizer", "zero3+optimizer+param"], "adamw_clipped", single)
 

@@ -27,8 +27,6 @@ def fp32() -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_masters_and_moments_are_fp32_unless_asked() -> None:
     mixed = run_ranks(2, "tests.strategies.precision_cases:types", names=ALL, extra={"precision.mode": "bf16"})[0]
     for name, found in mixed.items():
@@ -43,7 +41,6 @@ def test_masters_and_moments_are_fp32_unless_asked() -> None:
         assert set(moments) == set(found["params"]) == {"bfloat16"}, f"{name}: {describe(found)}"
 
 
-@pytest.mark.dist
 def test_gradients_travel_in_the_type_asked_for(fp32: list[tuple[float, float]]) -> None:
     extra = {"precision.reduce_dtype": "bf16"}
     results = run_ranks(2, "tests.strategies.precision_cases:curves", names=["ddp", "fsdp", "zero2"], extra=extra)
@@ -54,7 +51,6 @@ def test_gradients_travel_in_the_type_asked_for(fp32: list[tuple[float, float]])
             assert norm == pytest.approx(want_norm, rel=0.02)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world: int, fp32: list[tuple[float, float]]) -> None:
     names = ["single"] if world == 1 else ["ddp", "fsdp"]
@@ -69,7 +65,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world: int, fp32: list[tu
                 assert curve[step] == pytest.approx(fp32[step], rel=1e-5), name
 
 
-@pytest.mark.dist
 def test_the_scale_grows_after_a_window_without_overflow() -> None:
     result = run_ranks(1, "tests.strategies.precision_cases:scaled", names=["single"], overflow_at=99, steps=7)[0]
     assert result["single"][1] == [1024, 1024, 2048, 2048, 2048, 4096, 4096]
@@ -110,8 +105,7 @@ class Net(nn.Module):
         self.up, self.head = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.up(x).relu())
-        return out
+        return self.head(self.up(x).relu())
 
 
 def test_fp8_computes_linear_layers_but_the_head_in_8_bits() -> None:
@@ -143,7 +137,7 @@ def test_fp32_is_fp32_for_products_and_convolutions_unless_tf32_is_asked_for() -
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         for mode, precision in (("tf32", "high"), ("fp32", "highest")):
-            set_matmul_precision(PrecisionConfig(mode=mode))  # type: ignore[arg-type]
+            set_matmul_precision(PrecisionConfig(mode=mode))
             assert torch.get_float32_matmul_precision() == precision
             assert torch.backends.cudnn.allow_tf32 is (mode == "tf32")
     finally:

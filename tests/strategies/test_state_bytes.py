@@ -30,9 +30,6 @@ def measured(request: pytest.FixtureRequest) -> list[dict[str, dict[str, int]]]:
     return run_ranks(request.param, "tests.strategies.cases:state_bytes", names=names)
 
 
-pytestmark = [pytest.mark.dist, pytest.mark.deepspeed]
-
-
 def test_ddp_keeps_everything_whole(model: Transformer, measured: list[dict[str, dict[str, int]]]) -> None:
     numel = sum(p.numel() for p in model.parameters())
     tensors = len(list(model.parameters()))

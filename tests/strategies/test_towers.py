@@ -23,8 +23,6 @@ def told(seeds: range, engines: list[str]) -> list[str]:
     return [verdict.line for verdict in campaign.verdicts if verdict.outcome != "equal"]
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(600)
 def test_towers_that_some_ranks_skip_train_as_in_one_process() -> None:
     # Seed 2: two towers, of which one rank skips one, so that FSDP2 would gather ahead in different orders in backward.
@@ -32,8 +30,6 @@ def test_towers_that_some_ranks_skip_train_as_in_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(1800)
 def test_random_towers_train_as_in_one_process_under_every_engine() -> None:
     assert not told(range(5, 25), ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"])
@@ -51,7 +47,7 @@ def messages(towers: bool) -> list[int]:
         counts[-1] += 1
         return begin(world, values)
 
-    World.begin_sum = counted  # type: ignore[method-assign]
+    World.begin_sum = counted
     case = draw(2)
     build = case.build if towers else lambda: nn.Sequential(*(Block() for _ in range(3)), nn.Linear(8, 16))
     with start(None, ENGINES["fsdp"] | {"run.device": "cpu"}) as job:
@@ -64,7 +60,6 @@ def messages(towers: bool) -> list[int]:
     return counts[1:-1]
 
 
-@pytest.mark.dist
 def test_a_model_without_towers_sends_no_messages_in_forward_after_the_first_steps() -> None:
     assert [counts[-1] for counts in run_ranks(2, "tests.strategies.test_towers:messages", towers=False)] == [2, 2]
     with_towers = run_ranks(2, "tests.strategies.test_towers:messages", towers=True)

@@ -107,7 +107,6 @@ def test_a_build_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
         assert guard.exists(), "somebody else's build, which may be alive"
 
 
-@pytest.mark.deepspeed
 def test_a_build_that_fails_says_why_and_what_to_do(tmp_path: Path) -> None:
     compiler = tmp_path / "broken-g++"
     compiler.write_text(

@@ -211,7 +211,7 @@ def _measured(keys: dict[str, Any]) -> tuple[Curve, dict[str, int]]:
             counted.update(count_storages(job.strategy.state_tensors()))
             return take_step(max_norm)
 
-        job.strategy.step = step  # type: ignore[method-assign]
+        job.strategy.step = step
         return [(r["loss"], r["grad_norm"]) for r in trainer.recorded_steps()], counted
 
 

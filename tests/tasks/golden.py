@@ -46,8 +46,7 @@ def measured() -> Losses:
 
 
 def golden() -> Losses:
-    losses: Losses = json.loads(PATH.read_text(encoding="utf-8"))
-    return losses
+    return json.loads(PATH.read_text(encoding="utf-8"))
 
 
 def differences(found: Losses, wanted: Losses) -> list[str]:
@@ -65,7 +64,7 @@ def differences(found: Losses, wanted: Losses) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.tasks.golden", description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="python -m tests.tasks.golden", description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"record {PATH.name} anew")
     write = parser.parse_args().write
     found = measured()

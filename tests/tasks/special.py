@@ -28,8 +28,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.base(x) + self.up(self.down(x))
-        out: torch.Tensor = x + torch.tanh(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
-        return out
+        return x + torch.tanh(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
 
 
 class Odd(nn.Module):

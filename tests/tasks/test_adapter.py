@@ -20,8 +20,6 @@ from tests.commands import environment
 from tests.ranks import run_ranks
 from tests.tasks import adapters
 
-pytestmark = pytest.mark.dist
-
 Curve = list[tuple[float, float]]
 
 
@@ -47,7 +45,6 @@ def compare(found: dict[tuple[str, str], Curve], alone: dict[str, Curve]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 def test_every_model_under_every_engine_has_the_losses_of_peft_alone(root: Path, alone: dict[str, Curve]) -> None:
     """Separate, packed (Phi3) and transposed (GPT-2) projections, tied embeddings."""
     for curve in alone.values():
@@ -59,7 +56,6 @@ def test_every_model_under_every_engine_has_the_losses_of_peft_alone(root: Path,
         compare(found, alone)
 
 
-@pytest.mark.deepspeed
 @pytest.mark.slow
 def test_under_bf16_the_base_takes_two_bytes_a_value_and_nothing_else(root: Path) -> None:
     found = run_ranks(2, "tests.tasks.adapters:in_bf16", strategies=["ddp", "fsdp", "zero2", "zero3"], root=str(root))[
@@ -85,7 +81,6 @@ def test_under_bf16_the_base_takes_two_bytes_a_value_and_nothing_else(root: Path
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 def test_zero3_keeps_base_and_adapter_on_the_host(root: Path, alone: dict[str, Curve]) -> None:
     """The losses stay those of peft alone, and the frozen base has neither gradients nor optimizer state."""
     curve, state = run_ranks(2, "tests.tasks.adapters:offloaded", root=str(root))[0]
@@ -109,7 +104,6 @@ def test_rslora_is_pefts(root: Path, alone: dict[str, Curve]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("strategies", [["zero3"], ["ddp", "fsdp", "zero2"]])
 def test_activation_policies_give_the_same_gradients(
     strategies: list[str], root: Path, alone: dict[str, Curve]
@@ -180,7 +174,6 @@ def test_experts_that_all_linear_would_leave_out_are_refused_with_their_share(tm
     assert len(adapted.hf.targets) == 2 * 4
 
 
-@pytest.mark.deepspeed
 @pytest.mark.slow
 def test_a_resumed_adapter_goes_on_under_another_engine(root: Path) -> None:
     """The checkpoint holds no weight of the base; another base, another scale and a run without adapter are refused."""
@@ -260,7 +253,6 @@ def test_exports_give_the_logits_of_the_run(model: str, root: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 def test_conversations_are_packed_learned_and_exported_with_their_tokenizer(root: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

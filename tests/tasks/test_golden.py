@@ -7,7 +7,6 @@ import pytest
 from tests.tasks.golden import differences, golden, measured
 
 
-@pytest.mark.dist
 def test_the_losses_are_the_golden_ones() -> None:
     pytest.importorskip("transformers")
     assert differences(measured(), golden()) == []

@@ -34,15 +34,11 @@ def compare(tasks: list[str], strategies: list[str], folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     compare(["gpt2", "bert"], ["zero3"], tmp_path)
 
 
 @pytest.mark.release
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("task", cases.TASKS)
 def test_every_task_under_every_strategy(task: str, tmp_path: Path) -> None:

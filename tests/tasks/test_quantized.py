@@ -24,8 +24,6 @@ from tests.ranks import run_ranks
 from tests.tasks import adapters, quantized
 from tests.tasks.quantized import PARTITIONED
 
-pytestmark = pytest.mark.dist
-
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -173,7 +171,6 @@ def test_a_layer_holds_the_bits_of_bitsandbytes(kind: Any, block_size: Any, doub
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 def test_every_engine_equals_one_process_over_the_same_bytes(root: Path, alone: dict[str, Any]) -> None:
     """The digests of source and packed bytes too, before and after training; fsdp computes with the unsharded bytes."""
     skipped = {"model.quantize": {"type": "fp4", "skip": ["k_proj", "layers.1.mlp"]}}
@@ -218,7 +215,6 @@ def test_policies_recompute_the_same_bits_and_3d_experts_keep_their_type(root: P
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 def test_engines_on_one_rank_and_on_four(root: Path, alone: dict[str, Any]) -> None:
     cases = {name: {} for name in ("ddp", "fsdp", "zero1", "zero2", "zero3")}
     (ones,) = run_ranks(1, "tests.tasks.quantized:under", root=str(root), cases=cases)
@@ -236,7 +232,6 @@ def test_engines_on_one_rank_and_on_four(root: Path, alone: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 def test_three_ranks_cut_rows_scales_and_pairs_of_4_bits_anywhere(root: Path) -> None:
     sizes, accumulated = {"train.micro_batch_size": 2}, {"train.micro_batch_size": 1, "train.grad_accum_steps": 2}
     kinds = {"plain": {}, "double": FP4_DOUBLE, "drawn": {"model.init_from": None, "adapter.targets": "all-linear"}}
@@ -297,7 +292,6 @@ def test_the_same_weights_packed_to_other_bytes_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_elsewhere(root: Path) -> None:
     want = run_ranks(2, "tests.tasks.quantized:stopped", root=str(root), strategy="fsdp")[0]
     saved = root / "stopped" / "checkpoints" / "step_00000001"

@@ -28,8 +28,6 @@ def two() -> list[dict[str, dict[str, Any]]]:
     return run_ranks(2, "tests.tasks.special:outcomes", strategies=STRATEGIES)
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trains_as_one_process_does(strategy: str, one: dict[str, Any], two: list[dict[str, dict[str, Any]]]) -> None:
     assert one["losses"][0] - one["losses"][-1] > 0.1

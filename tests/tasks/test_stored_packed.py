@@ -159,7 +159,6 @@ def cases_over(root: Path, strategy: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_run_over_stored_bytes_is_the_run_that_packs_them_under_every_kind_of_engine(root: Path) -> None:
     packed_here: dict[str, Any] = {"single plain": {}, "single double": {"model.quantize": DOUBLE}}
     (here,) = run_ranks(1, "tests.tasks.quantized:under", root=str(root), cases=packed_here)
@@ -177,7 +176,6 @@ def test_a_run_over_stored_bytes_is_the_run_that_packs_them_under_every_kind_of_
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_an_adapter_over_packed_bytes_is_exported_and_not_merged(root: Path, tmp_path: Path) -> None:
     keys = cases_over(root, "single")["single plain"]
     run = tmp_path / "run"

@@ -104,7 +104,6 @@ def exit_code(overrides: list[str]) -> int:
     return main(overrides)
 
 
-@pytest.mark.dist
 def test_a_run_is_scraped_while_it_trains(tmp_path: Path) -> None:
     args = settings(tmp_path, logging__prometheus_port=0)
     first, second = run_ranks(
@@ -128,7 +127,6 @@ def test_a_run_is_scraped_while_it_trains(tmp_path: Path) -> None:
             assert answer[f'shardkit_rank_state_bytes category="optimizer",{host},place="device",{rank}'] == held > 0
 
 
-@pytest.mark.dist
 def test_a_taken_port_stops_every_rank(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

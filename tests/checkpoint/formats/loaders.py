@@ -39,8 +39,7 @@ def _architecture(folder: Path) -> str:
 
 def _indexed(folder: Path) -> dict[str, str]:
     file = folder / INDEX
-    found: dict[str, str] = json.loads(file.read_text())["weight_map"] if file.is_file() else {}
-    return found
+    return json.loads(file.read_text())["weight_map"] if file.is_file() else {}
 
 
 def for_vllm(folder: Path) -> dict[str, Any]:

@@ -111,7 +111,6 @@ def resume_all(pairs: list[tuple[str, dict[str, Any]]], folder: str) -> list[lis
             job.wrap(Net())
             checkpoints = cases.checkpointer(job, Path(folder) / "none")
             found = checkpoints.resume(source)
-            assert found is not None
             assert found[1].step == 3
             out.append(cases.differences(job, found[0]))
             checkpoints.close()

@@ -115,7 +115,6 @@ def test_a_tensor_that_is_not_contiguous(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_damaged_checkpoint_of_shardkit(runs_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = runs_root / "llama" / "checkpoints" / "step_00000002"
     folder = tmp_path / "damaged"

@@ -20,8 +20,6 @@ def whole(source: Source, name: str) -> torch.Tensor:
     return torch.cat([*source.pieces(name), torch.empty(0, dtype=info.dtype)]).view(info.shape)
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("case", ["zero2-fp32", "zero3-bf16", "dcp"])
 def test_any_range_is_the_same_as_from_the_whole(case: str, foreign_root: Path) -> None:
     source = open_source(foreign_root / case)
@@ -33,7 +31,6 @@ def test_any_range_is_the_same_as_from_the_whole(case: str, foreign_root: Path) 
     source.close()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("name", ["rows", "columns", "layers"])
 def test_dcp_tensors_cut_along_any_axis(name: str, foreign_root: Path) -> None:
     """Tensor parallelism cuts along other axes than the first: the runs of a rank's part lie apart in the whole."""
@@ -82,8 +79,6 @@ def test_weights_that_share_storage_are_tied_only_if_they_are_the_same(tmp_path:
     assert torch.equal(whole(source, "model.part"), base[2:4])
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("case", "gone"),
     [

@@ -60,8 +60,6 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{k}-{e['parallel.strategy']}" for k, e in CASES])
 def test_a_folder_goes_through_a_run_unchanged(index: int, begun: Path, tmp_path: Path) -> None:
     """Config, names and values come from the folder alone; all ranks together request its bytes once."""
@@ -78,8 +76,6 @@ def test_a_folder_goes_through_a_run_unchanged(index: int, begun: Path, tmp_path
     assert any("--dtype bf16" in note for note in converted.notes) == (kind == "llama")
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_the_exported_folder_is_all_that_loaders_ask_for(begun: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -112,8 +108,6 @@ def test_the_exported_folder_is_all_that_loaders_ask_for(begun: Path, tmp_path: 
 EXPORTS = {"llama": 0, "qwen3": len(CASES) - 1, "adapter": len(CASES)}
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 @pytest.mark.parametrize("run", list(EXPORTS))
 def test_vllm_and_llama_cpp_find_what_they_open(run: str, size: str, begun: Path, tmp_path: Path) -> None:
@@ -228,7 +222,6 @@ def refused(root: str, folders: list[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_nodes_with_other_weights_under_one_path_are_refused(tmp_path: Path) -> None:
     """Each node would read its own, and the ranks would train a mixture."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -245,7 +238,6 @@ def test_nodes_with_other_weights_under_one_path_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_weights_that_a_folder_lacks_are_named_and_counted(tmp_path: Path) -> None:
     hub.make_folder(tmp_path / "model", "qwen3")
     weights = tmp_path / "model" / "model.safetensors"

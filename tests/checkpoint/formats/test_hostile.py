@@ -65,8 +65,6 @@ def test_a_pickle_in_a_checkpoint_of_ours_is_not_opened(name: str, saved: Path, 
     assert not (tmp_path / "was_here").exists()
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("target", ["optim_states", "model_states"])
 def test_a_hostile_deepspeed_folder(
     target: str, foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -78,7 +76,6 @@ def test_a_hostile_deepspeed_folder(
     assert not (tmp_path / "was_here").exists()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("position", ["instead", "inside", "in a data file"])
 def test_a_hostile_dcp_folder(
     position: str, foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -150,8 +147,6 @@ def test_a_pickle_cannot_change_what_later_pickles_get(name: str, change: str) -
     assert callable(PickledObject.get) and callable(load(b"cargparse\nNamespace\n)\x81.", Path("x")).get)
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("case", ["zero2-fp32/global_step3", "zero3-bf16/global_step3", "dcp"])
 def test_flipped_and_cut_bytes_never_raise_anything_else(case: str, foreign_root: Path, tmp_path: Path) -> None:
     """These formats have no checksum of the data itself: what is read may differ, but it is read, or refused."""
@@ -230,8 +225,6 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, capsys: pytest.Cap
     assert refused(tmp_path / "zero.pt", tmp_path / "out", capsys)
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_a_deepspeed_shape_of_text(foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(foreign_root / "zero2-fp32" / "global_step3", tmp_path / "ds")
     file = next(folder.glob("*_model_states.pt"))

@@ -42,15 +42,11 @@ def check_bits(folder: Path, out: Path) -> None:
         }
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("case", foreign.CASES)
 def test_masters_and_moments_are_kept_to_the_bit(case: str, foreign_root: Path, tmp_path: Path) -> None:
     check_bits(foreign_root / case, tmp_path / "out")
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_a_run_resumes_from_them_under_other_strategies(foreign_root: Path, tmp_path: Path) -> None:
     pairs = []
     for case, settings in RESUMED:
@@ -71,8 +67,6 @@ STARTED = [
 ]
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.release
 def test_training_starts_from_exported_weights(runs_root: Path, tmp_path: Path) -> None:
     convert(runs_root / "gpt2", "safetensors", tmp_path / "hf", max_shard_size="100KB")
@@ -95,8 +89,6 @@ def test_weights_alone_are_no_state_to_resume(plain_file: Path, tmp_path: Path) 
             assert torch.equal(checkpoint.read(f"model.{name}").view(40, 30), tensor.bfloat16())
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_optimizer_state_is_never_cast(foreign_root: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="never cast"):
         convert(foreign_root / "zero2-fp32", "shardkit", tmp_path / "out", dtype="bf16")

@@ -83,8 +83,6 @@ def load_in_chunks(engine: str, extra: dict[str, Any], folders: list[str]) -> di
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("engine", list(folder.ENGINES))
 def test_loading_a_folder_holds_one_chunk_beyond_the_shard(engine: str, tmp_path: Path) -> None:
     folder.make_folder(tmp_path / "tiny", {**SIZES, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 500})

@@ -66,8 +66,6 @@ def check_rows(out: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("world", [2, 3])
 def test_new_rows_are_the_mean_under_every_engine_and_loaders_read_the_export(world: int, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -90,7 +88,6 @@ def test_new_rows_are_the_mean_under_every_engine_and_loaders_read_the_export(wo
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_new_rows_are_trained_and_resume_keeps_them(tmp_path: Path) -> None:
     keys = write(tmp_path, ("llama",))
     learns = {**keys, "optim.lr": 0.01, "optim.schedule": "constant", "parallel.strategy": "fsdp"}

@@ -107,8 +107,7 @@ class Case:
     def loss(self, model: Any, batch: Batch) -> torch.Tensor:
         out = model(batch["tokens"], batch["choice"], step=batch["step"])
         losses = F.cross_entropy(out["logits"].flatten(0, 1), batch["targets"].flatten(), reduction="sum")
-        total: torch.Tensor = losses + out["penalty"]
-        return total
+        return losses + out["penalty"]
 
     def n_targets(self, batch: Batch) -> int:
         return int((batch["targets"] != -100).sum())
@@ -167,7 +166,7 @@ def in_one_process(case: Drawn, world: int = 1) -> Curve:
         total = 0.0
         for batch in batches:
             loss = case.loss(model, batch) / count
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.item()
         limit = config.train.max_norm
         norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)

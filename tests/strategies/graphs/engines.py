@@ -135,7 +135,7 @@ def _marks(job: Job, case: Drawn) -> Iterator[tuple[float, float]]:
     for shard in job.strategy.shards():
         if shard.name.startswith("model.") and not shard.replica:
             name = shard.name.removeprefix("model.")
-            own[name] += mark(name, shard.start, shard.local)  # type: ignore[assignment]
+            own[name] += mark(name, shard.start, shard.local)
     names = [name for name, _ in sorted(case.build().named_parameters())]
     return ((total, 1.0) for total in job.world.sum([float(own[name]) for name in names]))
 

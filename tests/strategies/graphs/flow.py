@@ -66,7 +66,7 @@ class TopExperts(Feature):
         graph.experts = nn.ModuleList([Adapter() for _ in range(self.draws.randint(2, 4))])
 
     def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return by_expert(graph.experts, x, choice)  # type: ignore[arg-type]
+        return by_expert(graph.experts, x, choice)
 
 
 def for_even(call: BlockCall) -> BlockCall:
@@ -223,8 +223,7 @@ class ViewChangedInPlace(ChangedInPlace):
         super().build(graph)
         for block in {id(block): block for block in graph.blocks}.values():
             body = type(block).body
-            assert isinstance(block, Block)
-            block.body = lambda x, choice, block=block, body=body: body(block, x, choice)[:, :]  # type: ignore[misc]
+            block.body = lambda x, choice, block=block, body=body: body(block, x, choice)[:, :]
 
 
 class OwnCheckpoint(Feature):
@@ -238,7 +237,7 @@ class OwnCheckpoint(Feature):
     def around(self, graph: Graph, index: int, step: int, call: BlockCall) -> BlockCall:
         if index not in self.indices:
             return call
-        return lambda x, choice: checkpoint(call, x, choice, use_reentrant=False)  # type: ignore[no-any-return]
+        return lambda x, choice: checkpoint(call, x, choice, use_reentrant=False)
 
 
 def of_blocks(block_class: type[Block], name: str, weight: float = 0.5) -> type[Feature]:
@@ -271,8 +270,7 @@ class TreeOfModules(Feature):
         graph.tree = Tree(2)
 
     def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + graph.tree(x)
-        return out
+        return x + graph.tree(x)
 
 
 FEATURES: list[type[Feature]] = [

@@ -24,7 +24,7 @@ class Frozen(Feature):
                 graph.blocks[self.draws.randrange(len(graph.blocks))].requires_grad_(False)
             case 2:
                 for block in graph.blocks:
-                    block.norm.requires_grad_(False)  # type: ignore[union-attr]
+                    block.norm.requires_grad_(False)
 
 
 class Stem(Feature):
@@ -37,8 +37,7 @@ class Stem(Feature):
         graph.stem = self.layer()
 
     def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + graph.stem(x)
-        return out
+        return x + graph.stem(x)
 
 
 class ConvolutionStem(Stem):
@@ -53,8 +52,7 @@ class RecurrentStem(Stem):
 
 def counted(block: Any, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
     block.calls += 1
-    out: torch.Tensor = hidden * (1 + 0.02 * block.calls)
-    return out
+    return hidden * (1 + 0.02 * block.calls)
 
 
 def averaged(block: Any, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,7 @@ class Mlp(nn.Module):
         self.rise, self.fall = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.fall(F.gelu(self.rise(x)))
-        return hidden
+        return self.fall(F.gelu(self.rise(x)))
 
 
 class SelfAttention(nn.Module):
@@ -56,8 +55,7 @@ class Recurrence(nn.Module):
         self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.gru(x)[0]
-        return hidden
+        return self.gru(x)[0]
 
 
 CORES: dict[str, type[nn.Module]] = {"mlp": Mlp, "attention": SelfAttention, "conv": Convolution, "gru": Recurrence}
@@ -84,8 +82,7 @@ class Block(nn.Module):
         hidden = self.mix(self.core(self.norm(x)))
         for extra in self.extras:
             hidden = extra(self, hidden, choice)
-        out: torch.Tensor = x + hidden
-        return out
+        return x + hidden
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         """A method beside forward that uses a part of the block."""
@@ -96,30 +93,29 @@ class Block(nn.Module):
 
 
 class TupleBlock(Block):
-    def forward(self, state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(self, state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.body(*state), state[1]
 
 
 class DictBlock(Block):
-    def forward(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # type: ignore[override]
+    def forward(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return state | {"hidden": self.body(state["hidden"], state["choice"])}
 
 
 class DataclassBlock(Block):
-    def forward(self, state: State) -> State:  # type: ignore[override]
+    def forward(self, state: State) -> State:
         return State(self.body(state.hidden, state.choice), state.choice)
 
 
 class KeywordBlock(Block):
-    def forward(self, *, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, *, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         return self.body(hidden, choice)
 
 
 class RecursiveBlock(Block):
     def forward(self, x: torch.Tensor, choice: torch.Tensor, depth: int = 1) -> torch.Tensor:
         x = self.body(x, choice)
-        again: torch.Tensor = self(x, choice, depth - 1) if depth else x
-        return again
+        return self(x, choice, depth - 1) if depth else x
 
 
 CALLS: dict[type[Block], Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -67,7 +67,6 @@ class Pool:
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for pipe in connection.wait(list(waiting), timeout=left):
-                assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
                     reports[rank] = report = pipe.recv()
@@ -96,7 +95,6 @@ class Pool:
 
     def _stacks(self) -> str:
         """Where the ranks stand that still run, innermost call first."""
-        assert self._folder is not None
         for process in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)

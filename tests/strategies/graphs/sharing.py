@@ -17,13 +17,11 @@ class Adapter(nn.Module):
         self.down, self.up = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.up(torch.tanh(self.down(x)))
-        return out
+        return self.up(torch.tanh(self.down(x)))
 
 
 def adapted(block: Any, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = hidden + block.adapter(hidden)
-    return out
+    return hidden + block.adapter(hidden)
 
 
 class SharedNorm(Feature):
@@ -58,8 +56,7 @@ class SharedOutside(Feature):
         graph.outside = self.draws.choice(graph.some_blocks(self.draws)).norm
 
     def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + 0.5 * graph.outside(x)
-        return out
+        return x + 0.5 * graph.outside(x)
 
 
 class RepeatedMember(Feature):
@@ -112,8 +109,7 @@ class TiedOutside(Feature):
             graph.last.weight = block.mix.weight
 
     def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + graph.last(x)
-        return out
+        return x + graph.last(x)
 
 
 class CalledFromOutside(Feature):
@@ -126,8 +122,7 @@ class CalledFromOutside(Feature):
         self.index, self.first = self.draws.randrange(len(graph.blocks)), self.draws.random() < 0.5
 
     def used(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = block.norm(x) if self.first else 0.5 * block.mix(x)
-        return out
+        return block.norm(x) if self.first else 0.5 * block.mix(x)
 
     def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         return x + self.used(graph.blocks[self.index], x) if self.first else x
@@ -156,8 +151,7 @@ class OtherMethod(Feature):
 
     def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         block: Any = graph.blocks[self.index]
-        out: torch.Tensor = x + block.score(x)
-        return out
+        return x + block.score(x)
 
 
 class OwnParameters(Feature):
@@ -169,8 +163,7 @@ class OwnParameters(Feature):
         graph.gain, graph.level = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.tensor(0.1))
 
     def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x * graph.gain + graph.level
-        return out
+        return x * graph.gain + graph.level
 
 
 class Bag(nn.Module):
@@ -216,7 +209,7 @@ class ContainerList(Feature):
         graph.blocks = ListWithParameter(list(graph.blocks))
 
     def after(self, graph: Graph, index: int, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        return x * graph.blocks.gain  # type: ignore[operator]
+        return x * graph.blocks.gain
 
 
 class ParameterDict(Feature):
@@ -233,8 +226,7 @@ class ParameterDict(Feature):
         return nn.ParameterDict({"gain": gain, "turn": turn})
 
     def applied(self, table: Any, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x * table["gain"] + x @ table["turn"]
-        return out
+        return x * table["gain"] + x @ table["turn"]
 
     def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         return x if self.inside else self.applied(getattr(graph, self.name), x)
@@ -247,8 +239,7 @@ class ParameterList(ParameterDict):
         return nn.ParameterList([gain, turn])
 
     def applied(self, table: Any, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x * table[0] + x @ table[1]
-        return out
+        return x * table[0] + x @ table[1]
 
 
 class BlockOutside(Feature):

@@ -24,8 +24,7 @@ class Block(nn.Module):
         self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + torch.tanh(self.mix(self.norm(x)))
-        return out
+        return x + torch.tanh(self.mix(self.norm(x)))
 
 
 class Language(nn.Module):
@@ -38,8 +37,7 @@ class Language(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        out: torch.Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
 
 class Tower(Language):
@@ -104,8 +102,7 @@ class Inner(nn.Module):
         else:
             hidden = self.language.embed(batch["tokens"])
             extra = self.encoded(batch)
-        out: torch.Tensor = self.language(hidden + extra)
-        return out
+        return self.language(hidden + extra)
 
 
 class Towers(nn.Module):
@@ -116,8 +113,7 @@ class Towers(nn.Module):
             self.head.weight = self.model.language.embed.weight
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.model(batch))
-        return logits
+        return self.head(self.model(batch))
 
 
 @dataclass(frozen=True)
