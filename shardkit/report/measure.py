@@ -66,7 +66,7 @@ def key_figures(run: Run) -> list[KeyFigure]:
     skew = None if condensed.peak is None else condensed.peak[1].skew
     figures.append(KeyFigure("largest peak / mean peak", skew, "plain", "1: all ranks need the same memory"))
     if any(record.get("skipped") is not None for record in run.metrics):
-        figures.append(KeyFigure("skipped steps", sum(skipped), "count", "loss scaling"))
+        figures.append(KeyFigure("skipped steps", sum(skipped), "count", "no update"))
     return figures
 
 

@@ -205,7 +205,7 @@ class Job:
         self._last_step = now
         step.refuse_bad_loss()
         self._sums.judge()
-        return StepResult(step.loss, step.finite_norm(), int(count))
+        return StepResult(step.loss, step.figures()["grad_norm"], int(count))
 
     def _check_arguments(self, batches: Sequence[Any], reduction: str) -> None:
         if reduction not in ("sum", "mean"):

@@ -72,7 +72,7 @@ class OptimizerStep:
     """One optimizer step over this rank's micro-batches.
 
     `compute` its gradients, `update` the weights, begin the agreement on the step between the two or after them.
-    `refuse_bad_loss` and `finite_norm` end the run before anything is saved.
+    `refuse_bad_loss` and then `figures` decide on what is not finite, before anything is saved.
     """
 
     job: Job
@@ -116,9 +116,8 @@ class OptimizerStep:
 
     def update(self, phases: Phases) -> None:
         """Clip and update, with gradients that are complete; the device may still work on it afterwards."""
-        request = StepRequest(max_norm=self.job.config.train.max_norm)
-        device = self.job.world.device
-        self.output = update(self.job.strategy, phases, self.loss_sum, self._turns, device, request)
+        job, request = self.job, StepRequest(self.job.config, self.job.blocks)
+        self.output = update(job.strategy, phases, self.loss_sum, self._turns, job.world.device, request)
 
     def begin_agreement(self) -> None:
         """Begin the step's one reduction, with the loss and the calls of blocks; waits for the loss alone."""
@@ -146,12 +145,17 @@ class OptimizerStep:
                 "lower optim.lr, set train.max_norm, or look at that step's data; nothing after it was saved",
             )
 
-    def finite_norm(self) -> float:
-        """The norm of the gradient, once it has arrived; infinite or NaN only if loss scaling skipped the update."""
-        norm = self.output.grad_norm.item()
-        if not math.isfinite(norm) and self.job.config.precision.mode != "fp16":
+    def figures(self) -> dict[str, float]:
+        """The update's figures for the step's record, once they have arrived; `skipped: 1` where nothing was updated.
+
+        End the run if the gradient's norm is not finite, unless loss scaling skips such an update; collective then.
+        """
+        figures = {name: figure.item() for name, figure in self.output.figures.items()}
+        if self.job.config.precision.mode == "fp16":
+            figures |= {"loss_scale": self.job.strategy.loss_scale(), "skipped": float(not self.output.updated)}
+        elif not math.isfinite(figures["grad_norm"]):
             raise not_finite_gradient(self)
-        return norm
+        return figures
 
 
 _LOG = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ class StepRecords:
     """Makes the record of each step, once the device has finished it.
 
     The times of steps and pauses follow one another without gaps: their sum is the time of the run. `tokens_total`:
-    target tokens of all steps so far. `n_skipped`: steps that loss scaling skipped in this start of the run.
+    target tokens of all steps so far. `n_skipped`: steps without an update in this start of the run.
     """
 
     def __init__(self, job: Job, watchdog: Watchdog, tokens_total: int) -> None:
@@ -78,7 +78,7 @@ class StepRecords:
     def _record(self, step: LoopStep, ended: Mark) -> Record:
         output = step.output.arrived()
         with self._watchdog.allowing(self._pause_limit_s):
-            norm = step.finite_norm()
+            figures = step.figures()
         step_time_s = self._advance(ended)
         # On a GPU that still worked on the step before, reading data costs nothing.
         early_s = step.early_read[1] - step.early_read[0] if step.early_read else 0.0
@@ -86,17 +86,13 @@ class StepRecords:
         self._job.ledger.time_step(step_time_s, data_wait_s, data_wait_s + step.busy_s())
         self.tokens_total += int(step.n_targets)
         record = {
-            "step": step.number, "loss": step.loss, "grad_norm": norm, "lr": step.lr, "tokens": int(step.n_targets),
+            "step": step.number, "loss": step.loss, **figures, "lr": step.lr, "tokens": int(step.n_targets),
             "tokens_total": self.tokens_total, "step_time_s": step_time_s, "data_wait_s": data_wait_s,
-            **output.times(early_s), "tokens_per_s": step.n_targets / step_time_s,
-            **{name: figure.item() for name, figure in output.figures.items()}, **self.pauses,
+            **output.times(early_s), "tokens_per_s": step.n_targets / step_time_s, **self.pauses,
         }  # fmt: skip
-        self.pauses = {}
+        self.pauses, self.n_skipped = {}, self.n_skipped + int(figures.get("skipped", 0))
         if step.n_positions:
             record |= {"positions": int(step.n_positions), "positions_per_s": step.n_positions / step_time_s}
-        if self._job.config.precision.mode == "fp16":
-            record |= {"loss_scale": self._job.strategy.loss_scale(), "skipped": float(not output.updated)}
-            self.n_skipped += not output.updated
         return record
 
     @contextmanager

@@ -191,7 +191,7 @@ class Trainer:
             self._say(f"nothing to do: the run is at step {loop.step} of train.max_steps={self.config.train.max_steps}")
         elif self.world.is_main:
             if skipped := loop.records.n_skipped:
-                print(f"loss scaling skipped {skipped} of {loop.step - loop.first_step + 1} steps")
+                print(f"{skipped} of {loop.step - loop.first_step + 1} steps were skipped")
             report(self.job, self.task, self.run_dir, {k: v for k, v in record.items() if k.startswith("val_")})
             self._say_stop(outcome)
         return outcome

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..config.schema import RunConfig
 from ..memory.rows import StateKind
 from ..parallel.weights import Weights
 
@@ -48,9 +49,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The options of one step: an option for engines is a field here, which `OptimizerStep` sets."""
+    """What a step is taken with: an option of it is a key of the config, which is read where it acts."""
 
-    max_norm: float | None = None  # clip the gradient to this global norm; `None` = no clipping
+    config: RunConfig
+    blocks: Mapping[str, nn.Module] = field(default_factory=dict)  # the repeated blocks of the wrapped model, by name
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,16 @@ class Strategy:
     def finish_backward(self) -> None:
         """Complete the reduction that the step's last `backward` has begun; called once a step."""
 
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The gradient over all ranks, whole or as a DTensor, between the last backward and `step`; collective.
+
+        It is not clipped, and not scaled. `None`: the step does not use the parameter, or backward has updated it.
+        """
+        grad, scale = parameter.grad, self.loss_scale()
+        return grad if grad is None or scale == 1 else grad / scale
+
     def step(self, request: StepRequest) -> Update:
-        """Clip, update, clear gradients."""
+        """Clip to `train.max_norm`, update, clear gradients."""
         raise NotImplementedError
 
     def loss_scale(self) -> float:

@@ -145,7 +145,7 @@ class DDP(TorchStates):
                       listed(sorted(unused)))  # fmt: skip
 
     def step(self, request: StepRequest) -> Update:
-        update = clip_and_step(self._parameters, self.optimizer, self._scaler, request.max_norm)
+        update = clip_and_step(self._parameters, self.optimizer, self._scaler, request)
         if not self._keeps_buckets:
             self._keeps_buckets = True
             if self._world.device.type == "cuda":

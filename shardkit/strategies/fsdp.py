@@ -271,7 +271,7 @@ class FSDP(TorchStates):
     def step(self, request: StepRequest) -> Update:
         self._reach.finish_step()
         skipped = self.skipped(self._unused) if self._unused is not None else []
-        return clip_and_step(self._parameters, self.optimizer, self._scaler, request.max_norm, skipped)
+        return clip_and_step(self._parameters, self.optimizer, self._scaler, request, skipped)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from super().state_tensors()

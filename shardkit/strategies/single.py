@@ -71,4 +71,4 @@ class Single(TorchStates):
             norm = torch.stack(self._squared_norms).sum().sqrt()
             self._squared_norms.clear()
             return Update(norm, updated=True)
-        return clip_and_step(self._parameters, self.optimizer, self._scaler, request.max_norm)
+        return clip_and_step(self._parameters, self.optimizer, self._scaler, request)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
@@ -165,17 +165,16 @@ class StepOutput:
     """One rank's results of a step, still on their way from the device."""
 
     loss_sum: HostValue  # this rank's summed loss, before division by the global target count
-    grad_norm: HostValue  # global gradient norm before clipping
     updated: bool  # False if loss scaling skipped the update
     # the moments at which each micro-batch's forward and its backward begin, alternating, and then the update
     turns: list[Mark]
     ended: Mark  # the end of the update
-    figures: dict[str, HostValue] = field(default_factory=dict)  # the engine's further figures, by name
+    figures: dict[str, HostValue]  # by name: `grad_norm`, and what else is measured in the update
 
     def arrived(self) -> StepOutput:
         """Declare that the device has ended this step, as it has ended later work: reading waits for nothing then."""
         self.ended.past()
-        for value in (self.grad_norm, *self.figures.values()):
+        for value in self.figures.values():
             value.arrived.past()
         return self
 
@@ -263,11 +262,12 @@ def update(
     turns.append(Mark(device))
     ledger.sample_state(strategy)
     with ledger.phase("update", follows=True):  # what `sample_state` counts takes no memory to speak of
+        # Here `strategy.gradient` has the complete gradients of every engine; `step` clears them.
         done = strategy.step(request)
         ended = Mark(device)
-        grad_norm = HostValue(done.grad_norm, device)
-        figures = {name: HostValue(figure, device) for name, figure in done.figures.items()}
-    return StepOutput(loss_sum, grad_norm, done.updated, turns, ended, figures)
+        figures = {"grad_norm": done.grad_norm, **done.figures}
+        on_host = {name: HostValue(figure, device) for name, figure in figures.items()}
+    return StepOutput(loss_sum, done.updated, turns, ended, on_host)
 
 
 def one_number(loss: Any) -> torch.Tensor:
@@ -281,11 +281,18 @@ def one_number(loss: Any) -> torch.Tensor:
     )
 
 
+def total_norm(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """The 2-norm of gradients over all ranks."""
+    norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+    # A DTensor's class takes 0.4 s to import.
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
 def clip_and_step(
     parameters: Sequence[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler,
-    max_norm: float | None,
+    request: StepRequest,
     unused: Iterable[nn.Parameter] = (),
 ) -> Update:
     """Unscale, clip the total 2-norm over all ranks, update, drop gradients.
@@ -296,12 +303,9 @@ def clip_and_step(
     same tensors.
     """
     scaler.unscale_(optimizer)
-    # Kept until the update has ended: torch creates a new Python object of a gradient at each access.
-    grads = [grad for p in parameters if (grad := p.grad) is not None]
-    norm = nn.utils.get_total_norm(grads)
-    if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes 0.4 s to import
-        norm = norm.full_tensor()
-    if max_norm is not None:
+    grads = [p.grad for p in parameters]  # until the update has ended: each access makes a new Python object
+    norm = total_norm(grads)
+    if (max_norm := request.config.train.max_norm) is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     for param in unused:
         param.grad = None

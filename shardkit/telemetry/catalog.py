@@ -33,7 +33,7 @@ METRICS = (
     Metric("step", "", "optimizer step, from 1", prometheus="step"),
     Metric("loss", "", "mean over all target tokens of the step, all ranks", prometheus="loss"),
     Metric(
-        "grad_norm", "", "global 2-norm of the gradients before clipping; null in a step that fp16's scaling skipped",
+        "grad_norm", "", "global 2-norm of the gradients before clipping; null in a skipped step",
         prometheus="grad_norm",
     ),
     Metric("lr", "", "learning rate of the step", prometheus="learning_rate"),

@@ -55,7 +55,7 @@ def measure(job: Job, case: Case) -> dict[str, list[Any]]:
             with emucuda.counting() as calls:
                 out = train_step(
                     job.strategy, job.ledger, batches, cases.loss_fn, 500.0, job.world.size, job.world.device,
-                    StepRequest(job.config.train.max_norm),
+                    StepRequest(job.config, job.blocks),
                 )  # fmt: skip
                 del out
             torch.cuda.synchronize()

@@ -64,32 +64,48 @@ def test_a_strategy_trains_like_one_process() -> None:
             assert figures == pytest.approx(expected, rel=1e-4)
 
 
-def measured(run_dir: str) -> list[Any]:
-    """On one rank: the figure of the example's engine in each line of metrics.jsonl, and the steps' norms."""
-    import json
+def measured(engines: list[str], folder: str) -> dict[str, list[tuple[float, float]]]:
+    """The example's figure and the norm in each line of metrics.jsonl, by engine."""
     from dataclasses import replace
 
-    import torch
+    from shardkit.run import job
+    from shardkit.strategies.base import StepRequest, Strategy, Update
+    from shardkit.strategies.build import make_strategy
+    from shardkit.strategies.step import total_norm
+    from tests.run import gradients
 
-    from shardkit.run.job import start
-    from shardkit.run.trainer import Trainer
-    from shardkit.strategies import build
-    from shardkit.strategies.single import Single
-    from shardkit.tasks import load as tasks
+    figures = names_of("Add a figure of a step, or an option of one", total_norm=total_norm)["measured"]
 
-    tasks.BUILT_IN["causal_lm"] = names_of("Add a task", torch=torch)["Line"]
-    engine = names_of("Add a figure of a step, or an option of one", Single=Single, torch=torch, replace=replace)
-    build._engine = lambda config, world: engine["Measured"](config, world)
-    with start(None, {"run.dir": run_dir, "run.device": "cpu", "train.max_steps": 3, "train.ema_decay": 0.5}) as job:
-        Trainer(job).fit()
-    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    return [(line["grad_max"], line["grad_norm"]) for line in lines]
+    def measuring(*args: Any) -> Strategy:
+        strategy = make_strategy(*args)
+        step = strategy.step
+
+        def measured_step(request: StepRequest) -> Update:
+            before = figures(strategy, request)
+            return replace(step(request), figures=before)
+
+        vars(strategy)["step"] = measured_step
+        return strategy
+
+    job.make_strategy = measuring  # type: ignore[attr-defined]
+    ended = gradients.ends(
+        {engine: {"train.ema_decay": 0.5, "checkpoint.every_steps": None} for engine in engines}, folder, "fine"
+    )
+    return {
+        engine: [(line["grad_norm_bias"], line["grad_norm"]) for line in run["lines"]] for engine, run in ended.items()
+    }
 
 
 @pytest.mark.dist
-def test_a_figure_that_an_engine_returns_is_recorded(tmp_path: Path) -> None:
-    [figures] = run_ranks(1, "tests.docs.test_contributing:measured", init_group=False, run_dir=str(tmp_path / "run"))
-    assert len(figures) == 3 and all(0 < largest <= norm for largest, norm in figures)
+@pytest.mark.deepspeed
+def test_a_figure_is_recorded_under_every_engine(tmp_path: Path) -> None:
+    engines = ["ddp", "fsdp", "zero1", "zero2", "zero2+optimizer", "zero3"]
+    recorded = run_ranks(2, "tests.docs.test_contributing:measured", engines=engines, folder=str(tmp_path))[0]
+    want = recorded["ddp"]
+    assert len(want) == 8 and all(0 < bias < norm for bias, norm in want)
+    for engine, figures in recorded.items():
+        for pair, expected in zip(figures, want, strict=True):
+            assert pair == pytest.approx(expected, rel=1e-4), engine
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def skipped(names: list[str]) -> dict[str, tuple[bool, bool, float]]:
         before = {s.name: s.local.clone() for s in job.strategy.load_targets()}
         for param in job.model.parameters():
             param.grad = torch.full_like(param, float("inf"))
-        job.strategy.step(StepRequest())
+        job.strategy.step(StepRequest(job.config))
         stayed = {s.name: torch.equal(s.local, before[s.name]) for s in job.strategy.load_targets()}
         averages, weights = (
             all(same for name, same in stayed.items() if name.startswith(kind)) for kind in ("ema.", "model.")

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.config.schema import ParallelConfig
+from shardkit.config.schema import ParallelConfig, RunConfig
 from shardkit.errors import ConfigError
 from shardkit.run.checks import refuse_unused
 from shardkit.strategies import step
-from shardkit.strategies.base import Facts, StepRequest, Update
+from shardkit.strategies.base import Facts, StepRequest, Strategy, Update
 
 CPU = torch.device("cpu")
+CLIPPED = RunConfig.model_validate({"train": {"max_norm": 1.0}})
 
 
 class Alone:
@@ -94,12 +95,25 @@ def test_a_gradient_that_is_not_finite_makes_no_update(bad: float) -> None:
         before = model.weight.detach().clone()
         for param in model.parameters():
             param.grad = torch.full_like(param, value)
-        norm = step.clip_and_step([*model.parameters()], optimizer, scaler, max_norm=1.0).grad_norm
+        norm = step.clip_and_step([*model.parameters()], optimizer, scaler, StepRequest(CLIPPED)).grad_norm
         assert torch.equal(model.weight, before) is not moves
         if moves:  # 4 gradients of 1: a norm of 2, clipped to 1
             assert norm.item() == pytest.approx(2.0)
             assert torch.allclose(model.weight, before - 0.25, atol=1e-5)
         assert all(param.grad is None for param in model.parameters())
+
+
+class Scaled(Strategy):
+    def loss_scale(self) -> float:
+        return 4.0
+
+
+def test_the_gradient_of_a_scaled_loss_is_not_scaled() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    assert Scaled().gradient(weight) is None
+    weight.grad = torch.full((1,), 8.0)
+    gradient = Scaled().gradient(weight)
+    assert gradient is not None and gradient.item() == 2.0 and weight.grad.item() == 8.0
 
 
 class Pair(NamedTuple):
@@ -278,11 +292,11 @@ def test_forward_backward_and_update_follow_one_another(
     batches: list[step.MicroBatch] = [(torch.ones(1, 1), False)] * n
     host = 7.0 if n > 1 else 0.0  # its own work between the last backward and the update
     if not host:
-        out = step.train_step(timed, timed, batches, loss, 1.0, 1, CPU, StepRequest())
+        out = step.train_step(timed, timed, batches, loss, 1.0, 1, CPU, StepRequest(CLIPPED))
     else:
         loss_sum, turns = step.accumulate(timed, timed, batches, loss, 1.0, 1, CPU)
         clock.spend(host)
-        out = step.update(timed, timed, loss_sum, turns, CPU, StepRequest())
+        out = step.update(timed, timed, loss_sum, turns, CPU, StepRequest(CLIPPED))
     waited = 5.0 if engine is Waiting else 0.0
     assert out.times(host) == {"forward_s": 4.0 * n, "backward_s": 20.0 * n + waited, "update_s": 301.0}
     assert sum(out.times(host).values()) == clock.now - host

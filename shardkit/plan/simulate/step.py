@@ -204,9 +204,11 @@ def take_step(
 ) -> None:
     """Take one optimizer step as in training; each micro-batch is `batch`, which has `n_targets` targets."""
     accum = resolve_batch(config, world.size)
+    blocks = enumerate(find_blocks(strategy.model, getattr(task, "block_classes", ())))
     train_step(
         strategy, phases, [(batch, False)] * accum, getattr(task, "plan_loss", task.loss),
-        n_targets * accum * world.size, world.size, world.device, StepRequest(config.train.max_norm),
+        n_targets * accum * world.size, world.size, world.device,
+        StepRequest(config, {str(index): block for index, block in blocks}),
     )  # fmt: skip
 
 

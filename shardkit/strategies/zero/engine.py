@@ -230,8 +230,14 @@ class ZeRO(Strategy):
         self._chosen.complete()
         self._epilogue()
 
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        from deepspeed.utils import safe_get_full_grad
+
+        grad: torch.Tensor | None = safe_get_full_grad(parameter)
+        return None if grad is None else grad / self.loss_scale()
+
     def step(self, request: StepRequest) -> Update:
-        self._zero.clip_grad = request.max_norm or 0.0  # the engine clips in its own step
+        self._zero.clip_grad = request.config.train.max_norm or 0.0  # the engine clips in its own step
         self._chosen.before_step()
         share_rates(self._zero)
         self._norms.forget()
