@@ -52,7 +52,7 @@ def _ended_early(run: RecordedRun, n_steps: int, runner: Runner) -> ProofVerdict
         return None
     if run.code and not run.is_late:
         headline = f"FAILED by itself after {len(run.steps)} steps, with exit code {run.code}: {run.error()}"
-        reasons = [f"its output: {runner.kept_log(run)}"]
+        reasons = [f"run the command without a proof, and mend it; {runner.kept_log(run)}"]
         if re.search("nccl|cuda|nvidia", run.error(), re.IGNORECASE):
             reasons.append("a proof runs on the CPU over gloo: let the program choose its device and backend so")
         return ProofVerdict(FAILED, headline, reasons=tuple(reasons))
@@ -157,12 +157,14 @@ def _process_failed(proof: Proof) -> ProofVerdict:
     run = proof.newest
     assert run is not None, "one process was never started"
     words = shlex.join(proof.process_command)
-    if not run.code and not run.is_late:
+    if run.is_late:
+        headline = f"CANNOT TELL: the time limit came before one process made a step: {words}"
+    elif not run.code:
         headline = f"CANNOT TELL: one process made no optimizer step: {words}"
     else:
         headline = f"CANNOT TELL: one process failed: {run.error()}"
-    fix = f"see {proof.runner.kept_log(run)}; name a program of one process that runs: --against 'python train.py …'"
-    if proof.is_replay or not run.code:
+    fix = f"name a program of one process that runs: --against 'python train.py …'; {proof.runner.kept_log(run)}"
+    if proof.is_replay or run.is_late or not run.code:
         return ProofVerdict(CANNOT_TELL, headline, reasons=(fix,))
     return ProofVerdict(
         FAILED, f"FAILED: the program of --against ended with exit code {run.code}: {run.error()}", reasons=(fix,)
@@ -191,9 +193,11 @@ def _other_names(proof: Proof) -> ProofVerdict | None:
         cause = "the ranks and one process have no parameter in common"
         raise LaunchError(f"{cause}; {listed(nearest)}", "name a program with the same modules: --against 'COMMAND'")
     reasons = [*nearest, *(f"{name}: one process does not have it" for name in trained[:4])]
-    headline = (
-        f"CANNOT TELL: {len(missing)} parameters of one process have no counterpart, and {len(trained)} of the ranks'"
-    )
+    counts = f"{len(missing)} parameters of one process have no counterpart, and {len(trained)} of the ranks'"
+    records = proof.parallel.record("start").values()
+    if len(records) > 1 and not set.intersection(*(set(record["weights"]) for record in records)):
+        counts = f"the ranks have no parameter in common, and one process does not have {len(trained)} of theirs"
+    headline = f"CANNOT TELL: {counts}"
     return ProofVerdict(
         CANNOT_TELL, headline, reasons=(*reasons, "what would tell: a program of the same modules for --against")
     )

@@ -20,12 +20,15 @@ from ..errors import LaunchError, one_line
 from ..launch.local import processes
 from ..rehearse.build import entry_points
 from ..rehearse.environment import ask, interpreter
-from ..rehearse.rehearsal import TRACKERS_OFF, Limits, refuse_without_sandbox, start_in_sandbox, summary
+from ..rehearse.rehearsal import TRACKERS_OFF, Limits, delete, refuse_without_sandbox, start_in_sandbox, summary
 from .inject import shardkit_pieces as pieces
 
 INJECT = Path(__file__).parent / "inject"
 _ON_CPU = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 """Variables by which programs choose the CPU; those that the user has set stay."""
+_OF_LAUNCHER = re.compile(r"torch\.distributed\.elastic\.\S+ChildFailedError|subprocess\.CalledProcessError")
+_TIMED = re.compile(r"\[?[EWI]\d{4} ")
+"""Begins lines of torch's own log."""
 _COUNT = re.compile(r"(--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)[= ])\S+")
 
 
@@ -59,15 +62,23 @@ class RecordedRun:
         return pieces.read(str(self.folder), name)
 
     def error(self) -> str:
-        """The program's first error: the last line of its first traceback, else its last line."""
+        """The program's first error: the last line of its first traceback with its place, or what Python or a parser
+        of arguments printed before the launcher's own traceback."""
         lines = [line for line in self.log.splitlines() if line.strip()]
         lines = [re.sub(r"^\[(rank\d+|default\d+)\]:? ?", "", line) for line in lines]
-        start = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), None)
-        if start is not None:
-            for line in lines[start + 1 :]:
-                if not line.startswith((" ", "Traceback")):
-                    return one_line(line)
-        return one_line(lines[-1]) if lines else "it printed nothing"
+        start = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), len(lines))
+        place = ""
+        for line in lines[start:]:
+            if (frame := re.match(r' +File "(.+)", line (\d+)', line)) and not re.search(r"/lib/python|<", frame[1]):
+                place = f" ({os.path.basename(frame[1])}:{frame[2]})"
+            if not line.startswith((" ", "Traceback")):
+                if _OF_LAUNCHER.match(line):  # it says no more than that a process failed
+                    break
+                return one_line(line) + place
+        errors = [line for line in lines[:start] if re.search(r"error|can't open file", line, re.IGNORECASE)]
+        ends = [match[0] for line in lines if (match := re.search(r"failed \(exitcode: -?\d+\)", line))]
+        printed = [*[line for line in errors if not _TIMED.match(line)][:1], *ends, *lines[-1:]]
+        return one_line(printed[0]) if printed else "it printed nothing"
 
 
 @dataclass
@@ -96,9 +107,9 @@ class Runner:
         return RecordedRun(records, tuple(names), code, log, is_late, tuple(summary(folder)))
 
     def kept_log(self, run: RecordedRun) -> str:
-        """Where a run's output can be read: a file of --keep, else its end."""
+        """Where a run's output can be read."""
         path = run.folder.parent / "log"
-        return str(path) if self.limits.keep else f"{run.log[-1500:].strip()}"
+        return f"its output: {path}" if self.limits.keep else "its output: with --keep DIR"
 
     def execute(self, command: Sequence[str], folder: Path, n_steps: int) -> tuple[int, bool]:
         """The exit code of a command, and whether the time limit ended it."""
@@ -122,7 +133,7 @@ class Runner:
                 processes.stop(process, signal.SIGKILL, 0.5)
         refuse_without_sandbox(process, folder, self.limits, "prove")
         for name in ("root", "work"):
-            shutil.rmtree(folder / name, ignore_errors=True)
+            delete(folder / name)
         return process.returncode, is_late
 
     def _wait(self, process: subprocess.Popen[bytes], records: Path) -> bool:

@@ -340,11 +340,13 @@ def scratch_folder(keep: Path | None) -> Iterator[Path]:
             yield folder
     finally:
         for name in ("root", "work") if keep else ("",):
-            _delete(folder / name)
+            delete(folder / name)
 
 
-def _delete(folder: Path) -> None:
-    """Delete a folder with those that an overlay has made unreadable."""
+def delete(folder: Path) -> None:
+    """Delete a folder, if it is there, with those in it that an overlay has made unreadable."""
+    if not folder.exists():
+        return
     for path, _, _ in os.walk(folder, topdown=True, onerror=lambda error: os.chmod(str(error.filename), 0o700)):
         os.chmod(path, 0o700)
     shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from shardkit.prove.runs import RecordedRun
 from shardkit.prove.verdict import WORDS
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
@@ -53,10 +55,10 @@ for step in range(8):
 """
 
 
-def prove(folder: Path, bug: str) -> tuple[int, dict[str, Any], str]:
+def prove(folder: Path, bug: str, *options: str) -> tuple[int, dict[str, Any], str]:
     (folder / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", *filter(None, [bug])]
-    return run_prove(folder, command, *(["--until", "save"] if bug == "zero" else []))
+    return run_prove(folder, command, *options, *(["--until", "save"] if bug == "zero" else []))
 
 
 def run_prove(folder: Path, command: list[str], *options: str) -> tuple[int, dict[str, Any], str]:
@@ -94,6 +96,85 @@ def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: st
         assert verdict["parameter"] == "3.bias"
     if bug == "fails":
         assert "ValueError: no such corpus" in output
+
+
+BAD = """
+import sys
+import torch, torch.distributed as dist
+
+kind = sys.argv[1]
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+name = {"ranks": f"head{dist.get_rank()}", "other": "head"}.get(kind, "proj")
+model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4)})
+model.forward = lambda x: model[name](x)
+net = model if kind == "ranks" else torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    net(torch.randn(2, 4)).square().mean().backward()
+    if kind != "never":
+        optimizer.step()
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("words", "options", "code", "cause", "fix"), [
+    (["nowhere.py"], [], 8, "can't open file", "run the command without a proof, and mend it; its output: with --keep"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (["bad.py", "never"], [], 2, "ended without an optimizer step", "name a command that trains with torch"),
+        (["bad.py", "ranks"], [], 7, "the ranks have no parameter in common", "a program of the same modules for"),
+        (["bad.py", "proj"], ["other"], 2, "head.weight: nearest of the ranks' is proj.weight", "--against 'COMMAND'"),
+        (["bad.py", "proj"], ["nowhere"], 8, "FAILED: the program of --against", "name a program of one process"),
+    ]),
+])  # fmt: skip
+def test_bad_input_is_told_in_a_line_of_cause_and_one_of_fix(
+    tmp_path: Path, words: list[str], options: list[str], code: int, cause: str, fix: str
+) -> None:
+    (tmp_path / "bad.py").write_text(BAD)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    against = [str(tmp_path / "nowhere.py")] if options == ["nowhere"] else ["bad.py", *options]
+    named = ["--against", shlex.join([*run, "1", *against])] if options else []
+    exit_code, verdict, output = run_prove(tmp_path, [*run, "2", *words], *named)
+    assert (exit_code, verdict["exit_code"]) == (code, code), output
+    lines = [line for line in output.splitlines() if not line.startswith("proving: ")]
+    assert cause in lines[0] and fix in lines[-1] and len(lines) <= 6, output
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_what_is_expected_and_what_is_kept(tmp_path: Path) -> None:
+    for bug, code in (("", 0), ("rows", 4)):
+        folder = tmp_path / f"run{code}"
+        folder.mkdir()
+        exit_code, verdict, output = prove(folder, bug, "--expect", "same", "--keep", "kept")
+        assert exit_code == code and verdict["exit_code"] == {0: 0, 4: 9}[code], output
+        assert (folder / "kept" / "run1" / "records" / "step1.rank1.json").exists()
+        assert not (folder / "kept" / "run1" / "root").exists()
+
+
+TORCHRUN = """Traceback (most recent call last):
+  File "/env/bin/torchrun", line 6, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+train.py FAILED
+"""
+
+
+@pytest.mark.parametrize(("log", "error"), [
+    ("", "it printed nothing"),
+    ('[rank1]: Traceback (most recent call last):\n[rank1]:   File "/home/me/train.py", line 17, in <module>\n'
+     '[rank1]:   File "/env/lib/python3.11/site-packages/torch/x.py", line 3, in f\n[rank1]: ValueError: no corpus\n',
+     "ValueError: no corpus (train.py:17)"),
+    ("[W1129 socket.cpp] The client error\n/bin/python: can't open file '/x/train.py': [Errno 2]\n",
+     "/bin/python: can't open file '/x/train.py': [Errno 2]"),
+    ("usage: train.py\ntrain.py: error: unrecognized arguments: --layres\n",
+     "train.py: error: unrecognized arguments: --layres"),
+    ("loss 3.1\nE1129 10:00:00 7866 api.py:1002] failed (exitcode: -11) local_rank: 0\n", "failed (exitcode: -11)"),
+])  # fmt: skip
+def test_a_programs_own_error_comes_before_its_launchers(log: str, error: str) -> None:
+    for ending in ("", TORCHRUN) if log else ("",):
+        assert RecordedRun(Path(), (), 1, log + ending).error() == error
 
 
 @pytest.mark.slow
