@@ -67,14 +67,14 @@ class RecordedRun:
         lines = [line for line in self.log.splitlines() if line.strip()]
         lines = [re.sub(r"^\[(rank\d+|default\d+)\]:? ?", "", line) for line in lines]
         start = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), len(lines))
-        place = ""
+        location = ""
         for line in lines[start:]:
             if (frame := re.match(r' +File "(.+)", line (\d+)', line)) and not re.search(r"/lib/python|<", frame[1]):
-                place = f" ({os.path.basename(frame[1])}:{frame[2]})"
+                location = f" ({os.path.basename(frame[1])}:{frame[2]})"
             if not line.startswith((" ", "Traceback")):
                 if _OF_LAUNCHER.match(line):  # it says no more than that a process failed
                     break
-                return one_line(line) + place
+                return one_line(line) + location
         errors = [line for line in lines[:start] if re.search(r"error|can't open file", line, re.IGNORECASE)]
         ends = [match[0] for line in lines if (match := re.search(r"failed \(exitcode: -?\d+\)", line))]
         printed = [*[line for line in errors if not _TIMED.match(line)][:1], *ends, *lines[-1:]]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
+import torch
 
 from shardkit.prove import rows
 from shardkit.prove.rows import COPIES, DIFFERENT, SAME, SPLIT, Feed
+from shardkit.prove.runs import INJECT
 
 
 def record(draws: list[list[int]], n_backwards: int, n_yielded: int | None = None, **fields: Any) -> dict[str, Any]:
@@ -50,6 +53,16 @@ def test_several_backwards_may_share_a_batch() -> None:
 def test_the_rows_that_modules_see(ranks: list[list[list[int]]], kind: str) -> None:
     parallel = {rank: record(draws, len(draws)) for rank, draws in enumerate(ranks)}
     assert rows.compare(parallel, {0: record([[0, 1]], 1)})[0] == kind
+
+
+@pytest.mark.parametrize(("labels", "targets"), [([[-100, 3, 4]], 2), ([1], None)])
+def test_labels_are_tokens_or_one_class_a_row(
+    monkeypatch: pytest.MonkeyPatch, labels: list[Any], targets: int | None
+) -> None:
+    monkeypatch.syspath_prepend(str(INJECT))
+    rows_of = importlib.import_module("shardkit_proof").rows_of
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor(labels)}
+    assert [row["targets"] for row in rows_of((), inputs)] == [targets]
 
 
 def test_a_row_split_between_ranks_is_not_another_row() -> None:

@@ -764,7 +764,7 @@ def rows_of(args: Any, kwargs: Any) -> list[dict[str, Any]]:
             if tensor.size(0) != n_rows:
                 continue
             part = tensor[row]
-            if name in WITHOUT_PADDING:
+            if name in WITHOUT_PADDING and part.dim():  # one number is a row's class
                 targets = int((part[1:] != -100).sum()) if name == "labels" else int((part != -100).sum())
                 part = part[part != -100]
             elif mask is not None and mask.dim() == 2 and tensor.shape[:2] == mask.shape:
