@@ -13,7 +13,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -92,37 +91,22 @@ def cache_dir() -> Path:
 
 
 @contextmanager
-def locked(path: Path, wait_s: float | None = None, optional: bool = False) -> Iterator[IO[str] | None]:
+def locked(path: Path, optional: bool = False) -> Iterator[IO[str] | None]:
     """Hold an exclusive lock on a file, which is created and kept; it is released when the process ends.
 
-    `wait_s`: seconds to wait for other holders, until BlockingIOError; None: without limit. `optional`: on a file
-    system without locks, continue and yield None instead of the file, which is open for reading and appending.
+    `optional`: on a file system without locks, continue and yield None instead of the file, which is open for reading
+    and appending.
     """
     with path.open("a+") as file:
         lock_file: IO[str] | None = file
         try:
-            _lock(file, wait_s)
+            fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            if not optional or isinstance(error, BlockingIOError):
+            if not optional:
                 raise
             _LOG.debug("no lock on %s (%s): going on without", path, error)
             lock_file = None
         yield lock_file
-
-
-def _lock(file: IO[str], wait_s: float | None) -> None:
-    if wait_s is None:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.05)
 
 
 def mode_like(sources: Iterable[Path], group: int) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..errors import gib
-from ..hardware import calibration
 from ..hardware.cards import other_sizes, said_of
-from . import history
 from .advise import LIMIT_S, Changes
 from .model.estimate import MemoryEstimate
 from .target import Target
@@ -34,8 +32,6 @@ def show(title: str, estimate: MemoryEstimate, target: Target, not_planned: Sequ
         *columns([("at the peak", "device", "host"), *categories]),
     ]
     lines += [f"note: {note}" for note in (*estimate.notes, *other_cards(target))]
-    experience = history.agreement(target.gpu.device_name if target.gpu else calibration.cpu_name())
-    lines += [experience] if experience else []
     return "\n".join(lines)
 
 

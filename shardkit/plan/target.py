@@ -12,7 +12,6 @@ from ..config.schema import RunConfig
 from ..errors import ConfigError
 from ..hardware import calibration
 from ..hardware.cards import DEFAULT, GPUS, Gpu, find_gpu, parse_bytes
-from . import history
 
 
 @dataclass(frozen=True)
@@ -74,20 +73,11 @@ def choose_target(
 
 
 def known_here(gpu: Gpu, world_size: int) -> Gpu:
-    """The card with its overheads as this machine knows them: from past runs (of one rank, or of several), which hold
-    everything that a job holds; else from a calibration; else typical ones."""
+    """The card with its overheads as a calibration of this machine measured them, else typical ones."""
     constants = calibration.find(gpu.device_name, world_size) or {}
     measured = {"context": constants.get("context_bytes"), "per_communicator": constants.get("communicator_bytes")}
     overheads: dict[str, Any] = {key: round(n_bytes) for key, n_bytes in measured.items() if n_bytes is not None}
-    if overheads:
-        gpu = replace(gpu, **overheads, overhead_from="measured here by shardkit doctor")
-    runs = history.outside(gpu.device_name, world_size)
-    if runs is None:
-        return gpu
-    outside, n = runs
-    context = min(gpu.context, outside) if world_size > 1 else outside
-    source = f"measured here in {n} run{'s' if n > 1 else ''}"
-    return replace(gpu, context=context, per_communicator=outside - context, overhead_from=source)
+    return replace(gpu, **overheads, overhead_from="measured here by shardkit doctor") if overheads else gpu
 
 
 def _card(gpu: str | None, memory: int | None) -> Gpu | None:

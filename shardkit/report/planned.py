@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ..errors import ShardkitError, gib
-from ..hardware import calibration
 from ..memory.rows import KINDS, RankRow, phase_name, pressure
-from ..plan import history
 from .figures import COLOURS, bar
 from .html import LINES, Figure, unit_of
 from .measure import UNATTRIBUTED, phase_peaks
@@ -116,28 +112,17 @@ def predicted(comparisons: Sequence[Compared]) -> Figure:
 
 RANKS = 4
 """At most this many ranks get a column."""
-_SETTINGS = (
-    "task.name", "model.preset", "parallel.strategy", "parallel.offload_optimizer", "parallel.offload_param",
-    "precision.mode", "activation.policy", "activation.offload", "optim.name", "train.micro_batch_size",
-    "train.seq_len", "train.grad_accum_steps",
-)  # fmt: skip
 _LOG = logging.getLogger(__name__)
 
 
 def close(run_dir: Path) -> None:
-    """Print a planned run beside its plan and record it for later plans on this machine; on rank 0.
-
-    Errors are only warnings: the run itself has succeeded.
-    """
+    """Print a planned run beside its plan; on rank 0. Errors are only warnings: the run itself has succeeded."""
     try:
         run = read_run(run_dir)
-        if run.plan is None or not run.gathers:
-            return
-        print(beside(compared(run.plan, run.gathers, run.traces), run))
-        if len(run.metrics) > 1:  # the first step differs from the others
-            history.note(entry(run, run.plan))
+        if run.plan is not None and run.gathers:
+            print(beside(compared(run.plan, run.gathers, run.traces), run))
     except (ShardkitError, OSError) as error:
-        _LOG.warning("this run is not noted for later plans: %s", error)
+        _LOG.warning("this run is not compared with its plan: %s", error)
 
 
 def beside(comparisons: Sequence[Compared], run: Run) -> str:
@@ -160,51 +145,3 @@ def _cell(comparison: Compared | None) -> str:
     if comparison is None or comparison.measured is None:
         return "–"
     return gib(comparison.measured) + ("" if comparison.error is None else f" ({comparison.error:+.1%})")
-
-
-def entry(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a run in `past.jsonl`: the peak of any rank, and the bytes held outside torch's allocator."""
-    predicted = mapping(next(iter(sequence(plan.get("ranks"))), None))
-    peak = mapping(predicted.get("peak"))
-    row = run.last_rows[0]
-    on_gpu = row.device_mem is not None
-    packages = mapping(run.environment.get("packages"))
-    return {
-        "schema": history.SCHEMA,
-        "time": round(time.time()),
-        "config": plan.get("config"),
-        "settings": {name: run.setting(name) for name in _SETTINGS},
-        "device": row.identity.device if on_gpu else calibration.cpu_name(),
-        "world_size": len(run.last_rows),
-        "versions": {"torch": packages.get("torch"), "shardkit": packages.get("shardkit"),
-                     "deepspeed": packages.get("deepspeed"), "cuda": run.environment.get("cuda")},
-        "predicted": {"peak": number(peak.get("allocated")), "reserved": number(peak.get("reserved")),
-                      "required": number(peak.get("required")), "outside": number(predicted.get("overhead"))},
-        "measured": {"peak": _peak(run), "reserved": _most(run, "peak_reserved"), "outside": _outside(run.gathers)},
-    }  # fmt: skip
-
-
-def _peak(run: Run) -> int | None:
-    """Peak bytes of tensors: the allocator's figure on a GPU, on the CPU that of a traced step after the first."""
-    if run.last_rows[0].device_mem is not None:
-        return _most(run, "peak_allocated")
-    peaks = [mapping(t.get("peak")).get("bytes") for t in run.traces.values() if (number(t.get("step")) or 0) > 1]
-    return max((int(n) for n in map(number, peaks) if n is not None), default=None)
-
-
-def _most(run: Run, name: str) -> int | None:
-    return max((getattr(row.device_mem, name) for row in run.last_rows if row.device_mem is not None), default=None)
-
-
-def _outside(gathers: Sequence[Gather]) -> int | None:
-    """Bytes that the driver counts but torch's allocator does not: the median over ranks and gathers.
-
-    The driver is read less often than the allocator: one gather may mix two moments.
-    """
-    differences = [
-        memory.in_use - memory.reserved
-        for gather in gathers
-        for row in gather.rows
-        if (memory := row.device_mem) is not None and memory.in_use is not None and memory.in_use >= memory.reserved
-    ]
-    return round(median(differences)) if differences else None

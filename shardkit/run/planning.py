@@ -21,8 +21,7 @@ from ..memory.probe import local_tensors, tightest_limit
 from ..oom.postmortem import Advice
 from ..plan.advise import changes_that_fit
 from ..plan.client import Planner
-from ..plan.history import digest
-from ..plan.model.estimate import MemoryEstimate
+from ..plan.model.estimate import MemoryEstimate, digest
 from ..plan.target import Target, known_here
 from ..report import planned
 from .job import Job

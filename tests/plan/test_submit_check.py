@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.config.load import load_config
-from shardkit.plan import history
+from shardkit.plan.model.estimate import digest
 from tests.commands import python_m
 from tests.texts import write_program
 
@@ -50,4 +50,4 @@ def test_what_fits_is_submitted_and_what_was_planned_is_kept(tmp_path: Path) -> 
     assert said["verdict"] == "fits"
     assert said["ranks"][0]["world_size"] == 2
     queued = load_config(run_dir / "submit" / "1" / "config.yaml", []).config
-    assert said["config"] == history.digest(queued), "the job takes the plan for its own"
+    assert said["config"] == digest(queued), "the job takes the plan for its own"

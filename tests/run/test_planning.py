@@ -16,11 +16,9 @@ import torch
 
 from shardkit.config.load import load_config
 from shardkit.errors import ShardkitError
-from shardkit.hardware import calibration
 from shardkit.launch.ranks.env import RankEnv
-from shardkit.plan import history
 from shardkit.plan.client import Planner
-from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
+from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, digest
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
 from shardkit.run import planning
@@ -65,9 +63,6 @@ def test_a_run_shows_its_plan_beside_what_was_measured(
     section = page[page.index('<section id="plan"') :].partition("</section>")[0]
     for what in ("peak allocated", "params on the device", "optimizer on the device", "activations on the device"):
         assert section.count(f">{what}<") == len(names), what
-    (kept,) = history.runs(calibration.cpu_name())
-    assert kept["predicted"]["peak"] == estimate["peak"]["allocated"]
-    assert kept["measured"]["peak"] == pytest.approx(estimate["peak"]["allocated"], rel=0.1)
 
 
 def a_job(run_dir: Path, held: tuple[int, ...], *overrides: str, device: str = "cpu") -> Any:
@@ -166,7 +161,7 @@ def test_a_plan_that_fails_or_takes_too_long_is_one_warning(
 
 def test_the_plan_of_another_config_is_not_this_runs(tmp_path: Path) -> None:
     job = a_job(tmp_path, (1,), "memory.plan=true")
-    kept = {"config": history.digest(job.config), "ranks": [{"world_size": 1}]}
+    kept = {"config": digest(job.config), "ranks": [{"world_size": 1}]}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(kept))
     with planning.RunPlan() as plan:

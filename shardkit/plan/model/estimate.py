@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +15,6 @@ from ...errors import ConfigError
 from ...files import write_whole
 from ...hardware.cards import TYPICAL
 from ...memory.rows import Category, PhaseName
-from ..history import digest
 from .cost import TimeEstimate
 
 if TYPE_CHECKING:
@@ -29,6 +29,16 @@ EvaluationPhase = Literal["evaluate", "sample"]
 EVALUATION: tuple[EvaluationPhase, ...] = ("evaluate", "sample")
 """An evaluation's losses, and its texts from `train.sample_prompts`."""
 PlannedPhase = PhaseName | EvaluationPhase
+
+
+_BESIDE = {"run", "logging", "checkpoint", "profile", "memory"}
+"""Config sections that do not change a step's memory."""
+
+
+def digest(config: RunConfig) -> str:
+    """A hash that is equal for configs whose steps need the same memory."""
+    settings = config.model_dump(mode="json", exclude=_BESIDE)
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 class DoesNotFit(ConfigError):
