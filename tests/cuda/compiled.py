@@ -27,6 +27,7 @@ from shardkit.run.trainer import Trainer
 from shardkit.strategies.step import HostValue
 from tests.cuda.parity import Case
 from tests.cuda.parity_ranks import join
+from tests.emulated_cuda.counters import counts
 
 SEQ, MICRO, ACCUM = 512, 8, 2
 STEPS, RAGGED, EVAL_EVERY, RESUMED = 7, 5, 3, 2
@@ -52,9 +53,7 @@ def write_data(folder: Path) -> dict[str, Any]:
 
 
 def now() -> dict[str, int]:
-    import emucuda
-
-    made = emucuda.counts()
+    made = counts()
     graphs = counters["stats"]["unique_graphs"]
     return {"graphs": graphs, "launches": made["launch"], "graph_launches": made.get("graph_launch", 0)}
 

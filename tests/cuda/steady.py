@@ -12,6 +12,7 @@ from shardkit.run.job import Job, start
 from shardkit.strategies.base import StepRequest
 from shardkit.strategies.step import train_step
 from tests.cuda.parity import Case
+from tests.emulated_cuda.counters import counting
 
 WARM, MEASURED = 12, 3
 """DDP measures itself, and waits for that, in its first ten steps and each hundredth."""
@@ -38,8 +39,6 @@ def counted(todo: list[Case], backend: str) -> dict[Case, dict[str, list[Any]]]:
 
 def measure(job: Job, case: Case) -> dict[str, list[Any]]:
     """Calls and memory of the steps after warm-up."""
-    import emucuda
-
     from tests.cuda.parity_ranks import wrap
     from tests.strategies import cases
 
@@ -52,7 +51,7 @@ def measure(job: Job, case: Case) -> dict[str, list[Any]]:
     gc.disable()  # what it frees, and when, is not the step's doing
     try:
         for step in range(WARM + MEASURED):
-            with emucuda.counting() as calls:
+            with counting() as calls:
                 out = train_step(
                     job.strategy, job.ledger, batches, cases.loss_fn, 500.0, job.world.size, job.world.device,
                     StepRequest(job.config, job.blocks),

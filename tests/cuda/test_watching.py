@@ -22,6 +22,7 @@ from shardkit.report.read import read_run
 from tests.cuda import gpu_ranks
 from tests.cuda.steady import HELD
 from tests.emulated_cuda import needs_emulation
+from tests.emulated_cuda.counters import counting, counts
 from tests.integrations.loops import KINDS, NUMEL
 
 WARM, MEASURED, SIZE = 4, 8, 256
@@ -48,12 +49,10 @@ class Loop:
 
 def calls(loop: Loop) -> list[dict[str, int]]:
     """CUDA's calls of each step, after warm-up."""
-    import emucuda
-
     found = []
     for index in range(WARM + MEASURED):
         gc.disable()
-        with emucuda.counting() as made:
+        with counting() as made:
             loop.step()
         gc.enable()
         if index >= WARM:
@@ -97,9 +96,7 @@ class _Steps:
         self._index, self._before = 0, {}
 
     def end(self) -> None:
-        import emucuda
-
-        now = emucuda.counts()
+        now = counts()
         if self._index > WARM:
             self.found.append({name: now[name] - self._before[name] for name in HELD if now[name] > self._before[name]})
         self._index, self._before = self._index + 1, now

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from tests.emulated_cuda import call, needs_emulation
+from tests.emulated_cuda.counters import counting
 
 pytestmark = [pytest.mark.gpu, needs_emulation]
 
 
 def made(function: Any) -> dict[str, int]:
-    import emucuda
-
-    with emucuda.counting() as counts:
+    with counting() as calls:
         function()
-    return {name: number for name, number in counts.items() if number and not name.endswith("_ns")}
+    return {name: number for name, number in calls.items() if number and not name.endswith("_ns")}
 
 
 def allocations() -> list[dict[str, int]]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.emulated_cuda import call, needs_emulation
+from tests.emulated_cuda.counters import counting
 
 pytestmark = [pytest.mark.gpu, needs_emulation]
 
@@ -22,13 +23,11 @@ MIB = 1 << 20
 
 def step() -> dict[str, Any]:
     """A step of a model that would not fit on this machine."""
-    import emucuda
-
     layers = [nn.Linear(16384, 16384, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    with emucuda.counting() as made:
+    with counting() as made:
         model(torch.zeros(4, 16384, device="cuda", dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
     return {"made": made, "parameters": parameters, "allocated": torch.cuda.memory_allocated()}
@@ -191,8 +190,6 @@ def test_floats_that_nobody_computed_are_finite_on_the_host(tmp_path: Path) -> N
 
 def capture() -> dict[str, Any]:
     """A training step in a CUDA graph, replayed three times."""
-    import emucuda
-
     layer = nn.Linear(1024, 1024, device="cuda")
     x = torch.zeros(8, 1024, device="cuda")
 
@@ -211,7 +208,7 @@ def capture() -> dict[str, Any]:
     with torch.cuda.graph(graph):
         inside = torch.cuda.is_current_stream_capturing()
         kept = one()
-    with emucuda.counting() as made:
+    with counting() as made:
         for _ in range(3):
             graph.replay()
     refused = ""
