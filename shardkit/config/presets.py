@@ -56,6 +56,14 @@ HF_PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
+TASKS = {
+    "ForCausalLM": "hf_causal_lm",
+    "LMHeadModel": "hf_causal_lm",
+    "ForMaskedLM": "hf_masked_lm",
+    "ForImageClassification": "image_classification",
+    "ForImageSuperResolution": "super_resolution",
+}
+"""How a class in a model's `architectures` ends → the built-in task with that head."""
 _TASKS = {
     "gpt2": "hf_causal_lm", "llama": "hf_causal_lm", "bert": "hf_masked_lm", "vit": "image_classification",
     "swin2sr": "super_resolution",

@@ -3,9 +3,9 @@
 The plan is one of shardkit's own loop with these settings. Memory that Accelerate's loop takes beyond it is listed with
 its size, and a key that changes memory in a way that no plan has takes the verdict's place.
 
-The tables hold the keys of both tools that change memory, with the keys here that say the same, and the others, so that
-a typo and a newer release's key can be told from them; `section.*` stands for every key of a section. tests/foreign
-compares them with the installed packages.
+The tables hold the keys that change memory, with the keys here that say the same; of Accelerate also the others, so
+that a newer release's key can be told from them (`section.*` stands for every key of a section). tests/foreign compares
+them with the installed packages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config.errors import combined, shown
-from ..config.load import Layers, LoadedConfig, split_override
+from ..config.load import Layers, LoadedConfig, as_override, merged, split_override
 from ..config.other_tools import other_tool_error, tool_of
+from ..config.presets import TASKS
 from ..config.schema import SHARDING
 from ..config.yaml import Document, read_text, read_yaml
 from ..errors import ConfigError, gib, one_line
@@ -37,30 +38,27 @@ PASSED = "parallel.ds_config."
 class NoCounterpart(Exception): ...  # a value that changes memory and that shardkit cannot train, so not plan
 
 
-class WrongValue(Exception): ...  # a value that the tool itself refuses
-
-
 def truth(value: Any) -> bool:  # files hold `true`, `"true"`, `"yes"` and `1` for the same
     if str(value).lower() not in ("true", "yes", "1", "false", "no", "0"):
-        raise WrongValue("it is neither true nor false")
+        raise ValueError("it is neither true nor false")
     return str(value).lower() in ("true", "yes", "1")
 
 
 def whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
-        raise WrongValue("it is not a whole number")
+        raise ValueError("it is not a whole number")
     return int(value)
 
 
 def _norm(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise WrongValue("it is not a number")
+        raise ValueError("it is not a number")
     return value or None  # 0 turns clipping off in both tools
 
 
 def _stage(value: Any) -> str:
     if isinstance(value, bool) or value not in STAGES:
-        raise WrongValue("it is none of the stages 0, 1, 2, 3")
+        raise ValueError("it is none of the stages 0, 1, 2, 3")
     return STAGES[value]
 
 
@@ -98,29 +96,6 @@ def _adam(value: Any) -> Settings:
     return {"optim.name": "adamw"}
 
 
-_DEEPSPEEDS_OTHERS = """
-    steps_per_print dump_state disable_python_gc wall_clock_breakdown memory_breakdown log_level
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor
-    gradient_allreduce_op disable_allgather seq_parallel_communication_data_type use_data_before_expert_parallelism
-    dataloader_drop_last vocabulary_size managed_gradient_accumulation flops_profiler.* comms_logger.* tensorboard.*
-    wandb.* csv_monitor.* comet.* checkpoint.* aio.* timers.* autotuning.* data_efficiency.* datastates_ckpt.*
-    monitor_config.* bf16.check_grad_overflow bf16.immediate_grad_update fp16.auto_cast fp16.hysteresis
-    fp16.min_loss_scale fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window fp16.consecutive_hysteresis
-    optimizer.params.* scheduler.* optimizer.legacy_fusion dataloader_config.*
-    zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint zero_optimization.legacy_stage1
-    zero_optimization.log_trace_cache_warnings zero_optimization.stage3_gather_fp16_weights_on_model_save
-    zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.ignore_unused_parameters
-    zero_optimization.compute_grad_norm zero_optimization.pipeline_loading_checkpoint communication_data_type_op
-    zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.enable_sanity_checks
-    zero_optimization.override_module_apply zero_optimization.save_muon_momentum_buffer_in_memory torch_autocast.*
-    zero_optimization.leaf_module.* zero_optimization.zero_quantized_weights
-    zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_gradients
-    zero_optimization.zenflow.* weight_quantization.* compile.* zero_optimization.cpu_offload_use_pin_memory
-    zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc
-    tensor_parallel.* expert_parallel.* hybrid_engine.* sequence_parallel_size activation_checkpointing.* pipeline.*
-    bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads
-"""
-"""Keys that change no memory, or that `unplanned_effect` knows."""
 DEEPSPEED: dict[str, Convert | None] = {
     "train_micro_batch_size_per_gpu": _to("train.micro_batch_size", whole),
     "train_batch_size": _to("train.global_batch_size", whole),
@@ -145,7 +120,7 @@ DEEPSPEED: dict[str, Convert | None] = {
     "communication_data_type": _to("precision.reduce_dtype"),
     "data_types.grad_accum_dtype": _to(f"{PASSED}data_types.grad_accum_dtype"),
     "optimizer.type": _adam,
-    **dict.fromkeys(_DEEPSPEEDS_OTHERS.split()),
+    **dict.fromkeys(("communication_data_type_op", "zero_optimization.legacy_stage1")),  # near others, and no typos
 }
 DEEPSPEED_DEFAULTS: Settings = {
     "zero_optimization.reduce_bucket_size": 500_000_000,
@@ -162,7 +137,7 @@ def _sharding(value: Any) -> Settings:  # FSDP1's strategy by name or number, or
         return {"parallel.reshard_after_forward": truth(value)}
     name = _SHARDING[int(value) - 1] if str(value) in tuple("12345") else str(value).upper()
     if name not in _SHARDING:
-        raise WrongValue(f"it is none of {', '.join(_SHARDING)}")
+        raise ValueError(f"it is none of {', '.join(_SHARDING)}")
     if name == "NO_SHARD":
         return {"parallel.strategy": "ddp"}
     strategy = "hsdp" if name.startswith("HYBRID") else "fsdp"
@@ -172,7 +147,7 @@ def _sharding(value: Any) -> Settings:  # FSDP1's strategy by name or number, or
 def _halves(value: Any) -> Settings:  # one `precision.mode` is made of all files' fp16 and bf16 later
     word = "no" if value is False else str(value)  # YAML reads an unquoted no as false
     if word not in ("no", "fp16", "bf16", "fp8"):
-        raise WrongValue("it is none of no, fp16, bf16, fp8")
+        raise ValueError("it is none of no, fp16, bf16, fp8")
     return {"precision.mode": "fp8"} if word == "fp8" else {"fp16": word == "fp16", "bf16": word == "bf16"}
 
 
@@ -312,14 +287,6 @@ def read_content(content: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: config.get(key, converted[key]) for key in keys}
 
 
-TASKS = {
-    "ForCausalLM": "hf_causal_lm",
-    "LMHeadModel": "hf_causal_lm",
-    "ForMaskedLM": "hf_masked_lm",
-    "ForImageClassification": "image_classification",
-    "ForImageSuperResolution": "super_resolution",
-}
-"""How a class in a model's `architectures` ends → the built-in task with that head."""
 _REHEARSE = "shardkit rehearse -- accelerate launch train.py runs the program itself on emulated GPUs"
 _FSDP1_ONLY = ("sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")
 
@@ -335,21 +302,16 @@ class FileKey:
     note: str = ""  # the reason of a fate, or the source of a value that fills in `auto`
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)
-
-
 def read_job(
-    names: Sequence[str | Path | Mapping[str, Any]],  # files or their contents; one that another names is read too
+    paths: Sequence[str | Path],  # files; one that another names is read too
     model: str | Path | None = None,  # a transformers `config.json`, or a folder that holds one
     gpus: int | None = None,  # ranks of the job; default: what the files say, else 1
     overrides: Sequence[str] = (),  # of `load` later; an `auto` that one of them sets counts as filled
 ) -> ForeignJob:
     """Read Accelerate's file, DeepSpeed's file, or both of one job."""
     files: dict[str, tuple[str, dict[str, Any]]] = {}
-    for source in names:
-        name = "dict" if isinstance(source, Mapping) else one_line(str(source))
-        content = json.loads(json.dumps(source)) if isinstance(source, Mapping) else _parse(Path(source))
+    for path in map(Path, paths):
+        name, content = one_line(str(path)), _parse(path)
         if error := other_tool_error(name, content, in_from=True):
             raise error
         tool = tool_of(content)
@@ -438,12 +400,10 @@ class ForeignJob:
         if not self.deepspeed and self.kind == "DEEPSPEED":
             stage = self.accelerate.get("deepspeed_config.zero_stage", 2)
         self.stage = stage if isinstance(stage, int) and stage in STAGES else None
-        # On CPUs Accelerate shards nothing and trains with DDP.
-        self.on_cpu = str(self.accelerate.get("use_cpu")).lower() == "true"
+        self.on_cpu = str(self.accelerate.get("use_cpu")).lower() == "true"  # there it shards nothing: DDP
         is_fsdp = self.kind == "FSDP" and not self.on_cpu
-        version = str(self.accelerate.get("fsdp_config.fsdp_version", 1))
-        if is_fsdp and not accelerate_release().knows("fsdp_config.fsdp_version"):
-            version = "1"  # that release has FSDP1 alone
+        has_fsdp2 = is_fsdp and accelerate_release().knows("fsdp_config.fsdp_version")  # older ones have FSDP1 alone
+        version = str(self.accelerate.get("fsdp_config.fsdp_version", 1)) if has_fsdp2 else "1"
         self.fsdp = int(version) if is_fsdp and version in ("1", "2") else None
         if is_fsdp and self.fsdp is None:
             raise ConfigError(f"fsdp_config.fsdp_version={version} is neither FSDP1 nor FSDP2", "set it to 2")
@@ -466,15 +426,13 @@ class ForeignJob:
         self._settle()
         machines, file_gpus = self.settings.pop("machines", 1), self.settings.pop("gpus", None)
         self.gpus = max(1, gpus or file_gpus or 1)
-        # Ranks on one machine; None if the files contradict themselves.
-        self.gpus_per_node = self.gpus // machines if self.gpus % machines == 0 else None
+        self.gpus_per_node = None if self.gpus % machines else self.gpus // machines  # None: the files contradict it
         half = self._engine_and_precision(self.gpus)
         self._batch(self.gpus)
         self._task_and_loop()
         self._drop_what_does_nothing()
         self.added = [entry for entry in self.added if entry[0] in self.settings]
-        # Memory beyond the plan: (text, bytes for each value, for each token).
-        self.left_out = [*self._left_out(half)]
+        self.left_out = [*self._left_out(half)]  # beyond the plan: (text, bytes for each value, for each token)
         if SHARDING[self.settings["parallel.strategy"]].state and not (gpus or file_gpus):
             self.left_out.append(("more than one rank to shard over: name them with --gpus N", 0, 0))
 
@@ -493,18 +451,13 @@ class ForeignJob:
         keys = {key for key, _ in pairs}
         if adapter := next((f"{key}={value}" for key, value in pairs if key.startswith("adapter.")), None):
             raise ConfigError(f"{adapter}: the script puts adapters into its model, which no file shows", _REHEARSE)
-        open_points = [ConfigError(cause, fix) for cause, fix, setting in self.problems if setting not in keys]
-        if open_points:
+        if open_points := [ConfigError(cause, fix) for cause, fix, setting in self.problems if setting not in keys]:
             raise combined(open_points)
         tree: dict[str, Any] = {}
         for dotted, value in self.settings.items():
-            *sections, key = dotted.split(".")
-            inner = tree
-            for section in sections:
-                inner = inner.setdefault(section, {})
-            inner[key] = value
-        if ("run.device", "cpu") in pairs and self.settings.get("optim.implementation") == "foreach":
-            tree["optim"]["implementation"] = "for_loop"  # torch's own choice there
+            for part in reversed(dotted.split(".")):
+                value = {part: value}
+            tree = merged(tree, value)
         layers = Layers()
         layers.add_file(self.name, Document(tree))
         layers.add_override("train.eval_samples", 0, raw=False)  # shardkit's evaluation is no part of Accelerate's loop
@@ -530,30 +483,32 @@ class ForeignJob:
                 settings = ", ".join(self._shown(setting, value) for setting, value in entry.settings.items())
                 end = [f"→ {settings}"] if settings else []
                 end += [] if entry.fate in ("mapped", "default") else [entry.fate]
-                yield f"  {f'{entry.key}: {_text(entry.value)}':<46}  {': '.join([*end, entry.note]).rstrip(': ')}"
+                key_and_value = f"{entry.key}: {as_override(entry.value)}"
+                yield f"  {key_and_value:<46}  {': '.join([*end, entry.note]).rstrip(': ')}"
             if absent := [entry.key for entry in keys if entry.fate == "absent"]:
-                yield f"  without a counterpart, and without memory: {', '.join(absent)}"
+                yield f"  without a counterpart here: {', '.join(absent)}"
         if self.added:
             yield "set because the loop differs"
-            yield from (f"  {f'{key}={_text(value)}':<46}  {reason}" for key, value, reason in self.added)
+            yield from (f"  {f'{key}={as_override(value)}':<46}  {reason}" for key, value, reason in self.added)
 
     def _shown(self, setting: str, value: Any) -> str:
         if setting in ("fp16", "bf16"):
             return f"precision.mode={self.settings['precision.mode']}" if value else f"not {setting}"
         setting = "parallel.strategy" if setting == "engine" else setting
-        return f"{setting}={_text(self.settings.get(setting, value))}"
+        return f"{setting}={as_override(self.settings.get(setting, value))}"
 
     def _read(self, tool: str, file: str, key: str, value: Any, fate: str = "mapped") -> FileKey:
         is_known, convert = find(tool, key)
         is_installed = tool == "DeepSpeed" or accelerate_release().knows(key)
+        others = () if is_known and is_installed else (name for name in KEYS[tool] if name != key)
+        near = get_close_matches(key, others, 1, 0.85)
         settings: Settings = {}
         note = unplanned_effect(key, value)
         if not note and is_installed and not is_known and tool == "Accelerate":
             note = "shardkit does not know the effect of this key of the installed Accelerate"
         if note:
             fate = "unplanned"
-        elif not (is_known and is_installed):
-            near = get_close_matches(key, [name.removesuffix(".*") for name in KEYS[tool] if name != key], 1, 0.85)
+        elif near or not is_installed:
             fate, note = "unknown", f"did you mean {near[0]}?" if near else f"no key of {tool}"
         elif note := self._ignored(tool, key):
             fate = "ignored"
@@ -566,7 +521,7 @@ class ForeignJob:
                 settings = convert(value)
             except NoCounterpart as error:
                 fate, note = "unplanned", str(error)
-            except WrongValue as error:
+            except ValueError as error:  # a value that the tool itself refuses
                 raise ConfigError(f"{file}: {key}={shown(value)} is wrong: {error}", "correct it") from None
         return FileKey(file, tool, key, value, fate, settings, note)
 
@@ -701,7 +656,7 @@ class ForeignJob:
             self._set("data.mask_fraction", 1.0, "transformers computes the logits of every token, masked or not")
         self._set("optim.decay_norm_bias_embed", True, "an optimizer over model.parameters() has one group")
         if "optimizer.type" not in self.deepspeed or self.deepspeed.get("optimizer.params.torch_adam"):
-            on_cpu = self.settings.get("run.device") == "cpu"
+            on_cpu = "cpu" in (self.settings.get("run.device"), self.command_line.get("run.device"))
             self._set("optim.implementation", "for_loop" if on_cpu else "foreach", "torch's own choice for AdamW")
 
     def _drop_what_does_nothing(self) -> None:

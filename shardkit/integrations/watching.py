@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..config.presets import TASKS
 from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
-from ..foreign.translate import TASKS
 from ..launch.failures import failure, job_starts
 from ..memory.ledger import MemoryLedger
 from ..memory.loop_hooks import LoopHooks

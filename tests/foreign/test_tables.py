@@ -8,11 +8,41 @@ from pathlib import Path
 import pytest
 
 from shardkit.config.libraries import TESTED, installed
-from shardkit.foreign.translate import DEEPSPEED, DEEPSPEED_DEFAULTS, find
+from shardkit.foreign.translate import DEEPSPEED, DEEPSPEED_DEFAULTS
 
 pytestmark = pytest.mark.skipif(
     installed("deepspeed") != TESTED["deepspeed"][1], reason=f"needs DeepSpeed {TESTED['deepspeed'][1]}"
 )
+
+OTHERS = """
+    steps_per_print dump_state disable_python_gc wall_clock_breakdown memory_breakdown log_level
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor
+    gradient_allreduce_op disable_allgather seq_parallel_communication_data_type use_data_before_expert_parallelism
+    dataloader_drop_last vocabulary_size managed_gradient_accumulation flops_profiler.* comms_logger.* tensorboard.*
+    wandb.* csv_monitor.* comet.* checkpoint.* aio.* timers.* autotuning.* data_efficiency.* datastates_ckpt.*
+    monitor_config.* bf16.check_grad_overflow bf16.immediate_grad_update fp16.auto_cast fp16.hysteresis
+    fp16.min_loss_scale fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window fp16.consecutive_hysteresis
+    optimizer.params.* scheduler.* optimizer.legacy_fusion dataloader_config.*
+    zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint zero_optimization.legacy_stage1
+    zero_optimization.log_trace_cache_warnings zero_optimization.stage3_gather_fp16_weights_on_model_save
+    zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.ignore_unused_parameters
+    zero_optimization.compute_grad_norm zero_optimization.pipeline_loading_checkpoint communication_data_type_op
+    zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.enable_sanity_checks
+    zero_optimization.override_module_apply zero_optimization.save_muon_momentum_buffer_in_memory torch_autocast.*
+    zero_optimization.leaf_module.* zero_optimization.zero_quantized_weights
+    zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_gradients
+    zero_optimization.zenflow.* weight_quantization.* compile.* zero_optimization.cpu_offload_use_pin_memory
+    zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc
+    tensor_parallel.* expert_parallel.* hybrid_engine.* sequence_parallel_size activation_checkpointing.* pipeline.*
+    bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads
+"""
+"""Keys that change no memory, or that `unplanned_effect` knows; a new one belongs here or into the table."""
+KNOWN = {*DEEPSPEED, *OTHERS.split()}
+
+
+def is_known(key: str) -> bool:
+    parts = key.split(".")
+    return bool(KNOWN & {key, *(".".join([*parts[:end], "*"]) for end in range(1, len(parts)))})
 
 
 def test_every_key_of_deepspeeds_sections_is_in_the_table() -> None:
@@ -29,10 +59,8 @@ def test_every_key_of_deepspeeds_sections_is_in_the_table() -> None:
     for section, model in classes.items():
         names = {field.alias or name for name, field in model.model_fields.items()}
         nested = {name for name in names if f"{section}.{name}" in classes or name in ("zenflow", "leaf_module")}
-        assert sorted(n for n in names - nested if not find("DeepSpeed", f"{section}.{n}")[0]) == [], section
-        listed = {
-            key.removeprefix(f"{section}.").partition(".")[0] for key in DEEPSPEED if key.startswith(f"{section}.")
-        }
+        assert sorted(n for n in names - nested if not is_known(f"{section}.{n}")) == [], section
+        listed = {key.removeprefix(f"{section}.").partition(".")[0] for key in KNOWN if key.startswith(f"{section}.")}
         assert sorted(listed - names) == [], section
 
 
@@ -43,7 +71,7 @@ def test_every_key_at_the_top_of_deepspeeds_file_is_in_the_table() -> None:
     names = {str(getattr(constants, name)) for name in used if hasattr(constants, name)}
     names |= set(re.findall(r"param_dict(?:\.get\(|\[)['\"](\w+)['\"]", source))
     assert len(names) > 20
-    tops = {key.partition(".")[0] for key in DEEPSPEED}
+    tops = {key.partition(".")[0] for key in KNOWN}
     assert sorted(name for name in names if name not in tops) == []
 
 
