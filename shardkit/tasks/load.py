@@ -23,8 +23,7 @@ from .base import Task
 from .causal_lm import CausalLM
 from .hf_causal_lm import HFCausalLM
 from .hf_masked_lm import HFMaskedLM
-from .image_classification import ImageClassification
-from .super_resolution import SuperResolution
+from .images import ImageClassification, SuperResolution
 
 BUILT_IN: dict[TaskName, Callable[[RunConfig], Task]] = {
     "causal_lm": CausalLM,

@@ -18,8 +18,7 @@ from shardkit.data.pictures import (
     split_pictures,
 )
 from shardkit.errors import ConfigError, DataError
-from shardkit.tasks.image_classification import ImageClassification
-from shardkit.tasks.super_resolution import SuperResolution, psnr
+from shardkit.tasks.images import ImageClassification, SuperResolution, psnr
 
 
 def paint(folder: Path, names: list[str], size: int = 40) -> Path:
