@@ -7,9 +7,12 @@ added.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import median
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
+
+from pydantic import TypeAdapter
 
 from ..errors import gib
 
@@ -148,15 +151,13 @@ class RankRow:
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> RankRow:
         """Inverse of `to_json`; a later version's fields are skipped, fields that an earlier one lacks get defaults."""
-        kinds = {field.name: str(field.type) for field in fields(cls)}
-        return cls(
-            identity=_pick(Identity, obj),
-            host_mem=_pick(HostMemory, obj["host_mem"]),
-            device_mem=None if obj["device_mem"] is None else _pick(DeviceMemory, obj["device_mem"]),
-            state=None if obj["state"] is None else {k: _pick(StateBytes, v) for k, v in obj["state"].items()},
-            phases={phase_name(k): _pick(PhaseMemory, v) for k, v in obj["phases"].items()},
-            **{name: _checked(name, obj[name], kind) for name, kind in kinds.items() if kind in _ALLOWED},
-        )
+        phases = {phase_name(name): memory for name, memory in obj["phases"].items()}
+        return _row_type().validate_python({**obj, "identity": obj, "phases": phases})
+
+
+@cache
+def _row_type() -> TypeAdapter[RankRow]:
+    return TypeAdapter(RankRow)
 
 
 def quantized_bytes(row: RankRow) -> int:
@@ -172,26 +173,6 @@ def phase_name(name: str) -> Any:
 def gather_json(step: int, time: float, rows: Sequence[RankRow]) -> dict[str, Any]:
     """The object that one gather adds to `memory.jsonl`; `time` in seconds since the epoch."""
     return {"schema": SCHEMA, "step": step, "time": round(time, 3), "ranks": [row.to_json() for row in rows]}
-
-
-_T = TypeVar("_T", HostMemory, DeviceMemory, StateBytes, PhaseMemory, Identity)
-
-
-def _pick(cls: type[_T], obj: Mapping[str, Any]) -> _T:
-    present = (field for field in fields(cls) if field.name in obj or field.default is MISSING)
-    return cls(**{field.name: _checked(field.name, obj[field.name], str(field.type)) for field in present})
-
-
-_ALLOWED = {
-    "str": (str,), "str | None": (str, type(None)), "int": (int,), "int | None": (int, type(None)),
-    "float": (int, float), "float | None": (int, float, type(None)),
-}  # fmt: skip
-
-
-def _checked(name: str, value: Any, kind: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, _ALLOWED[kind]):
-        raise TypeError(f"{name} is not of type {kind}")
-    return value
 
 
 SLOW = 1.2
