@@ -64,10 +64,7 @@ def prepare(loaded: LoadedConfig, world: Ranks, exclusive: bool = True) -> tuple
     """Claim `run.dir` for this run. Collective: every rank stops if rank 0 may not write.
 
     `exclusive`: refuse a directory that holds other things than a run; False where another tool trains and may use the
-    directory too.
-
-    Returns:
-        The directory, and on rank 0 its `Owner`, which the caller must close.
+    directory too. Returns the directory, and on rank 0 its `Owner`, which the caller must close.
     """
     path, claimed = Path(loaded.config.run.dir), list[Owner]()
     files_in_use = [str(names) for names in world.gather(os.environ.get("SHARDKIT_KEEP", ""))]  # each node has its own

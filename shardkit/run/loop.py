@@ -26,7 +26,7 @@ from ..parallel.precision import tensors_of
 from ..strategies.step import Mark
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts
-from .checks import FirstUpdate, SumCheck, audit, say_graph_breaks
+from .checks import FirstUpdate, SumCheck, say_graph_breaks
 from .evaluate import evaluate, write_samples
 from .job import Job
 from .optimizer_step import OptimizerStep
@@ -183,7 +183,6 @@ class Loop:
         if not record.get("skipped"):
             self.first_update.check(step.lr)
         if self.step == self.first_step:
-            audit(self.job.strategy, self.job.world, self.run_dir)
             if self.config.compile.enabled:
                 say_graph_breaks()
             self.watchdog.set_limit(self.config.run.step_timeout_s)

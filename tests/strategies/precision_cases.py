@@ -12,9 +12,11 @@ import torch.distributed as dist
 from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer
 from shardkit.config.schema import PrecisionConfig
+from shardkit.memory.probe import local_tensors
+from shardkit.memory.rows import KINDS
 from shardkit.parallel.precision import loss_scaler, to_device
-from shardkit.run.checks import count_dtypes
 from shardkit.run.job import Job, StepResult, start
+from shardkit.strategies import Strategy
 from shardkit.strategies.base import StepRequest
 from tests.strategies import cases
 
@@ -43,6 +45,23 @@ def curves(names: list[str], extra: dict[str, Any], steps: int = 4) -> dict[str,
     """Losses and norms of each strategy under `extra` settings."""
     rank, world = dist.get_rank(), dist.get_world_size()
     return {name: cases.train(settings(name, world) | extra, rank, world, steps) for name in names}
+
+
+def count_dtypes(strategy: Strategy) -> dict[str, dict[str, int]]:
+    """This rank's bytes of each category of state by dtype; a storage counts once, whole."""
+    n_bytes: dict[str, dict[str, int]] = {}
+    seen: set[int] = set()
+    for kind in KINDS:
+        for of, tensor in strategy.state_tensors():
+            if of != kind:
+                continue
+            for local in local_tensors(tensor):
+                storage = local.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    by_type, name = n_bytes.setdefault(kind, {}), str(local.dtype).removeprefix("torch.")
+                    by_type[name] = by_type.get(name, 0) + storage.nbytes()
+    return n_bytes
 
 
 def types(names: list[str], extra: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
