@@ -109,12 +109,20 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
             f"{environ['SLURM_GPUS_PER_NODE']}: each rank takes the GPU of its number on the node",
             "sbatch --gpus-per-node N without --gpus-per-task",
         )
+    restart = integer(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
+    job_id, task, style = environ["SLURM_JOB_ID"], environ.get("SLURM_ARRAY_TASK_ID"), args[0]
+    n_nodes, n_ranks = integer(environ, "SLURM_JOB_NUM_NODES"), _ranks_per_node(style, environ)
     if args[1] == "--script" and len(args) == 3:
-        return _read_script(args[0], Path(args[2]), environ)
+        path = Path(args[2])
+        with system_errors(LaunchError, f"cannot read {path}", "submit the job again"):
+            program = from_json(path.read_text(), str(path))
+        run_dir = path.absolute().parents[2]
+        if task is not None:
+            run_dir, program = run_dir / f"array_{task}", program.numbered(task)
+        return Batch(style, job_id, restart, None, (), run_dir, n_nodes, n_ranks, is_periodic=True, script=program)
     from ..config.load import load_config  # a script needs no config
 
-    style, config, overrides = args[0], None if args[1] == "-" else args[1], list(args[2:])
-    task = environ.get("SLURM_ARRAY_TASK_ID")
+    config, overrides = None if args[1] == "-" else args[1], list(args[2:])
     if task is not None:
         overrides = [override.replace("%a", task) for override in overrides]
     loaded = load_config(config, overrides)
@@ -123,53 +131,15 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         run_dir = run_dir / f"array_{task}"
         overrides.append(f"run.dir={run_dir}")
         loaded = load_config(config, overrides)
-    job_id, restart = _start(environ)
     pinned = _pinned(run_dir, job_id)
     if restart and pinned.exists():  # the submitted file may have changed since
         config, overrides = str(pinned), []
         loaded = load_config(config, overrides)
-    n_nodes, n_ranks = integer(environ, "SLURM_JOB_NUM_NODES"), _ranks_per_node(style, environ)
     n_gpus = integer(environ, "SLURM_GPUS_ON_NODE") if environ.get("SLURM_GPUS_ON_NODE") else 0
     spec.check_fits(loaded.config, n_nodes, n_ranks, n_gpus)
-    return Batch(
-        style=style,
-        job_id=job_id,
-        restart=restart,
-        config=config,
-        overrides=tuple(overrides),
-        run_dir=run_dir,
-        n_nodes=n_nodes,
-        n_ranks_per_node=n_ranks,
-        snapshot=loaded.render(),
-        is_periodic=loaded.config.checkpoint.is_periodic,
-    )
-
-
-def _start(environ: Mapping[str, str]) -> tuple[str, int]:
-    """(the job's id, how often it was requeued)."""
-    restart = integer(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
-    return environ["SLURM_JOB_ID"], restart
-
-
-def _read_script(style: str, path: Path, environ: Mapping[str, str]) -> Batch:
-    with system_errors(LaunchError, f"cannot read {path}", "submit the job again"):
-        program = from_json(path.read_text(), str(path))
-    run_dir, task = path.absolute().parents[2], environ.get("SLURM_ARRAY_TASK_ID")
-    if task is not None:
-        run_dir, program = run_dir / f"array_{task}", program.numbered(task)
-    job_id, restart = _start(environ)
-    return Batch(
-        style=style,
-        job_id=job_id,
-        restart=restart,
-        config=None,
-        overrides=(),
-        run_dir=run_dir,
-        n_nodes=integer(environ, "SLURM_JOB_NUM_NODES"),
-        n_ranks_per_node=_ranks_per_node(style, environ),
-        is_periodic=True,
-        script=program,
-    )
+    is_periodic = loaded.config.checkpoint.is_periodic
+    text = loaded.render()
+    return Batch(style, job_id, restart, config, tuple(overrides), run_dir, n_nodes, n_ranks, text, is_periodic)
 
 
 def _pinned(run_dir: Path, job_id: str) -> Path:
@@ -283,6 +253,12 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     noted = queued = was_bounded = False
     newest_then = before
     rank_0 = Follower(batch.log_dir / "rank-0.log", sys.stdout.buffer) if batch.style == "srun" else None
+
+    def pump() -> None:
+        srun.pump()
+        if rank_0 is not None:
+            rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
+
     while process.poll() is None:
         warning.watch(batch.job_id, batch.run_dir, batch.restart)
         if warning.ending is not None and not noted:  # Slurm may leave this script no time for it at the end
@@ -304,14 +280,10 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
         if not was_bounded and bound.is_passed():
             was_bounded = True
             process.kill()  # it waits for tasks whose processes are gone
-        srun.pump()
         in_use.beat()
-        if rank_0 is not None:
-            rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
+        pump()
         time.sleep(_POLL_S)
-    srun.pump()
-    if rank_0 is not None:
-        rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
+    pump()
     saved = batch.newest_checkpoint()
     code = after(batch, process.returncode, warning, environ, saved if saved != before else None, was_bounded)
     in_use.close()
