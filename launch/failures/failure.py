@@ -55,8 +55,8 @@ _GPU_FAILED = re.compile(
 _GPU_FULL = re.compile(r"(CUDA|HIP) (error: )?out of memory", re.IGNORECASE)
 _GPU_FULL_CAUSE = (
     "  likely cause: the GPU's memory is full",
-    "  fix: a smaller micro-batch with more accumulation, or activation checkpointing; `shardkit plan --from` predicts "
-    "jobs of Accelerate, DeepSpeed and the Trainer",
+    "  fix: a smaller micro-batch with more accumulation, or activation checkpointing; `shardkit rehearse -- COMMAND` "
+    "tells what fits",
 )
 _GPU_CAUSE = (
     "  likely cause: its GPU failed, or an earlier kernel did and left the device unusable",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,13 +85,9 @@ class ClusterOptions:
     def slurm_options(self) -> SlurmOptions:
         from ..launch.spec import SlurmOptions
 
-        return SlurmOptions(
-            style=self.style, time=self.time, partition=self.partition, account=self.account, qos=self.qos,
-            array=self.array, dependency=self.dependency, constraint=self.constraint, mem=self.mem,
-            exclude=self.exclude, cpus_per_task=self.cpus_per_task, container=self.container,
-            container_mounts=self.container_mounts, signal_s=self.signal_s, max_requeues=self.max_requeues,
-            extra=tuple(self.sbatch or ()),
-        )  # fmt: skip
+        of_slurm = {entry.name for entry in fields(SlurmOptions)}  # the options of both have one name
+        same = {name: option for name, option in vars(self).items() if name in of_slurm}
+        return SlurmOptions(**same, extra=tuple(self.sbatch or ()))
 
     def pod_options(self, manifest: ManifestOptions) -> KubernetesOptions:
         from ..launch.slurm.preemption_warning import limit_s

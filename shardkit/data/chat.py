@@ -104,11 +104,7 @@ class Columns:
         return [*self.names.values(), *(name for name in self.further if changes_meaning(name))]
 
     def values(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row's values by use ("messages", "tools", …), without null members of objects; see `plain`.
-
-        Raises:
-            RowError: a value holds a number that is not finite, or is nested too deeply.
-        """
+        """The row's values by use ("messages", "tools", …), without null members of objects; see `plain`."""
         values = {}
         for use, name in self.names.items():
             try:
@@ -125,9 +121,6 @@ def plain(value: Any) -> Any:
 
     Arrow and parquet give every object the members of all others, filled with nulls, so that a null and a missing
     member are the same there. They are the same in JSON lines too: tokens must not depend on the file's format.
-
-    Raises:
-        ValueError: it holds a number that is not finite, which no JSON text has.
     """
     if isinstance(value, Mapping):
         return {key: plain(member) for key, member in value.items() if member is not None}
@@ -253,12 +246,7 @@ class Template:
     ) -> tuple[str, list[Span]]:
         """Render a conversation; returns the text and the ranges of characters that the template marks as replies.
 
-        Args:
-            prompt: also write the start of a reply, as for generation.
-
-        Raises:
-            RowError: the template rejects these messages.
-            DataError: the template is of no use for any row: bad syntax, or an operation that the sandbox forbids.
+        `prompt`: also write the start of a reply, as for generation.
         """
         import jinja2
         from jinja2.exceptions import SecurityError
@@ -333,13 +321,7 @@ class RowReader:
         self._reads: dict[str, bool] = {}
 
     def read(self, row: Mapping[str, Any]) -> list[Text]:
-        """Return the row's samples: one, or several if the template changes earlier turns (see `_by_reply`).
-
-        Raises:
-            RowError: the row cannot be used; the message gives the reason.
-            RefusedRow: the row says that the set is no data for this task.
-            DataError: see `Template.render`.
-        """
+        """Return the row's samples: one, or several if the template changes earlier turns (see `_by_reply`)."""
         self._look_at_further_columns(row)
         values = self.columns.values(row)
         if self.columns.kind == "text":

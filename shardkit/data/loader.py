@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -131,9 +130,8 @@ class WindowOrder:
     So a reader holds `WINDOW` pieces at a time, and the order is a function of (seed, epoch, window) alone. Unshuffled,
     rows follow one another.
 
-    Args:
-        sizes: int64, rows of each piece; the rows of all pieces are counted through.
-        goes_on: bool, which pieces stay behind the piece before them; None = no piece.
+    `sizes`: rows of each piece; the rows of all pieces are counted through. `goes_on`: which pieces stay behind the
+    piece before them; None = no piece.
     """
 
     WINDOW = 4
@@ -200,9 +198,6 @@ class BatchSchedule:
     A global batch is the next `global_batch` positions of the epoch's order; it never spans two epochs. Its samples are
     spread evenly over the accum × world micro-batches, and every rank runs `accum` of them; in an epoch's smaller last
     batch some are smaller and some may be empty.
-
-    Raises:
-        ValueError: `global_batch` is not micro_batch × accum × world.
     """
 
     n_samples: int
@@ -277,14 +272,10 @@ class StepBatch:
 
 
 class StepLoader:
-    """Iterates over optimizer steps from `state` on, epoch after epoch, `n_steps` of them or without end.
+    """Iterates over `n_steps` optimizer steps from `state` on, epoch after epoch.
 
     With `workers` > 0, that many processes load ahead, `prefetch` micro-batches each; they live until `close`, across
     epochs. With 0, samples are loaded on demand. The samples are the same either way.
-
-    Args:
-        collate: makes a micro-batch of a list of samples; `default_collate` when None.
-        pin_memory: copy batches to page-locked memory, for asynchronous copies to a GPU.
     """
 
     def __init__(
@@ -293,14 +284,14 @@ class StepLoader:
         schedule: BatchSchedule,
         collate: Collate | None = None,
         *,
-        state: State | None = None,
-        n_steps: int | None = None,
+        state: State = State(),
+        n_steps: int,
         workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
         self._schedule = schedule
-        self._state = state or State()
+        self._state = state
         self._steps_left = n_steps
         together = collate or default_collate
         loader: DataLoader[Any] = DataLoader(
@@ -327,8 +318,7 @@ class StepLoader:
         parts, after = self._schedule.micro_batches(self._state)
         step = StepBatch([(_checked(next(self._batches)), not part) for part in parts], after)
         self._state = after
-        if self._steps_left is not None:
-            self._steps_left -= 1
+        self._steps_left -= 1
         return step
 
     def close(self) -> None:
@@ -337,9 +327,9 @@ class StepLoader:
         self._batches = None
 
 
-def _micro_batches(schedule: BatchSchedule, state: State, n_steps: int | None) -> Iterator[list[int]]:
+def _micro_batches(schedule: BatchSchedule, state: State, n_steps: int) -> Iterator[list[int]]:
     """The schedule's micro-batches in order, with the first sample in place of an empty one."""
-    for _ in itertools.count() if n_steps is None else range(n_steps):
+    for _ in range(n_steps):
         parts, state = schedule.micro_batches(state)
         yield from (part or [0] for part in parts)
 
@@ -384,10 +374,8 @@ def eval_batches(
     """This rank's evaluation micro-batches as (batch, is_filler): the same number on every rank.
 
     The samples are the same for every `micro_batch` and `world`, each once. Micro-batches are dealt to the ranks in
-    turn; a rank without one in the last round gets the first sample as a filler.
-
-    Args:
-        limit: samples over all ranks; evenly spaced ones represent a larger dataset. `None` = every sample.
+    turn; a rank without one in the last round gets the first sample as a filler. `limit`: samples over all ranks;
+    evenly spaced ones represent a larger dataset.
     """
     together = collate or default_collate
     n = len(dataset)

@@ -166,9 +166,6 @@ class ScaledCrops:
 
     `low` is `high` reduced by bicubic interpolation. Sample i is crop i // n of picture i % n: augmented, a random one,
     mirrored and turned; otherwise crops are evenly spaced along the picture's diagonal.
-
-    Raises:
-        DataError: (from `__getitem__`) a picture is smaller than a crop.
     """
 
     def __init__(

@@ -952,9 +952,8 @@ def cut(
 ) -> list[Piece]:
     """The pieces of all files, in order. Binary files among text are left out.
 
-    Args:
-        n_bytes: bytes of a piece of text or JSON lines; None = the format's usual.
-        split_groups: cut large row groups of parquet into parts, which must be read in order; see `PieceReader`.
+    `n_bytes`: bytes of a piece of text or JSON lines; None = the format's usual. `split_groups`: cut large row groups
+    of parquet into parts, which must be read in order; see `PieceReader`.
     """
     pieces: list[Piece] = []
     for file in files:

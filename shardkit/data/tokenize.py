@@ -152,12 +152,7 @@ class Encoder:
             self.suffix = [*self.suffix, recipe.eos]
 
     def texts(self, row: Any) -> list[Text]:
-        """The row's text, as one sample or several.
-
-        Raises:
-            RowError: the row cannot be used.
-            RefusedRow: the set is no data for this task.
-        """
+        """The row's text, as one sample or several."""
         texts = [Text(row)] if isinstance(row, str) else self.reader.read(row)
         try:
             for text in texts:

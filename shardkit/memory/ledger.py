@@ -234,12 +234,9 @@ class MemoryLedger:
         self._step_times.append((step_time_s, data_wait_s, step_time_s if busy_s is None else busy_s))
 
     def gather(self, step: int) -> list[RankRow] | None:
-        """Bring every rank's row to rank 0 in one collective of constant size; `None` on other ranks.
+        """Bring every rank's row to rank 0, in rank order, in one collective of constant size; `None` on other ranks.
 
         `step`: the step that has just ended; the same on every rank.
-
-        Returns:
-            The rows in rank order.
         """
         began = time.perf_counter()
         row = self.row()

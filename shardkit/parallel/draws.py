@@ -65,10 +65,8 @@ class InitRecipe:
     def fill(self, seed: int, out: torch.Tensor, start: int = 0) -> int:
         """Write the values [start, start + out.numel()) of the flattened tensor into `out`.
 
-        `out`: 1-D, of any dtype and device.
-
-        Returns:
-            The number of random values drawn: at most those of two chunks more than `out` has.
+        `out`: 1-D, of any dtype and device. Returns the number of random values drawn: at most those of two chunks
+        more than `out` has.
         """
         drawn, end = 0, start + out.numel()
         buffer = torch.empty(min(CHUNK, self.numel), dtype=self.dtype)

@@ -130,17 +130,16 @@ def _as_type(dtype: torch.dtype, value: Any) -> Any:
 _as_fp32 = partial(_as_type, torch.float32)
 
 
-def convert_to_fp8(model: nn.Module, config: PrecisionConfig, *, emulate: bool = False) -> None:
+def convert_to_fp8(model: nn.Module, config: PrecisionConfig) -> None:
     """fp8: let torchao's `Float8Linear` compute the products of the model's linear layers, in place.
 
-    Layers whose sizes are not multiples of 16 (the hardware's unit) and output heads stay bf16. `emulate`: imitate the
-    hardware in fp32 on any device; for tests.
+    Layers whose sizes are not multiples of 16 (the hardware's unit) and output heads stay bf16.
     """
     if config.mode != "fp8":
         return
     fix = "pip install 'shardkit[torchao]', or set precision.mode=bf16"
     with importing("precision.mode=fp8 needs torchao", fix):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8 import convert_to_float8_training
 
     def qualifies(module: nn.Module, fqn: str) -> bool:
         if not isinstance(module, nn.Linear) or "head" in fqn.rsplit(".", 1)[-1]:
@@ -152,7 +151,7 @@ def convert_to_fp8(model: nn.Module, config: PrecisionConfig, *, emulate: bool =
             "precision.mode=fp8, but no linear layer has sizes that are multiples of 16",
             "choose a width that is a multiple of 16, or set precision.mode=bf16",
         )
-    convert_to_float8_training(model, config=Float8LinearConfig(emulate=emulate), module_filter_fn=qualifies)
+    convert_to_float8_training(model, module_filter_fn=qualifies)
 
 
 Change = Callable[[torch.Tensor], torch.Tensor]

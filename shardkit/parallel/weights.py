@@ -103,11 +103,7 @@ def scalars_as_vectors() -> AbstractContextManager[None]:
 
 
 def show_scalars(model: nn.Module) -> set[str]:
-    """Give the model's 0-d parameters shape [1], and let the model's own code still read them as 0-d.
-
-    Returns:
-        The parameters' names.
-    """
+    """Give the model's 0-d parameters shape [1], which its own code still reads as 0-d; returns their names."""
     scalar_names: set[str] = set()
     with scalars_as_vectors():
         for prefix, module in model.named_modules():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit.config.errors import suggest
-from shardkit.config.names import HERE, OTHER_NAMES
+from shardkit.config.errors import HERE, OTHER_NAMES, suggest
 from shardkit.config.schema import section_fields
 
 

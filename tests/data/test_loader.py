@@ -71,7 +71,7 @@ def test_goes_on_from_a_state() -> None:
 
 def test_close_ends_the_workers_and_further_use_is_refused() -> None:
     before = set(multiprocessing.active_children())
-    loader = StepLoader(Squares(100), schedule(100), workers=2)
+    loader = StepLoader(Squares(100), schedule(100), n_steps=50, workers=2)
     next(loader)
     started = set(multiprocessing.active_children()) - before
     assert len(started) == 2
@@ -98,7 +98,7 @@ def test_the_global_random_state_is_left_alone(workers: int) -> None:
 def test_an_error_in_a_dataset_reaches_the_caller_whoever_loads(
     workers: int, kind: type[Exception], shown: str
 ) -> None:
-    loader = StepLoader(Broken(kind), schedule(), workers=workers)
+    loader = StepLoader(Broken(kind), schedule(), n_steps=5, workers=workers)
     with pytest.raises(kind, match=shown):
         drain(loader)
     loader.close()

@@ -37,7 +37,7 @@ def test_a_row_reaches_its_batch_through_few_files(tmp_path: Path, capsys: pytes
         text = TextData(settings, 512, "model.vocab_size")
         data = text.dataset("train")
         schedule = BatchSchedule(len(data), 4, 4, 1, 0, 1, 0, True, False)
-        loader = StepLoader(data, schedule, text.collate)
+        loader = StepLoader(data, schedule, text.collate, n_steps=2)
         batch = next(loader)
     finally:
         sys.setprofile(None)

@@ -286,15 +286,12 @@ def following_modules(log: EventLog, model: nn.Module) -> Iterator[None]:
 
 
 def repeat_last_step(log: EventLog, end: str) -> bool:
-    """Insert a copy of the last step before it, as if three steps had been traced instead of two.
+    """Insert a copy of the last step before it, as if three steps had been traced; False if it does not repeat itself.
 
     A step repeats itself if every storage that it leaves behind takes the place of one that it frees, with the same
     size, device and stream, as gradients do. All others must be as large after the step as before it.
 
     `end`: the phase that is marked at the end of each step.
-
-    Returns:
-        False if the step does not repeat itself, and the log is unchanged.
     """
     ends = [at for at, (_, phase, module) in enumerate(log.marks) if (phase, module) == (end, "")]
     if len(ends) < 2:

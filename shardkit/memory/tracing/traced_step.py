@@ -110,10 +110,7 @@ def traced_step(
     """Trace the step of the wrapped `model` that runs inside; afterwards `save` gets the `summary`.
 
     `product_workspace`: bytes that cuBLAS keeps for each thread that multiplies. `data`: the step's, as they lie before
-    it.
-
-    Yields:
-        The `Phases` that the step uses instead of `ledger`; it forwards to `ledger` too.
+    it. Yields the `Phases` that the step uses instead of `ledger`; it forwards to `ledger` too.
     """
     on_gpu = device.type == "cuda"
     log = EventLog()
