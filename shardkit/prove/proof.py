@@ -50,6 +50,11 @@ def _ended_early(run: RecordedRun, n_steps: int, runner: Runner) -> ProofVerdict
     """The verdict on a program that did not do its steps; its own error comes before any comparison."""
     if len(run.steps) == n_steps:
         return None
+    if run.code and run.is_of_recorder:
+        headline = f"CANNOT TELL: the recorder failed after {len(run.steps)} steps: {run.error()}"
+        return ProofVerdict(
+            CANNOT_TELL, headline, reasons=(f"a defect of shardkit: report it with {runner.kept_log(run)}",)
+        )
     if run.code and not run.is_late:
         headline = f"FAILED by itself after {len(run.steps)} steps, with exit code {run.code}: {run.error()}"
         reasons = [f"run the command without a proof, and mend it; {runner.kept_log(run)}"]

@@ -27,6 +27,11 @@ INJECT = Path(__file__).parent / "inject"
 _ON_CPU = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 """Variables by which programs choose the CPU; those that the user has set stay."""
 _OF_LAUNCHER = re.compile(r"torch\.distributed\.elastic\.\S+ChildFailedError|subprocess\.CalledProcessError")
+_OF_RECORDER = re.compile(
+    r'shardkit_p(?:roof|ieces)\.py", line \d+, in '
+    r"(?!watched|run|without_dropout|attend_without_dropout|made|drawn|fetched)\w+"
+)
+"""A frame of the recorder in a traceback, but for those of the functions that only hand a call on."""
 _TIMED = re.compile(r"\[?[EWI]\d{4} ")
 """Begins lines of torch's own log."""
 _COUNT = re.compile(r"(--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)[= ])\S+")
@@ -61,6 +66,11 @@ class RecordedRun:
     def record(self, name: str) -> dict[int, dict[str, Any]]:
         return pieces.read(str(self.folder), name)
 
+    @property
+    def is_of_recorder(self) -> bool:
+        """Whether the error comes from the recorder, and not from a function of the program that it calls."""
+        return bool(_OF_RECORDER.search(self.log))
+
     def error(self) -> str:
         """The program's first error: the last line of its first traceback with its place, or what Python or a parser
         of arguments printed before the launcher's own traceback."""
@@ -69,7 +79,9 @@ class RecordedRun:
         start = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), len(lines))
         location = ""
         for line in lines[start:]:
-            if (frame := re.match(r' +File "(.+)", line (\d+)', line)) and not re.search(r"/lib/python|<", frame[1]):
+            if (frame := re.match(r' +File "(.+)", line (\d+)', line)) and not re.search(
+                r"/lib/python|<|shardkit_p", frame[1]
+            ):
                 location = f" ({os.path.basename(frame[1])}:{frame[2]})"
             if not line.startswith((" ", "Traceback")):
                 if _OF_LAUNCHER.match(line):  # it says no more than that a process failed

@@ -177,6 +177,16 @@ def test_a_programs_own_error_comes_before_its_launchers(log: str, error: str) -
         assert RecordedRun(Path(), (), 1, log + ending).error() == error
 
 
+@pytest.mark.parametrize(("function", "is_of_recorder"), [("rows_of", True), ("watched", False)])
+def test_an_error_of_the_recorder_is_not_the_programs(function: str, is_of_recorder: bool) -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/home/me/train.py", line 17, in <module>\n'
+        f'  File "/tmp/run/inject/shardkit_proof.py", line 3, in {function}\nIndexError: slice()\n'
+    )
+    run = RecordedRun(Path(), (), 1, log)
+    assert (run.error(), run.is_of_recorder) == ("IndexError: slice() (train.py:17)", is_of_recorder)
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
