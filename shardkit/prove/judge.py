@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -389,10 +390,22 @@ class Judge:
             f" last in forward order {wrong[-1].name}",
             *(f"  {line}" for line in grouped(differences)),
         ]
+        cause = f"the update of {wrong[-1].name}: {wrong[-1].cause}"
+        if not self.proof.is_replay and (words := self._rates(number)):
+            cause = f"{words}; {cause}"
         return self._not_same(
-            lines, wrong[-1].kind, parameter=wrong[-1].name, factor=factor,
-            reasons=(f"the update of {wrong[-1].name}: {wrong[-1].cause}",),
+            lines, wrong[-1].kind, parameter=wrong[-1].name, factor=factor, reasons=(cause,)
         )  # fmt: skip
+
+    def _rates(self, number: int) -> str:
+        """Words on learning rates that differ between the runs."""
+        ranks, process = (
+            next(iter(self.proof.ranks(number).records.values())),
+            self.proof.side(f"step{number}").records[0],
+        )
+        pairs = zip(chain(*ranks["rates"]), chain(*process["rates"]), strict=False)
+        a, b = next(((a, b) for a, b in pairs if not math.isclose(a, b, rel_tol=1e-6)), (0.0, 0.0))
+        return f"step {number}: the learning rate is {a:g} on the ranks, and {b:g} in one process" if a != b else ""
 
     def _is_sure(self, number: int, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The elements whose gradients so far are no rounding: Adam makes as much of those as of large ones."""
@@ -431,6 +444,9 @@ class Judge:
         lines = [words] if words else []
         if proof.is_replay:
             lines.append("one process ran the same program: a factor that is wrong in both shows only with --against")
+            lines += [f"{words}: it stepped with the ranks'" for number in numbers if (words := self._rates(number))][
+                :1
+            ]
         return ProofVerdict(SAME, headline, tuple(lines))
 
 

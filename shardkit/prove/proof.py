@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import LaunchError, listed
+from ..errors import LaunchError, listed, one_line
 from . import rows, saved
 from .inject import shardkit_pieces as pieces
 from .judge import Judge
 from .replay import Proof
-from .runs import PlannedStep, RecordedRun, Runner, one_process, say
+from .runs import OF_TORCHS_LOG, PlannedStep, RecordedRun, Runner, one_process, say
 from .verdict import CANNOT_TELL, FAILED, NOT_SAME, ROWS, SAME, ProofVerdict
 
 STRANGE_SPREAD = 1e-3
@@ -68,7 +68,9 @@ def _ended_early(run: RecordedRun, n_steps: int, runner: Runner) -> ProofVerdict
         )
     if run.steps:
         return None
-    cause = "the command ended without an optimizer step that follows a module's call"
+    lines = [line for line in run.lines() if not OF_TORCHS_LOG.match(line)]
+    ending = f"; it printed last: {one_line(lines[-1], 120)}" if lines else ""
+    cause = f"the command ended without an optimizer step that follows a module's call{ending}"
     raise LaunchError(cause, "name a command that trains with torch, in Python started without -I, -E or -S")
 
 

@@ -42,7 +42,7 @@ class Proof:
                 draws = [draw for feed in feeds[len(steps) - len(remaining) :] for draw in feed]
                 fed = self.feed.plan(self.process_loader, draws)
             run = self.newest = self.runner.start(
-                self.process_command, remaining, parallel=str(self.parallel.folder), **fed
+                self.process_command, remaining, parallel=str(self.parallel.folder), replay=self.is_replay, **fed
             )
             for name in run.steps:
                 self.taken[name] = run

@@ -32,7 +32,7 @@ _OF_RECORDER = re.compile(
     r"(?!watched|run|without_dropout|attend_without_dropout|made|drawn|fetched)\w+"
 )
 """A frame of the recorder in a traceback, but for those of the functions that only hand a call on."""
-_TIMED = re.compile(r"\[?[EWI]\d{4} ")
+OF_TORCHS_LOG = re.compile(r"\[?[EWI]\d{4} ")
 """Begins lines of torch's own log."""
 _COUNT = re.compile(r"(--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)[= ])\S+")
 
@@ -71,11 +71,15 @@ class RecordedRun:
         """Whether the error comes from the recorder, and not from a function of the program that it calls."""
         return bool(_OF_RECORDER.search(self.log))
 
+    def lines(self) -> list[str]:
+        """What the program printed, without marks of ranks and empty lines."""
+        lines = [re.sub(r"^\[(rank\d+|default\d+)\]:? ?", "", line) for line in self.log.splitlines()]
+        return [line for line in lines if line.strip()]
+
     def error(self) -> str:
         """The program's first error: the last line of its first traceback with its place, or what Python or a parser
         of arguments printed before the launcher's own traceback."""
-        lines = [line for line in self.log.splitlines() if line.strip()]
-        lines = [re.sub(r"^\[(rank\d+|default\d+)\]:? ?", "", line) for line in lines]
+        lines = self.lines()
         start = next((i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")), len(lines))
         location = ""
         for line in lines[start:]:
@@ -89,7 +93,7 @@ class RecordedRun:
                 return one_line(line) + location
         errors = [line for line in lines[:start] if re.search(r"error|can't open file", line, re.IGNORECASE)]
         ends = [match[0] for line in lines if (match := re.search(r"failed \(exitcode: -?\d+\)", line))]
-        printed = [*[line for line in errors if not _TIMED.match(line)][:1], *ends, *lines[-1:]]
+        printed = [*[line for line in errors if not OF_TORCHS_LOG.match(line)][:1], *ends, *lines[-1:]]
         return one_line(printed[0]) if printed else "it printed nothing"
 
 

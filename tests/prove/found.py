@@ -97,6 +97,28 @@ def adapter(a: argparse.Namespace) -> None:
     trainer(a, model)
 
 
+def saved(a: argparse.Namespace) -> None:
+    """An adapter under FSDP2 that Accelerate gathers for rank 0 to save: prove it with `--until save`."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import save_fsdp_model
+    from peft import LoraConfig, get_peft_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="FULL_STATE_DICT", auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )  # fmt: skip
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(Rows(even=True), a.batch, collate_fn=collate, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        save_fsdp_model(plugin, accelerator, model, "trained", adapter_only=True)
+
+
 def zero(a: argparse.Namespace) -> None:
     """DeepSpeed's ZeRO: its own accumulation, or several backwards before a step (`--manual`)."""
     import deepspeed
@@ -151,7 +173,7 @@ def main() -> None:
     torch.manual_seed(0)
     programs = {
         "trainer": lambda: trainer(a, llama()), "own-model": lambda: trainer(a, Plain()),
-        "adapter": lambda: adapter(a), "zero": lambda: zero(a),
+        "adapter": lambda: adapter(a), "saved": lambda: saved(a), "zero": lambda: zero(a),
         "plain": lambda: plain(a),
     }  # fmt: skip
     programs[a.program]()

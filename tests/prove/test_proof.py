@@ -30,7 +30,7 @@ sampler = DistributedSampler(rows, world, rank, seed=1) if bug != "rows" else No
 loader = iter(DataLoader(rows, 4, sampler=sampler))
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(16, 4))
 net = model if bug in ("reduce", "seed") else torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (world if bug == "rate" else 1))
 if bug == "fails":
     raise ValueError("no such corpus")
 for step in range(8):
@@ -77,7 +77,7 @@ def run_prove(folder: Path, command: list[str], *options: str) -> tuple[int, dic
     ("", 0, None), ("last", 4, "micro-batches"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("reduce", 4, "not summed"), ("fails", 8, None), ("rows", 9, "rows"), ("scale", 4, "factor"),
-        ("seed", 4, "copies differ"), ("zero", 4, "saved"),
+        ("seed", 4, "copies differ"), ("zero", 4, "saved"), ("rate", 0, None),
     ]),
 ])  # fmt: skip
 def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: str | None) -> None:
@@ -94,6 +94,8 @@ def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: st
         assert verdict["factor"] == pytest.approx(2) and "the number of ranks" in output
     if bug == "reduce":
         assert verdict["parameter"] == "3.bias"
+    if bug == "rate":
+        assert "the learning rate is 0.02 on the ranks, and 0.01 in one process: it stepped with the ranks'" in output
     if bug == "fails":
         assert "ValueError: no such corpus" in output
 
@@ -114,6 +116,8 @@ for step in range(4):
     net(torch.randn(2, 4)).square().mean().backward()
     if kind != "never":
         optimizer.step()
+if kind == "never":
+    print("no GPU is here")
 """
 
 
@@ -121,7 +125,7 @@ for step in range(4):
 @pytest.mark.parametrize(("words", "options", "code", "cause", "fix"), [
     (["nowhere.py"], [], 8, "can't open file", "run the command without a proof, and mend it; its output: with --keep"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        (["bad.py", "never"], [], 2, "ended without an optimizer step", "name a command that trains with torch"),
+        (["bad.py", "never"], [], 2, "call; it printed last: no GPU is here", "name a command that trains with torch"),
         (["bad.py", "ranks"], [], 7, "the ranks have no parameter in common", "a program of the same modules for"),
         (["bad.py", "proj"], ["other"], 2, "head.weight: nearest of the ranks' is proj.weight", "--against 'COMMAND'"),
         (["bad.py", "proj"], ["nowhere"], 8, "FAILED: the program of --against", "name a program of one process"),

@@ -39,6 +39,7 @@ class ProofRecorder:
     def __init__(self, folder: str, plan: dict[str, Any]) -> None:
         self.folder, self.steps = folder, plan["steps"]
         self.source: str | None = plan.get("parallel")
+        self.is_replay = bool(plan.get("replay"))  # one process runs the same command
         self.feed = {int(number): draws for number, draws in plan.get("rows", {}).items()}
         # Batches of the parallel run for a loader without row numbers, or for the calls of the outermost module
         self.fed_batches = {int(number): sources for number, sources in plan.get("batches", {}).items()}
@@ -57,6 +58,7 @@ class ProofRecorder:
         self.record: dict[str, Any] = {}
         self.clip_depth = 0
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.own_rates: list[tuple[dict[str, Any], Any]] = []  # group and its learning rate, while it has another
         self.stepped: set[int] = set()  # ids of the optimizers that have stepped in this step
         self.trained: set[int] = set()  # ids of the parameters that they hold
         self.draws: dict[int, list[Any]] = {}  # loader → what its sampler drew
@@ -71,6 +73,7 @@ class ProofRecorder:
 
     def _begin_record(self) -> None:
         self.record = {"raw": {}, "used": {}, "backwards": [], "rows": [], "losses": [], "norms": [], "strangers": 0}
+        self.record["rates"] = []  # the learning rates of each group of each optimizer, in the order of their steps
         self.stepped, self.trained = set(), set()
 
     def is_active(self) -> bool:
@@ -198,6 +201,20 @@ class ProofRecorder:
                 if tensor is not None:
                     gradient = parameter.grad
                     (gradient.to_local() if hasattr(gradient, "device_mesh") else gradient).copy_(tensor)
+
+    def _force_rates(self, optimizer: Any) -> None:
+        """Let the optimizer of the same command step with the ranks' learning rates until it has stepped: schedules
+        that count ranks, as Accelerate's do, and rates that are scaled with them make an update no defect."""
+        assert self.source is not None, "the parallel run has no source"
+        number = len(self.record["rates"]) - 1
+        name = f"step{int(self.step['weights']) + 1}"
+        if name not in self.sources:
+            self.sources[name] = pieces.read(self.source, name)
+        rates = self.sources[name][min(self.sources[name])]["rates"]
+        if number < len(rates) and len(rates[number]) == len(optimizer.param_groups):
+            for group, rate in zip(optimizer.param_groups, rates[number], strict=True):
+                self.own_rates.append((group, group["lr"]))
+                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
 
     # ---- a step
 
@@ -437,6 +454,9 @@ class ProofRecorder:
             ids, named_ids = parameters(optimizer), {id(parameter) for parameter in named.values()}
             with_flat_ones = any(name.endswith("_flat_param") for name in named)  # FSDP1 names others when it gathers
             self.before_step(ids if ids & named_ids and not with_flat_ones else None)
+            self.record["rates"].append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
+            if self.source is not None and self.is_replay:
+                self._force_rates(optimizer)
             unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in named_ids]
             n_strangers = sum(p.grad is not None for p in unknown)
             if ids & named_ids:
@@ -445,6 +465,9 @@ class ProofRecorder:
                 self.record["engine"] = True
 
         def after(optimizer: Any, *_: Any) -> None:
+            for group, rate in self.own_rates:
+                group["lr"] = rate
+            self.own_rates.clear()
             if self.engine() is not None or not self.roots or os.getpid() != self.pid:
                 return
             if not self.is_active():
