@@ -102,18 +102,20 @@ def saved(a: argparse.Namespace) -> None:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import save_fsdp_model
     from peft import LoraConfig, get_peft_model
+    from torch.distributed.fsdp import fully_shard
 
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, state_dict_type="FULL_STATE_DICT", auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-    )  # fmt: skip
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=True)  # which shards nothing on the CPU by itself
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
     model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(Rows(even=True), a.batch, collate_fn=collate, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for batch in loader:
-        accelerator.backward(model(**batch).loss)
+    rows = Rows(even=True)
+    for batch in DataLoader(rows, a.batch, collate_fn=collate, sampler=DistributedSampler(rows)):
+        model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         save_fsdp_model(plugin, accelerator, model, "trained", adapter_only=True)
