@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.tensor  # so that torch loads DTensors from files of weights alone
 
 from .compare import Ranks
 from .inject import shardkit_pieces as pieces
@@ -109,7 +110,8 @@ def _nested(content: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for key, member in content.items() if isinstance(content, Mapping) else ():
         if isinstance(member, torch.Tensor):
-            tensors[f"{prefix}{key}"] = member
+            # A rank that gathers nothing saves its part, as a DTensor.
+            tensors[f"{prefix}{key}"] = member.to_local() if hasattr(member, "to_local") else member
         elif isinstance(member, Mapping) and "optim" not in str(key):
             tensors |= _nested(member, f"{prefix}{key}.")
     return tensors

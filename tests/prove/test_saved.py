@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +38,22 @@ def distributed_checkpoint(folder: Path, state: State) -> None:
     checkpoint.save({"model": state}, checkpoint_id=folder / "dcp", no_dist=True)
 
 
+def half_dtensors(folder: Path, state: State) -> None:
+    """The file of a rank that saved its parts and did not gather them; a process of its own has the group."""
+    torch.save(state, folder / "plain")
+    program = """if True:
+        import sys, torch
+        import torch.distributed as dist
+        from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        part = lambda t: DTensor.from_local(t.chunk(2)[0], mesh, [Shard(0)], shape=t.shape, stride=t.stride())
+        plain = torch.load(sys.argv[1] + "/plain")
+        torch.save({name: part(tensor) for name, tensor in plain.items()}, sys.argv[1] + "/ck.pt")
+    """
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
+
+
 def changed(state: State, change: str) -> State:
     state = {name: tensor.clone() for name, tensor in state.items()}
     if change == "half":
@@ -66,3 +84,12 @@ def test_saved_weights(tmp_path: Path, write: Callable[[Path, State], None], cha
     else:
         assert not finding.is_foreign and all(words in each for _, each in finding.wrong)
         assert bool(finding.wrong) == bool(change)
+
+
+def test_a_file_of_parts_is_read_as_what_it_holds(tmp_path: Path) -> None:
+    upper = tmp_path / "upper" / "0"
+    upper.mkdir(parents=True)
+    (tmp_path / "overlays.json").write_text(json.dumps({"overlays": ["/home/me"], "read_only": []}))
+    half_dtensors(upper, MEMORY)
+    (finding,), unread = findings(tmp_path, MEMORY, TRAINED)
+    assert not unread and ("layers.0.weight", "saved as (3, 4), in memory (6, 4)") in finding.wrong
