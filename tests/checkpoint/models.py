@@ -13,7 +13,7 @@ from torch import nn
 from shardkit.checkpoint.native.manifest import RunState
 from shardkit.run.job import Job, start
 from tests.checkpoint import cases
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 
 class Odd(nn.Module):
@@ -53,11 +53,8 @@ def train(job: Job, steps: int) -> None:
         job.step([b.chunk(world.size)[world.rank] for b in batches], loss_fn, len)
 
 
-def settings(strategy: str, **extra: Any) -> dict[str, Any]:
-    out: dict[str, Any] = {"parallel.strategy": strategy, "run.device": "cpu", "train.grad_accum_steps": 2, **extra}
-    if strategy == "zero3":
-        out["parallel.ds_config"] = PARTITION_ALL
-    return out
+def settings(strategy: str) -> dict[str, Any]:
+    return {**on_cpus(strategy), "train.grad_accum_steps": 2}
 
 
 def save(strategies: list[str], root: str) -> dict[str, float]:

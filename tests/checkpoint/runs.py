@@ -12,27 +12,21 @@ import torch.distributed as dist
 
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 STEPS = 8
 
 
 def settings(case: str, world: int, root: str, run: str, **extra: Any) -> dict[str, Any]:
-    strategy, *offloaded = case.split("+")
-    out: dict[str, Any] = {f"parallel.offload_{part}": "cpu" for part in offloaded}
-    out |= {
-        "data.path": f"{root}/text", "data.cache_dir": f"{root}/cache", "run.dir": f"{root}/{run}", "run.device": "cpu",
-        "parallel.strategy": strategy, "train.deterministic": True, "model.dropout": 0.1,
+    out = {
+        "data.path": f"{root}/text", "data.cache_dir": f"{root}/cache", "run.dir": f"{root}/{run}",
+        **on_cpus(case), "train.deterministic": True, "model.dropout": 0.1,
         "train.max_steps": STEPS, "train.seq_len": 16, "model.max_seq_len": 16, "train.micro_batch_size": 12 // world,
         "train.grad_accum_steps": 2, "train.eval_every": 3, "train.eval_samples": 12, "optim.lr": 3e-3,
         "model.d_model": 36, "model.n_layers": 2, "model.n_heads": 2, "memory.interval": 3, "logging.every": 1000,
         "logging.tensorboard": False, "checkpoint.every_steps": 1, "checkpoint.keep_last": 2,
     }  # fmt: skip
-    if strategy == "zero3":
-        out["parallel.ds_config"] = PARTITION_ALL
-    if strategy == "hsdp":
-        out |= {"parallel.dp_replicate": 2, "parallel.dp_shard": world // 2}
-    if strategy == "ddp":
+    if case == "ddp":
         out["parallel.bucket_mb"] = 0.02  # several buckets, so that their layout matters
     return out | extra
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from shardkit.config.schema import ModelConfig
 from shardkit.models.transformer import Block, Transformer, init_parameter
+from shardkit.parallel.precision import to_device
 from shardkit.run.job import Job, start
 from shardkit.strategies.base import Update
 
@@ -29,9 +31,11 @@ PARTITION_ALL = {
 }
 
 
-def on_cpus(strategy: str) -> dict[str, Any]:
-    """Settings of a strategy on two ranks or more, without a GPU, which shards all that it can."""
+def on_cpus(case: str) -> dict[str, Any]:
+    """Settings of a case without a GPU: a strategy that shards all it can, `+optimizer` and `+param` for offload."""
+    strategy, *offloaded = case.split("+")
     out: dict[str, Any] = {"parallel.strategy": strategy, "run.device": "cpu"}
+    out |= {f"parallel.offload_{part}": "cpu" for part in offloaded}
     if strategy == "zero3":
         out["parallel.ds_config"] = PARTITION_ALL
     if strategy == "hsdp":
@@ -73,32 +77,26 @@ def n_targets(batch: tuple[torch.Tensor, torch.Tensor]) -> int:
     return int((batch[1] != -100).sum())
 
 
-def overrides(case: str, world: int, optimizer: str, **extra: Any) -> dict[str, Any]:
-    """Settings of a case: a strategy, with `+optimizer` and `+param` for what is offloaded to the CPU."""
-    strategy, *offloaded = case.split("+")
-    out: dict[str, Any] = {f"parallel.offload_{what}": "cpu" for what in offloaded}
-    out |= {
-        "parallel.strategy": strategy, "run.device": "cpu", "train.grad_accum_steps": ACCUM,
-        "train.micro_batch_size": GLOBAL_BATCH // ACCUM // world, **OPTIMIZERS[optimizer],
+def overrides(case: str, world: int, optimizer: str = "adamw_clipped", **extra: Any) -> dict[str, Any]:
+    """Settings of a case (`on_cpus`) for the global batch."""
+    return {
+        **on_cpus(case), "train.grad_accum_steps": ACCUM, "train.micro_batch_size": GLOBAL_BATCH // ACCUM // world,
+        **OPTIMIZERS[optimizer], **extra,
     }  # fmt: skip
-    if strategy == "zero3":
-        out["parallel.ds_config"] = PARTITION_ALL
-    if strategy == "hsdp":
-        out |= {"parallel.dp_replicate": 2, "parallel.dp_shard": world // 2}
-    return out | extra
 
 
-def wrap(job: Job, model: ModelConfig = MODEL) -> None:
-    job.wrap(lambda: Transformer(model), init_parameter=partial(init_parameter, model), block_classes=(Block,))
+def wrap(job: Job, model: ModelConfig = MODEL, build: Callable[[ModelConfig], Transformer] = Transformer) -> None:
+    job.wrap(partial(build, model), init_parameter=partial(init_parameter, model), block_classes=(Block,))
 
 
-def train(settings: dict[str, Any], rank: int, world: int, steps: int = STEPS) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step."""
+def train(settings: dict[str, Any], rank: int, world: int, steps: int = STEPS, *built: Any) -> Curve:
+    """The curve of a model that `built` describes to `wrap`."""
     with start(None, settings) as job:
-        wrap(job)
+        wrap(job, *built)
         curve = []
         for step in range(steps):
-            result = job.step(micro_batches(step, rank, world), loss_fn, n_targets)
+            batches = micro_batches(step, rank, world, settings["train.grad_accum_steps"])
+            result = job.step([to_device(batch, job.world.device) for batch in batches], loss_fn, n_targets)
             curve.append((result.loss, result.grad_norm))
     gc.collect()
     return curve
@@ -111,10 +109,12 @@ def assert_curve(found: Curve, want: Curve, name: object, loss: float = 1e-5, no
         assert abs(size - want_size) <= norm * want_size, f"{name} step {step}: norm {size} instead of {want_size}"
 
 
-def curves(names: list[str], optimizer: str) -> dict[str, list[tuple[float, float]]]:
+def curves(
+    names: list[str], optimizer: str = "adamw_clipped", steps: int = STEPS, extra: dict[str, Any] | None = None
+) -> dict[str, Curve]:
     """Train each case in turn, in the process group this rank already has."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    return {name: train(overrides(name, world, optimizer), rank, world) for name in names}
+    return {name: train(overrides(name, world, optimizer, **(extra or {})), rank, world, steps) for name in names}
 
 
 # Sizes that do not divide evenly, so that padding shows.
@@ -136,9 +136,9 @@ def state_bytes(names: list[str], optimizer: str = "adamw_clipped") -> dict[str,
 BUFFER = 25
 
 
-def partly_frozen() -> Transformer:
+def partly_frozen(config: ModelConfig = UNEVEN) -> Transformer:
     """A model whose embedding is not trained, with a buffer of `BUFFER` numbers."""
-    model = Transformer(UNEVEN)
+    model = Transformer(config)
     model.tok_emb.requires_grad_(False)
     model.register_buffer("seen", torch.zeros(BUFFER))
     return model
@@ -146,10 +146,7 @@ def partly_frozen() -> Transformer:
 
 def _measure(settings: dict[str, Any], rank: int, world: int, frozen: bool) -> dict[str, int]:
     with start(None, settings) as job:
-        if frozen:
-            job.wrap(partly_frozen, init_parameter=partial(init_parameter, UNEVEN), block_classes=(Block,))
-        else:
-            wrap(job, UNEVEN)
+        wrap(job, UNEVEN, partly_frozen if frozen else Transformer)
         counted: dict[str, int] = {}
         take_step = job.strategy.step
 
@@ -186,26 +183,18 @@ FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
 def feature_losses(names: list[str], features: list[str]) -> dict[str, dict[str, list[float]]]:
     """feature -> strategy -> losses, with AdamW and clipping."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    out: dict[str, dict[str, list[float]]] = {}
+    out: dict[str, dict[str, list[float]]] = {feature: {} for feature in features}
     for feature in features:
+        model = MODEL.model_copy(update={"tie_weights": feature == "tied"})
+        build = _frozen if feature == "frozen" else Transformer
         for name in names:
-            settings = overrides(name, world, "adamw_clipped", **FEATURE_SETTINGS[feature])
-            with start(None, settings) as job:
-                config = MODEL.model_copy(update={"tie_weights": feature == "tied"})
-                job.wrap(
-                    partial(_build, config, feature == "frozen"),
-                    init_parameter=partial(init_parameter, config),
-                    block_classes=(Block,),
-                )
-                losses = [job.step(micro_batches(i, rank, world), loss_fn, n_targets).loss for i in range(5)]
-            out.setdefault(feature, {})[name] = losses
-            gc.collect()
+            curve = train(overrides(name, world, **FEATURE_SETTINGS[feature]), rank, world, 5, model, build)
+            out[feature][name] = [loss for loss, _ in curve]
     return out
 
 
-def _build(config: ModelConfig, frozen: bool) -> Transformer:
+def _frozen(config: ModelConfig) -> Transformer:
     model = Transformer(config)
-    if frozen:
-        model.tok_emb.requires_grad_(False)
-        model.blocks[0].requires_grad_(False)
+    model.tok_emb.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
     return model

@@ -683,11 +683,5 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def trained(todo: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
-    """What `train` returns for each (strategy, case); "zero1 offload" is a strategy, too."""
-    out = {}
-    for name, case in todo:
-        strategy, _, offload = name.partition(" ")
-        parts = ["optimizer", "param"] if strategy == "zero3" else ["optimizer"]
-        offloaded = {f"parallel.offload_{part}": "cpu" for part in parts} if offload else {}
-        out[name, case] = train(strategy=strategy, **CASES[case], **offloaded)
-    return out
+    """What `train` returns for each (strategy, case); "zero1+optimizer" is a strategy, too."""
+    return {(name, case): train(strategy=name, **CASES[case]) for name, case in todo}

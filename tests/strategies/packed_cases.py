@@ -12,7 +12,7 @@ from shardkit.parallel.precision import to_device
 from shardkit.run.job import start
 from shardkit.tasks.load import load_task
 from tests.models.test_packed_attention import MODELS, SEQ, Random, batches
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 LENGTHS = [33, 4, 12, 9, 20, 7, 26, 3, 15, 30, 11, 5, 18, 8, 22, 6]
 STEPS = 3
@@ -30,7 +30,7 @@ def _train(model: str, strategy: str, packing: str, extra: dict[str, Any]) -> li
     keys = MODELS[model]
     sections: dict[str, Any] = {
         "task.name": "causal_lm" if model == "reference" else "hf_causal_lm",
-        "parallel.strategy": strategy, "run.device": "cpu", "optim.lr": 3e-3, "data.packing": packing,
+        **on_cpus(strategy), "optim.lr": 3e-3, "data.packing": packing,
         "train.seq_len": SEQ, "train.micro_batch_size": len(LENGTHS), "train.grad_accum_steps": len(mine),
     }  # fmt: skip
     sections |= (
@@ -39,8 +39,6 @@ def _train(model: str, strategy: str, packing: str, extra: dict[str, Any]) -> li
         else {"model.hf": {"model_type": model, **keys}, "model.loss_chunk_size": 7}
     )
     sections |= extra
-    if strategy == "zero3":
-        sections["parallel.ds_config"] = PARTITION_ALL
     with start(None, sections) as job:
         config: RunConfig = job.config
         task: Any = load_task(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,23 +15,17 @@ from shardkit.checkpoint.save import Checkpointer
 from shardkit.config.schema import PrecisionConfig
 from shardkit.memory.probe import local_tensors
 from shardkit.memory.rows import KINDS
-from shardkit.parallel.precision import loss_scaler, to_device
+from shardkit.parallel.precision import loss_scaler
 from shardkit.run.job import Job, StepResult, start
 from shardkit.strategies import Strategy
 from shardkit.strategies.base import StepRequest
 from tests.strategies import cases
 
-Curve = list[tuple[float, float]]
-
-
-def settings(name: str, world: int, optimizer: str = "adamw_clipped", **extra: Any) -> dict[str, Any]:
-    return cases.overrides(name, world, optimizer) | extra
-
 
 def jobs(names: list[str], **extra: Any) -> Iterator[tuple[str, Job]]:
     """A job of each strategy in turn, with the cases' model and `extra` settings."""
     for name in names:
-        with start(None, settings(name, dist.get_world_size()) | extra) as job:
+        with start(None, cases.overrides(name, dist.get_world_size(), **extra)) as job:
             cases.wrap(job)
             yield name, job
         gc.collect()
@@ -39,12 +34,6 @@ def jobs(names: list[str], **extra: Any) -> Iterator[tuple[str, Job]]:
 def step(job: Job, number: int) -> StepResult:
     batches = cases.micro_batches(number, job.world.rank, job.world.size)
     return job.step(batches, cases.loss_fn, cases.n_targets)
-
-
-def curves(names: list[str], extra: dict[str, Any], steps: int = 4) -> dict[str, Curve]:
-    """Losses and norms of each strategy under `extra` settings."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    return {name: cases.train(settings(name, world) | extra, rank, world, steps) for name in names}
 
 
 def count_dtypes(strategy: Strategy) -> dict[str, dict[str, int]]:
@@ -80,12 +69,11 @@ def scaled(names: list[str], overflow_at: int, steps: int = 5) -> dict[str, Any]
     config = PrecisionConfig(mode="fp16", loss_scale_init_power=10, loss_scale_window=3)
     out: dict[str, Any] = {}
     for name in names:
-        with start(None, settings(name, world)) as job:
-            if overflow_at >= 0:
-                job.strategy._scaler = loss_scaler(config, torch.device("cpu"))
+        with start(None, cases.overrides(name, world)) as job:
+            job.strategy._scaler = loss_scaler(config, torch.device("cpu"))
             cases.wrap(job)
-            if overflow_at >= 0:  # the CPU has no fp16, but from here on this is how the job takes an overflow
-                job.config.__dict__["precision"] = config
+            # The CPU has no fp16, but from here on this is how the job takes an overflow.
+            job.config.__dict__["precision"] = config
             curve, scales, weights = [], [], []
             for step in range(steps):
                 overflowing = step == overflow_at and rank == world - 1
@@ -176,27 +164,15 @@ def matrix(
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     rank, world = dist.get_rank(), dist.get_world_size()
     out = {}
-    for name in names:
-        for mode in modes:
-            for policy in policies:
-                for accum in (1, 2):
-                    extra: dict[str, Any] = {
-                        "precision.mode": mode, "activation.policy": policy, "run.device": device
-                    }  # fmt: skip
-                    if policy == "every_k":
-                        extra["activation.every_k"] = 2
-                    extra["train.grad_accum_steps"] = accum
-                    extra["train.micro_batch_size"] = cases.GLOBAL_BATCH // accum // world
-                    with start(None, settings(name, world) | extra) as job:
-                        cases.wrap(job)
-                        curve = []
-                        for step in range(steps):
-                            micro = [
-                                to_device(b, job.world.device) for b in cases.micro_batches(step, rank, world, accum)
-                            ]
-                            curve.append(job.step(micro, cases.loss_fn, cases.n_targets).loss)
-                    gc.collect()
-                    out[name, mode, policy, accum] = curve
+    for name, mode, policy, accum in product(names, modes, policies, (1, 2)):
+        extra: dict[str, Any] = {
+            "precision.mode": mode, "activation.policy": policy, "run.device": device, "train.grad_accum_steps": accum,
+            "train.micro_batch_size": cases.GLOBAL_BATCH // accum // world,
+        }  # fmt: skip
+        if policy == "every_k":
+            extra["activation.every_k"] = 2
+        curve = cases.train(cases.overrides(name, world, **extra), rank, world, steps)
+        out[name, mode, policy, accum] = [loss for loss, _ in curve]
     return out
 
 
@@ -220,9 +196,9 @@ def averages_through_a_checkpoint(root: str, saver: str, loaders: list[str]) -> 
     return out
 
 
-def resumed_curve(root: str, extra: dict[str, Any]) -> tuple[Curve, Curve]:
+def resumed_curve(root: str, extra: dict[str, Any]) -> tuple[cases.Curve, cases.Curve]:
     """Steps 3 to 5 of a run that went through, and of one that was saved after step 3 and resumed."""
-    curves: list[Curve] = []
+    curves: list[cases.Curve] = []
     for _, job in jobs(["ddp", "ddp"], **extra):
         checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, root, timeout_s=60)
         if curves:

@@ -15,7 +15,7 @@ from shardkit.run.job import start
 from shardkit.strategies.states import state_parts
 from tests.ranks import run_ranks
 
-CURVES = "tests.strategies.precision_cases:curves"
+CURVES = "tests.strategies.cases:curves"
 LIBRARIES = {"adamw8bit": "torchao", "adamw_bnb_8bit": "bitsandbytes"}
 
 

@@ -24,7 +24,7 @@ SPREAD = 0.02
 
 @pytest.fixture(scope="module")
 def fp32() -> list[tuple[float, float]]:
-    return run_ranks(1, "tests.strategies.precision_cases:curves", names=["single"], extra={})[0]["single"]
+    return run_ranks(1, "tests.strategies.cases:curves", names=["single"], steps=4)[0]["single"]
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_masters_and_moments_are_fp32_unless_asked() -> None:
 
 def test_gradients_travel_in_the_type_asked_for(fp32: list[tuple[float, float]]) -> None:
     extra = {"precision.reduce_dtype": "bf16"}
-    results = run_ranks(2, "tests.strategies.precision_cases:curves", names=["ddp", "fsdp", "zero2"], extra=extra)
+    results = run_ranks(2, "tests.strategies.cases:curves", names=["ddp", "fsdp", "zero2"], steps=4, extra=extra)
     for name, curve in results[0].items():
         assert curve[0][1] != pytest.approx(fp32[0][1], rel=1e-7), f"{name} reduced in fp32"
         for (loss, norm), (want, want_norm) in zip(curve, fp32, strict=True):

@@ -50,7 +50,7 @@ def messages(towers: bool) -> list[int]:
     World.begin_sum = counted
     case = draw(2)
     build = case.build if towers else lambda: nn.Sequential(*(Block() for _ in range(3)), nn.Linear(8, 16))
-    with start(None, ENGINES["fsdp"] | {"run.device": "cpu"}) as job:
+    with start(None, ENGINES["fsdp"]) as job:
         job.wrap(build)
         for _ in range(4):
             batch = case.batches(0, job.world.rank, 2)[0] if towers else torch.randn(2, 5, 8)

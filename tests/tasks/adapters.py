@@ -16,7 +16,7 @@ from shardkit.errors import ShardkitError
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from shardkit.strategies.base import Update
-from tests.strategies.cases import PARTITION_ALL, count_storages
+from tests.strategies.cases import count_storages, on_cpus
 
 STEPS, GLOBAL_BATCH, LENGTH, RANK, ALPHA = 4, 8, 24, 4, 12
 MODELS: dict[str, dict[str, Any]] = {
@@ -51,21 +51,15 @@ def write_models(folder: Path) -> None:
 
 
 def settings(model: str, root: str, strategy: str = "single", world: int = 1, **extra: Any) -> dict[str, Any]:
-    out = {
+    return {
         "task.name": "hf_causal_lm", "model.hf_config": f"{root}/{model}", "model.init_from": f"{root}/{model}",
         "adapter.type": "lora", "adapter.r": RANK, "adapter.alpha": ALPHA, "adapter.targets": TARGETS[model],
-        "run.device": "cpu", "run.dir": f"{root}/{model}-{strategy}-{world}", "run.overwrite": True,
-        "parallel.strategy": strategy,
+        **on_cpus(strategy), "run.dir": f"{root}/{model}-{strategy}-{world}", "run.overwrite": True,
         "train.max_steps": STEPS, "train.micro_batch_size": GLOBAL_BATCH // 2 // world, "train.grad_accum_steps": 2,
         "train.seq_len": LENGTH, "data.path": f"{root}/text.txt", "data.cache_dir": f"{root}/cache",
         "data.shuffle": False, "train.eval_samples": 0, "optim.lr": 2e-2, "optim.schedule": "constant",
-        "logging.tensorboard": False, "model.loss_chunk_size": 50, "checkpoint.at_end": False,
+        "logging.tensorboard": False, "model.loss_chunk_size": 50, "checkpoint.at_end": False, **extra,
     }  # fmt: skip
-    if strategy == "zero3":
-        out["parallel.ds_config"] = PARTITION_ALL
-    if strategy == "hsdp":
-        out |= {"parallel.dp_replicate": 2, "parallel.dp_shard": world // 2}
-    return out | extra
 
 
 Curve = list[tuple[float, float]]
@@ -198,8 +192,7 @@ def in_bf16(strategies: list[str], root: str) -> dict[str, tuple[Curve, dict[str
 
 def offloaded(root: str) -> tuple[Curve, dict[str, int]]:
     """Curve and bytes of state of the Llama under ZeRO-3 in fp32, with all state on the host."""
-    on_cpu = {"parallel.offload_param": "cpu", "parallel.offload_optimizer": "cpu"}
-    return _measured(settings("llama", root, "zero3", dist.get_world_size(), **on_cpu))
+    return _measured(settings("llama", root, "zero3+param+optimizer", dist.get_world_size()))
 
 
 def _measured(keys: dict[str, Any]) -> tuple[Curve, dict[str, int]]:

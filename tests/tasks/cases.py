@@ -7,7 +7,7 @@ from typing import Any
 
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 STEPS, GLOBAL_BATCH = 3, 8
 TASKS: dict[str, dict[str, Any]] = {
@@ -21,17 +21,13 @@ TASKS: dict[str, dict[str, Any]] = {
 
 def settings(task: str, strategy: str, world: int, folder: str, **extra: Any) -> dict[str, Any]:
     out = {
-        "parallel.strategy": strategy, "run.device": "cpu", "run.dir": f"{folder}/{task}-{strategy}-{world}",
+        **on_cpus(strategy), "run.dir": f"{folder}/{task}-{strategy}-{world}",
         "train.max_steps": STEPS, "train.micro_batch_size": GLOBAL_BATCH // 2 // world, "train.grad_accum_steps": 2,
         "train.max_norm": 1.0, "train.eval_samples": GLOBAL_BATCH, "optim.lr": 3e-3, "logging.tensorboard": False,
         "checkpoint.at_end": False, **TASKS[task], **extra,
     }  # fmt: skip
     if out["task.name"] in ("hf_causal_lm", "hf_masked_lm"):
         out |= {"train.seq_len": 24, "data.path": f"{folder}/text.txt", "data.cache_dir": f"{folder}/cache"}
-    if strategy == "zero3":
-        out["parallel.ds_config"] = PARTITION_ALL
-    if strategy == "hsdp":
-        out["parallel.dp_replicate"] = world
     return out
 
 

@@ -10,7 +10,7 @@ import torch
 
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 SMALL = {
     "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "model.max_seq_len": 24, "model.tie_weights": True,
@@ -24,14 +24,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 def settings(case: str, root: str, **extra: Any) -> dict[str, Any]:
     out = {
-        "run.device": "cpu", "run.dir": f"{root}/{case}", "train.max_steps": 2, "train.micro_batch_size": 4,
+        "run.dir": f"{root}/{case}", "train.max_steps": 2, "train.micro_batch_size": 4,
         "train.seq_len": 24, "data.path": f"{root}/text.txt", "data.cache_dir": f"{root}/cache", "optim.lr": 3e-3,
         "train.eval_samples": 16, "logging.tensorboard": False, "checkpoint.every_steps": 1, **CASES[case],
     }  # fmt: skip
     out |= extra
-    if out["parallel.strategy"] == "zero3":
-        out["parallel.ds_config"] = PARTITION_ALL
-    return out
+    return out | on_cpus(out["parallel.strategy"])
 
 
 def train_all(root: str) -> None:

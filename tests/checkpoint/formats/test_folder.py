@@ -25,9 +25,9 @@ from shardkit.run.job import start as start_job
 from shardkit.tasks.load import build_model, load_task
 from tests.checkpoint.formats import hub, loaders
 from tests.ranks import run_ranks
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
-ZERO3 = {"parallel.strategy": "zero3", "parallel.ds_config": PARTITION_ALL}
+ZERO3 = on_cpus("zero3")
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"parallel.strategy": "fsdp"}),
     ("mixtral", {"parallel.strategy": "ddp"}),

@@ -15,12 +15,12 @@ from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError, ConfigError
 from tests.checkpoint.formats import foreign, runs
 from tests.ranks import run_ranks
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 RESUMED: list[tuple[str, dict[str, Any]]] = [
     ("zero2-fp32", {"parallel.strategy": "fsdp"}),
     ("zero3-bf16", {"parallel.strategy": "zero1", "precision.mode": "bf16"}),
-    ("dcp", {"parallel.strategy": "zero3", "parallel.ds_config": PARTITION_ALL}),
+    ("dcp", on_cpus("zero3")),
     ("dcp-flat", {"parallel.strategy": "ddp"}),
 ]
 

@@ -26,25 +26,15 @@ from shardkit.errors import ShardkitError
 from shardkit.parallel import compat
 from shardkit.run.job import Job, start
 from tests.ranks import REPO
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import on_cpus
 
 from .case import ROWS, SAVED_AT, Curve, Drawn, mark
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "ddp": {"parallel.strategy": "ddp"},
-    "fsdp": {"parallel.strategy": "fsdp"},
-    "hsdp": {"parallel.strategy": "hsdp", "parallel.dp_replicate": 2, "parallel.dp_shard": 2},
-    "zero1": {"parallel.strategy": "zero1"},
-    "zero2": {"parallel.strategy": "zero2"},
-    "zero3": {"parallel.strategy": "zero3", "parallel.ds_config": PARTITION_ALL},
-    "fsdp+offload": {"parallel.strategy": "fsdp", "parallel.offload_param": "cpu", "parallel.offload_optimizer": "cpu"},
-    "zero2+offload": {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"},
-    "zero3+offload": {
-        "parallel.strategy": "zero3",
-        "parallel.offload_param": "cpu",
-        "parallel.offload_optimizer": "cpu",
-        "parallel.ds_config": PARTITION_ALL,
-    },
+    **{name: on_cpus(name) for name in ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")},
+    "fsdp+offload": on_cpus("fsdp+param+optimizer"),
+    "zero2+offload": on_cpus("zero2+optimizer"),
+    "zero3+offload": on_cpus("zero3+param+optimizer"),
 }
 WORLDS = {"hsdp": 4}
 """Ranks of an engine; 2 of those that are not named."""
@@ -108,7 +98,7 @@ class Report:
 
 
 def settings(arm: Arm, engine: str) -> dict[str, Any]:
-    found = {**arm.case.settings, "run.device": "cpu", **ENGINES[engine]}
+    found = {**arm.case.settings, **ENGINES[engine]}
     found["train.micro_batch_size"] = ROWS // WORLDS.get(engine, 2)
     if "fsdp" not in engine and engine != "hsdp":
         found.pop("parallel.reshard_after_forward", None)
