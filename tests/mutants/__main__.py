@@ -69,7 +69,8 @@ CHOSEN: dict[str, list[str]] = {
         f"{PARITY}::test_every_strategy_gives_the_losses_of_one_process",
         f"{PARITY}::test_offload_gives_the_losses_of_one_process",
         f"{FOREIGN}::test_experts_chosen_by_the_data_train_as_in_one_process_or_are_refused_by_name",
-        f"{FOREIGN}::test_parameters_that_are_one_number_train_everywhere_and_checkpoints_with_them_travel",
+        f"{FOREIGN}::test_unusual_parameters_train_as_in_one_process_or_are_refused_when_the_model_is_wrapped",
+        f"{FOREIGN}::test_checkpoints_of_uncommon_weights_travel[one number]",
     ],
 }
 """Module → the default tests that ought to notice its errors, the cheapest first; none that compares times."""

@@ -131,12 +131,13 @@ class Plain(NextToken):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Expert() for _ in range(4)])
+        self.blocks, self.calls = nn.ModuleList([Expert() for _ in range(4)]), 0
 
     def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
         return list(self.blocks)
 
     def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         for block in self.chosen(tokens):
             x = x + block(x)
         return x
@@ -223,24 +224,14 @@ def _first(batch: Any) -> torch.Tensor:
 class Together(Plain):
     """Every rank leaves the model after the same block, from the third step on before the last."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
     def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
-        self.calls += 1
         return list(self.blocks[: 4 if self.calls < 4 else 3])
 
 
 class EarlyBlock(Plain):
     """The last block is called in every other micro-batch, and never in the last one of a step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
     def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
-        self.calls += 1
         return list(self.blocks[: 3 + self.calls % 2])
 
 
@@ -341,7 +332,7 @@ def draw(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
 
 def resumed(
     build: Callable[[], nn.Module], name: str, init: Any, source: str | None, target: str | None, numbers: range,
-    batches: Callable[[int, int], Any] = tokens,
+    batches: Callable[[int, int], Any],
 ) -> list[float]:  # fmt: skip
     """Losses of some steps, from a checkpoint at `source` if any, saved at `target` if given."""
 
@@ -354,33 +345,21 @@ def resumed(
             assert checkpoints.resume(source) is not None
         found = [job.step([_rows(batches(i, ROWS), rank, world)], next_token, torch.numel).loss for i in numbers]
         if target is not None:
-            checkpoints.save(RunState(step=2, seed=0))
+            checkpoints.save(RunState(step=1, seed=0))
         checkpoints.close()
     gc.collect()
     return found
 
 
-def scalars(root: str, strategies: list[str]) -> dict[str, Any]:
-    """Losses with 0-d parameters, drawn or built; and those of step 3 of each strategy from every one's checkpoint."""
-    out: dict[str, Any] = {}
-    for name in strategies:
-        out[f"{name} built"] = train(Scaled, name)
-        out[f"{name} drawn"] = resumed(Scaled, name, draw, None, f"{root}/{name}", range(2))
-    for name in strategies:
-        for saver in strategies:
-            out[f"{saver} to {name}"] = resumed(Scaled, name, draw, f"{root}/{saver}", None, range(2, 3))
-    return out
-
-
 def travelled(
     root: str, build: Callable[[], nn.Module], batches: Callable[[int, int], Any], steps: int, savers: list[str],
-    others: list[str],
+    others: list[str], init: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Losses of the later steps, after checkpoints of the first step, by who saved them and who goes on."""
     for saver in savers:
-        resumed(build, saver, None, None, f"{root}/{saver}", range(1), batches)
+        resumed(build, saver, init, None, f"{root}/{saver}", range(1), batches)
     return {
-        f"{saver} to {name}": resumed(build, name, None, f"{root}/{saver}", None, range(1, steps), batches)
+        f"{saver} to {name}": resumed(build, name, init, f"{root}/{saver}", None, range(1, steps), batches)
         for name in others
         for saver in savers
     }
@@ -673,6 +652,7 @@ CASES: dict[str, dict[str, Any]] = {
     "complex": {"build": Complex, **PLAIN_SGD}, "expanded": {"build": Expanded, **PLAIN_SGD},
     "lazy": {"build": Uninitialised, **PLAIN_SGD}, "lazy, drawn": {"build": Uninitialised, "init": normal, **PLAIN_SGD},
     "hooked, drawn": {"build": Hooked, "init": normal, **PLAIN_SGD},
+    "scaled": {"build": Scaled}, "scaled, drawn": {"build": Scaled, "init": draw},
     # Other people's models.
     **{
         name: {"build": build, "batches": batches, "loss": loss, **SGD, "train.max_norm": 1.0}

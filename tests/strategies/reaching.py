@@ -8,24 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.strategies.foreign import VOCAB, WIDTH, next_token, tokens, train
+from tests.strategies.foreign import VOCAB, WIDTH, NextToken, next_token, tokens, train
+from tests.strategies.graphs.towers import Block
 
 
-class Inner(nn.Module):
+class Inner(Block):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.mix(self.norm(x)))
+        super().__init__(WIDTH)
 
 
-class Model(nn.Module):
+class Model(NextToken):
     """Three blocks; subclasses share, reach and call."""
 
     def __init__(self, block: Callable[[], nn.Module] = Inner) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks: Any = nn.ModuleList([block() for _ in range(3)])
         self.calls = 0
 
@@ -34,9 +30,9 @@ class Model(nn.Module):
             x = block(x)
         return x
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.head(self.through(self.embed(tokens)))
+        return self.through(x)
 
 
 class SharedInShared(Model):
@@ -93,16 +89,14 @@ class PartCalled(Model):
         return super().through(x + self.blocks[0].norm(x))
 
 
-class Alone(nn.Module):
+class Alone(NextToken):
     """Without blocks; what it returns is a view, which the loss changes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return x
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.embed(tokens))
-        return logits[:, :]
+        return super().forward(tokens)[:, :]
 
 
 def doubled(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -195,11 +189,9 @@ class InPlace(Model):
 class ByRank(Model):
     """Only some ranks reach into a block."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.through(self.embed(tokens))
-        if int(tokens[0, 0]) == 0:
-            x = x + self.blocks[0].norm(x)
-        return self.head(x)
+    def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.through(x)
+        return x + self.blocks[0].norm(x) if int(tokens[0, 0]) == 0 else x
 
 
 def refusals() -> dict[str, Any]:
