@@ -14,12 +14,9 @@ from torch import nn
 from shardkit.config.load import load_config
 from shardkit.parallel.optim import make_optimizer
 
-from . import flow, layers, sharing
-from .model import CORES, LENGTH, VOCAB, Block, Feature, Graph
+from . import flow, layers  # noqa: F401 - features in this order: those of sharing, which flow imports, come first
+from .model import CORES, FEATURES, LENGTH, VOCAB, Block, Graph
 
-FEATURES: dict[str, type[Feature]] = {
-    feature.name: feature for feature in [*sharing.FEATURES, *flow.FEATURES, *layers.FEATURES]
-}
 ROWS = 4
 """Rows of a micro-batch, of all ranks together."""
 SAVED_AT = 3
@@ -85,8 +82,9 @@ class Case:
         core, n_blocks = draws.choice(list(CORES)), draws.randint(2, 4)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            features = [FEATURES[name](random.Random(f"{self.seed} {name}")) for name in self.features]
-            return Graph(core, n_blocks, features)
+            return Graph(
+                core, n_blocks, [(FEATURES[name], random.Random(f"{self.seed} {name}")) for name in self.features]
+            )
 
     def batches(self, step: int, rank: int, world: int) -> list[Batch]:
         """Rows of tokens with targets of uneven length, and a number that chooses experts."""

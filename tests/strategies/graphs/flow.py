@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .model import (
+    FEATURES,
     WIDTH,
-    Block,
     BlockCall,
     DataclassBlock,
     DictBlock,
@@ -20,6 +21,7 @@ from .model import (
     RecursiveBlock,
     TupleBlock,
     call_block,
+    feature,
 )
 from .sharing import Adapter
 
@@ -33,40 +35,28 @@ def by_expert(experts: nn.ModuleList, hidden: torch.Tensor, choice: torch.Tensor
     return out
 
 
-class Experts(Feature):
+@feature()
+def experts(graph: Graph, draws: Random, shared: bool = False) -> None:
     """Lists of experts in blocks, of which each row uses one."""
-
-    name = "experts"
-    shared = False
-
-    def build(self, graph: Graph) -> None:
-        number, first = self.draws.randint(2, 4), Adapter()
-        for block in graph.some_blocks(self.draws, at_least=2 if self.shared else 1):
-            block.experts = nn.ModuleList([Adapter() for _ in range(number)])
-            if self.shared:
-                block.experts[0] = first
-            block.extras.append(lambda block, hidden, choice: by_expert(block.experts, hidden, choice))
+    number, first = draws.randint(2, 4), Adapter()
+    for block in graph.some_blocks(draws, at_least=2 if shared else 1):
+        block.experts = nn.ModuleList([Adapter() for _ in range(number)])
+        if shared:
+            block.experts[0] = first
+        block.extras.append(lambda block, hidden, choice: by_expert(block.experts, hidden, choice))
 
 
-class SharedExpert(Experts):
+@feature(weight=0.5)
+def shared_expert(graph: Graph, draws: Random) -> None:
     """Blocks with experts of their own and one that is the same in all of them."""
-
-    name = "shared_expert"
-    weight = 0.5
-    shared = True
+    experts(graph, draws, shared=True)
 
 
-class TopExperts(Feature):
+@feature(weight=0.5)
+def top_experts(graph: Graph, draws: Random) -> None:
     """A list of experts that the model itself calls."""
-
-    name = "top_experts"
-    weight = 0.5
-
-    def build(self, graph: Graph) -> None:
-        graph.experts = nn.ModuleList([Adapter() for _ in range(self.draws.randint(2, 4))])
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return by_expert(graph.experts, x, choice)
+    graph.experts = nn.ModuleList([Adapter() for _ in range(draws.randint(2, 4))])
+    graph.leaves.append(lambda x, choice: by_expert(graph.experts, x, choice))
 
 
 def for_even(call: BlockCall) -> BlockCall:
@@ -87,162 +77,133 @@ def branched(block: Any, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Te
     return for_even(lambda x, choice: x + block.branch(x))(hidden, choice)
 
 
-class Branch(Feature):
+@feature(weight=0.25)
+def branch_by_data(graph: Graph, draws: Random) -> None:
     """A part of a block that a micro-batch may not need."""
-
-    name = "branch_by_data"
-    weight = 0.25
-
-    def build(self, graph: Graph) -> None:
-        for block in graph.some_blocks(self.draws):
-            block.branch = Adapter()
-            block.extras.append(branched)
+    for block in graph.some_blocks(draws):
+        block.branch = Adapter()
+        block.extras.append(branched)
 
 
-class SkippedByChance(Feature):
+@feature(weight=0.12)
+def block_skipped_by_chance(graph: Graph, draws: Random) -> None:
     """A block that no rank calls in some steps."""
-
-    name = "block_skipped_by_chance"
-    weight = 0.12
-
-    def build(self, graph: Graph) -> None:
-        self.index, self.phase = self.draws.choice(graph.order), self.draws.randrange(3)
-
-    def around(self, graph: Graph, index: int, step: int, call: BlockCall) -> BlockCall:
-        skipped = index == self.index and step % 3 == self.phase
-        return (lambda x, choice: x) if skipped else call
+    skipped, phase = draws.choice(graph.order), draws.randrange(3)
+    graph.arounds.append(
+        lambda index, step, call: (lambda x, choice: x) if index == skipped and step % 3 == phase else call
+    )
 
 
-class SkippedByData(Feature):
+@feature(weight=0.12)
+def block_skipped_by_data(graph: Graph, draws: Random) -> None:
     """A block that only some rows go through."""
-
-    name = "block_skipped_by_data"
-    weight = 0.12
-
-    def build(self, graph: Graph) -> None:
-        self.index = self.draws.choice(graph.order)
-
-    def around(self, graph: Graph, index: int, step: int, call: BlockCall) -> BlockCall:
-        return for_even(call) if index == self.index else call
+    skipped = draws.choice(graph.order)
+    graph.arounds.append(lambda index, step, call: for_even(call) if index == skipped else call)
 
 
-class GradientPenalty(Feature):
+@feature()
+def gradient_penalty(graph: Graph, draws: Random) -> None:
     """A penalty on the gradient of a score: of the model's own layers, or through a block."""
+    index = draws.randrange(len(graph.blocks)) if draws.random() < 0.5 else None
+    if index is None:
+        graph.critic = Adapter()
 
-    name = "gradient_penalty"
-
-    def build(self, graph: Graph) -> None:
-        self.index = self.draws.randrange(len(graph.blocks)) if self.draws.random() < 0.5 else None
-        if self.index is None:
-            graph.critic = Adapter()
-
-    def penalty(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        scores = graph.critic(x) if self.index is None else call_block(graph.blocks[self.index], x, choice)
+    def penalty(x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        scores = graph.critic(x) if index is None else call_block(graph.blocks[index], x, choice)
         (slope,) = torch.autograd.grad(scores.pow(2).sum(), x, create_graph=True)
         return 0.01 * slope.pow(2).sum()
 
+    graph.penalties.append(penalty)
 
-class Refined(Feature):
+
+@feature(weight=0.7)
+def refined_by_gradient(graph: Graph, draws: Random) -> None:
     """The hidden state follows the gradient of an energy, which a block or the model's own layer gives."""
+    index = draws.randrange(len(graph.blocks)) if draws.random() < 0.5 else None
+    if index is None:
+        graph.energy = Adapter()
 
-    name = "refined_by_gradient"
-    weight = 0.7
-
-    def build(self, graph: Graph) -> None:
-        self.index = self.draws.randrange(len(graph.blocks)) if self.draws.random() < 0.5 else None
-        if self.index is None:
-            graph.energy = Adapter()
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    def leave(x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         leaf = x.detach().requires_grad_()
-        energy = graph.energy(leaf) if self.index is None else call_block(graph.blocks[self.index], leaf, choice)
-        (slope,) = torch.autograd.grad(energy.pow(2).sum(), leaf, create_graph=self.index is None)
+        energy = graph.energy(leaf) if index is None else call_block(graph.blocks[index], leaf, choice)
+        (slope,) = torch.autograd.grad(energy.pow(2).sum(), leaf, create_graph=index is None)
         return x - 0.05 * slope
 
+    graph.leaves.append(leave)
 
-class Teacher(Feature):
+
+@feature()
+def teacher_without_gradients(graph: Graph, draws: Random) -> None:
     """A pass through the same blocks without gradients, whose result the model should also give."""
+    taught: list[torch.Tensor] = []
 
-    name = "teacher_without_gradients"
-
-    def build(self, graph: Graph) -> None:
-        self.first = self.draws.random() < 0.5
-
-    def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        if self.first:
-            self.target = self._taught(graph, x, choice)
-        return x
-
-    def _taught(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    def teach(x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        given = x.detach()
         with torch.no_grad():
             for block in graph.blocks:
-                x = call_block(block, 0.9 * x, choice)
-            return x
+                given = call_block(block, 0.9 * given, choice)
+        taught[:] = [given]
+        return x
 
-    def penalty(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        target = self.target if self.first else self._taught(graph, x.detach(), choice)
-        return 0.01 * (x - target).pow(2).sum()
+    if first := draws.random() < 0.5:
+        graph.enters.append(teach)
+
+    def penalty(x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        if not first:
+            teach(x, choice)
+        return 0.01 * (x - taught[0]).pow(2).sum()
+
+    graph.penalties.append(penalty)
 
 
-class FrozenTeacher(Feature):
+@feature(weight=0.5)
+def frozen_teacher(graph: Graph, draws: Random) -> None:
     """A second model that is not trained."""
+    graph.teacher = nn.Sequential(Adapter(), Adapter()).requires_grad_(False)
 
-    name = "frozen_teacher"
-    weight = 0.5
-
-    def build(self, graph: Graph) -> None:
-        graph.teacher = nn.Sequential(Adapter(), Adapter()).requires_grad_(False)
-
-    def penalty(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    def penalty(x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             target = graph.teacher(x)
         return 0.01 * (x - target).pow(2).sum()
 
+    graph.penalties.append(penalty)
 
-class ChangedInPlace(Feature):
+
+@feature()
+def output_changed_in_place(graph: Graph, draws: Random) -> None:
     """The model adds to a block's output in place."""
-
-    name = "output_changed_in_place"
-
-    def build(self, graph: Graph) -> None:
-        self.indices = set(self.draws.sample(graph.order, self.draws.randint(1, len(graph.order))))
-
-    def after(self, graph: Graph, index: int, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        if index in self.indices:
-            x += 0.5 * before
-        return x
+    changed = set(draws.sample(graph.order, draws.randint(1, len(graph.order))))
+    graph.afters.append(lambda index, x, before: x.add_(0.5 * before) if index in changed else x)
 
 
-class ViewChangedInPlace(ChangedInPlace):
+@feature(weight=0.7)
+def view_changed_in_place(graph: Graph, draws: Random) -> None:
     """The same, where the block returns a view of what it computed."""
-
-    name = "view_changed_in_place"
-    weight = 0.7
-
-    def build(self, graph: Graph) -> None:
-        super().build(graph)
-        for block in {id(block): block for block in graph.blocks}.values():
-            body = type(block).body
-            block.body = lambda x, choice, block=block, body=body: body(block, x, choice)[:, :]
+    output_changed_in_place(graph, draws)
+    for block in {id(block): block for block in graph.blocks}.values():
+        body = type(block).body
+        block.body = lambda x, choice, block=block, body=body: body(block, x, choice)[:, :]
 
 
-class OwnCheckpoint(Feature):
+@feature()
+def own_checkpoint(graph: Graph, draws: Random) -> None:
     """The model recomputes some blocks itself."""
+    chosen = set(draws.sample(graph.order, draws.randint(1, len(graph.order))))
 
-    name = "own_checkpoint"
+    def around(index: int, step: int, call: BlockCall) -> BlockCall:
+        return (lambda x, choice: checkpoint(call, x, choice, use_reentrant=False)) if index in chosen else call
 
-    def build(self, graph: Graph) -> None:
-        self.indices = set(self.draws.sample(graph.order, self.draws.randint(1, len(graph.order))))
-
-    def around(self, graph: Graph, index: int, step: int, call: BlockCall) -> BlockCall:
-        if index not in self.indices:
-            return call
-        return lambda x, choice: checkpoint(call, x, choice, use_reentrant=False)
+    graph.arounds.append(around)
 
 
-def of_blocks(block_class: type[Block], name: str, weight: float = 0.5) -> type[Feature]:
-    """The feature of blocks that are called in a way of their own."""
-    return type(name, (Feature,), {"name": name, "weight": weight, "block_class": block_class})
+FEATURES |= {
+    "recursion": Feature(lambda *_: None, block_class=RecursiveBlock),
+    "tuples": Feature(lambda *_: None, 0.5, TupleBlock),
+    "dicts": Feature(lambda *_: None, 0.5, DictBlock),
+    "dataclasses": Feature(lambda *_: None, 0.5, DataclassBlock),
+    "keyword_inputs": Feature(lambda *_: None, 0.5, KeywordBlock),
+}
+"""Blocks that are called in a way of their own."""
 
 
 class Tree(nn.Module):
@@ -260,22 +221,8 @@ class Tree(nn.Module):
         return x
 
 
-class TreeOfModules(Feature):
+@feature(weight=0.7)
+def tree(graph: Graph, draws: Random) -> None:
     """A module that holds and calls modules of its own class."""
-
-    name = "tree"
-    weight = 0.7
-
-    def build(self, graph: Graph) -> None:
-        graph.tree = Tree(2)
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x + graph.tree(x)
-
-
-FEATURES: list[type[Feature]] = [
-    Experts, SharedExpert, TopExperts, Branch, SkippedByChance, SkippedByData, GradientPenalty, Refined, Teacher,
-    FrozenTeacher, ChangedInPlace, ViewChangedInPlace, OwnCheckpoint, of_blocks(RecursiveBlock, "recursion", 1.0),
-    of_blocks(TupleBlock, "tuples"), of_blocks(DictBlock, "dicts"), of_blocks(DataclassBlock, "dataclasses"),
-    of_blocks(KeywordBlock, "keyword_inputs"), TreeOfModules,
-]  # fmt: skip
+    graph.tree = Tree(2)
+    graph.leaves.append(lambda x, choice: x + graph.tree(x))

@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from random import Random
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from .model import WIDTH, Convolution, Feature, Graph, Recurrence
+from .model import WIDTH, Convolution, Graph, Recurrence, feature
 
 
-class Frozen(Feature):
+@feature()
+def frozen(graph: Graph, draws: Random) -> None:
     """The embedding, a whole block, or one layer of each block is not trained."""
-
-    name = "frozen"
-
-    def build(self, graph: Graph) -> None:
-        match self.draws.randrange(3):
-            case 0:
-                graph.embed.requires_grad_(False)
-            case 1:
-                graph.blocks[self.draws.randrange(len(graph.blocks))].requires_grad_(False)
-            case 2:
-                for block in graph.blocks:
-                    block.norm.requires_grad_(False)
+    match draws.randrange(3):
+        case 0:
+            graph.embed.requires_grad_(False)
+        case 1:
+            graph.blocks[draws.randrange(len(graph.blocks))].requires_grad_(False)
+        case 2:
+            for block in graph.blocks:
+                block.norm.requires_grad_(False)
 
 
-class Stem(Feature):
+def begin(graph: Graph, layer: nn.Module) -> None:
     """A layer before the first block."""
-
-    weight = 0.5
-    layer: ClassVar[type[nn.Module]]
-
-    def build(self, graph: Graph) -> None:
-        graph.stem = self.layer()
-
-    def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x + graph.stem(x)
+    graph.stem = layer
+    graph.enters.append(lambda x, choice: x + graph.stem(x))
 
 
-class ConvolutionStem(Stem):
-    name = "convolution_stem"
-    layer = Convolution
+@feature(weight=0.5)
+def convolution_stem(graph: Graph, draws: Random) -> None:
+    begin(graph, Convolution())
 
 
-class RecurrentStem(Stem):
-    name = "recurrent_stem"
-    layer = Recurrence
+@feature(weight=0.5)
+def recurrent_stem(graph: Graph, draws: Random) -> None:
+    begin(graph, Recurrence())
 
 
 def counted(block: Any, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
@@ -60,106 +51,66 @@ def averaged(block: Any, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Te
     return hidden
 
 
-class CountingBuffer(Feature):
+@feature(weight=0.7)
+def counting_buffer(graph: Graph, draws: Random) -> None:
     """Blocks count their calls in a buffer and use the number."""
-
-    name = "counting_buffer"
-    weight = 0.7
-
-    def build(self, graph: Graph) -> None:
-        for block in graph.some_blocks(self.draws):
-            block.register_buffer("calls", torch.zeros(()))
-            block.extras.append(counted)
+    for block in graph.some_blocks(draws):
+        block.register_buffer("calls", torch.zeros(()))
+        block.extras.append(counted)
 
 
-class AveragingBuffer(Feature):
+@feature(weight=0.7)
+def averaging_buffer(graph: Graph, draws: Random) -> None:
     """Blocks note a moving average of what they saw, each rank its own, for later."""
-
-    name = "averaging_buffer"
-    weight = 0.7
-
-    def build(self, graph: Graph) -> None:
-        for block in graph.some_blocks(self.draws):
-            block.register_buffer("mean", torch.zeros(WIDTH))
-            block.extras.append(averaged)
+    for block in graph.some_blocks(draws):
+        block.register_buffer("mean", torch.zeros(WIDTH))
+        block.extras.append(averaged)
 
 
-class WeightNorm(Feature):
-    """A parametrization of torch on two blocks."""
+def parametrize(name: str) -> None:
+    """The feature of torch's parametrization of this name, on two blocks."""
 
-    name = "weight_norm"
-    weight = 0.7
+    def build(graph: Graph, draws: Random) -> None:
+        for block in graph.claim(draws, 2):
+            getattr(parametrizations, name)(block.mix)
 
-    def build(self, graph: Graph) -> None:
-        for block in graph.claim(self.draws, 2):
-            getattr(parametrizations, self.name)(block.mix)
-
-
-class Orthogonal(WeightNorm):
-    name = "orthogonal"
+    build.__name__ = name
+    feature(weight=0.7)(build)
 
 
-class SpectralNorm(WeightNorm):
-    name = "spectral_norm"
+for name in ("weight_norm", "orthogonal", "spectral_norm"):
+    parametrize(name)
 
 
-class NonContiguous(Feature):
+@feature()
+def non_contiguous(graph: Graph, draws: Random) -> None:
     """Weights that are a transposed view of their memory."""
-
-    name = "non_contiguous"
-
-    def build(self, graph: Graph) -> None:
-        for block in graph.claim(self.draws, 2):
-            block.mix.weight = nn.Parameter((torch.randn(WIDTH, WIDTH) / WIDTH).t())
+    for block in graph.claim(draws, 2):
+        block.mix.weight = nn.Parameter((torch.randn(WIDTH, WIDTH) / WIDTH).t())
 
 
-def scaled(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-    return 1.1 * out
-
-
-def shifted(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (args[0] + 0.1, *args[1:])
+@feature()
+def forward_hooks(graph: Graph, draws: Random) -> None:
+    """Hooks that change what goes into a layer of a block and what comes out."""
+    for block in graph.some_blocks(draws):
+        block.core.register_forward_pre_hook(lambda module, args: (args[0] + 0.1, *args[1:]))
+        block.mix.register_forward_hook(lambda module, args, out: 1.1 * out)
 
 
 def halved(module: nn.Module, grad_input: tuple[Any, ...], grad_output: Any) -> tuple[Any, ...]:
     return tuple(None if grad is None else 0.5 * grad for grad in grad_input)
 
 
-class ForwardHooks(Feature):
-    """Hooks that change what goes into a layer of a block and what comes out."""
-
-    name = "forward_hooks"
-
-    def build(self, graph: Graph) -> None:
-        for block in graph.some_blocks(self.draws):
-            block.core.register_forward_pre_hook(shifted)
-            block.mix.register_forward_hook(scaled)
-
-
-class BackwardHook(Feature):
+@feature(weight=0.7)
+def backward_hook(graph: Graph, draws: Random) -> None:
     """Hooks that change the gradient of a layer's input."""
-
-    name = "backward_hook"
-    weight = 0.7
-
-    def build(self, graph: Graph) -> None:
-        for block in graph.some_blocks(self.draws):
-            block.mix.register_full_backward_hook(halved)
+    for block in graph.some_blocks(draws):
+        block.mix.register_full_backward_hook(halved)
 
 
-class ParameterHook(Feature):
+@feature(weight=0.5)
+def parameter_hook(graph: Graph, draws: Random) -> None:
     """A hook that changes the gradient of a parameter."""
-
-    name = "parameter_hook"
-    weight = 0.5
-
-    def build(self, graph: Graph) -> None:
-        for holder in [graph.head, *(block.norm for block in graph.some_blocks(self.draws))]:
-            if holder.weight.requires_grad:  # another feature may have frozen the block
-                holder.weight.register_hook(lambda grad: 0.5 * grad)
-
-
-FEATURES: list[type[Feature]] = [
-    Frozen, ConvolutionStem, RecurrentStem, CountingBuffer, AveragingBuffer, WeightNorm, Orthogonal, SpectralNorm,
-    NonContiguous, ForwardHooks, BackwardHook, ParameterHook,
-]  # fmt: skip
+    for holder in [graph.head, *(block.norm for block in graph.some_blocks(draws))]:
+        if holder.weight.requires_grad:  # another feature may have frozen the block
+            holder.weight.register_hook(lambda grad: 0.5 * grad)

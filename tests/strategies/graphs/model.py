@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -134,43 +134,33 @@ def call_block(block: nn.Module, x: torch.Tensor, choice: torch.Tensor) -> torch
     return CALLS[kind](block, x, choice)
 
 
+Build = Callable[["Graph", random.Random], None]
+
+
+@dataclass(frozen=True)
 class Feature:
-    """One thing that a graph does. A subclass overrides the moments in which it acts.
+    """One thing that a graph does.
 
     Attributes:
-        draws: what it chose at random comes from here.
+        build: draws what it chose at random, adds modules, and the functions that act in the graph's forward.
+        weight: how often it is drawn, relative to the others.
     """
 
-    name: ClassVar[str]
-    weight: ClassVar[float] = 1.0
-    """How often it is drawn, relative to the others."""
-    block_class: ClassVar[type[Block]] = Block
+    build: Build
+    weight: float = 1.0
+    block_class: type[Block] = Block
 
-    def __init__(self, draws: random.Random) -> None:
-        self.draws = draws
 
-    def build(self, graph: Graph) -> None:
-        """Add modules and parameters."""
+FEATURES: dict[str, Feature] = {}
+"""By name: the functions that `feature` marks."""
 
-    def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        """Before the first block."""
-        return x
 
-    def around(self, graph: Graph, index: int, step: int, call: BlockCall) -> BlockCall:
-        """Around the call of a block."""
-        return call
+def feature(weight: float = 1.0) -> Callable[[Build], Build]:
+    def register(build: Build) -> Build:
+        FEATURES[build.__name__] = Feature(build, weight)
+        return build
 
-    def after(self, graph: Graph, index: int, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """With the output of a block, and what went into it."""
-        return x
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        """After the last block."""
-        return x
-
-    def penalty(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor | None:
-        """A second loss, summed over rows."""
-        return None
+    return register
 
 
 class Graph(nn.Module):
@@ -179,20 +169,23 @@ class Graph(nn.Module):
     Attributes:
         order: the blocks that are called, in turn.
         untouched: blocks whose `mix.weight` no feature has replaced yet.
+        enters, leaves: before the first block and after the last one: (hidden, choice) → hidden.
+        arounds: around the call of a block: (its index, step, call) → call.
+        afters: with the output of a block, and what went into it: (its index, output, input) → output.
+        penalties: second losses, summed over rows: (hidden, choice) → loss.
     """
 
-    def __init__(self, core: str, n_blocks: int, features: Sequence[Feature]) -> None:
+    def __init__(self, core: str, n_blocks: int, features: Sequence[tuple[Feature, random.Random]]) -> None:
         super().__init__()
-        kinds = {feature.block_class for feature in features} - {Block} or {Block}
+        kinds = {feature.block_class for feature, _ in features} - {Block} or {Block}
         kind = min(kinds, key=lambda candidate: candidate.__name__)
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.blocks = nn.ModuleList([kind(core) for _ in range(n_blocks)])
         self.norm = nn.LayerNorm(WIDTH)
-        self.features = list(features)
-        self.order = list(range(n_blocks))
-        self.untouched = list(range(n_blocks))
-        for feature in features:
-            feature.build(self)
+        self.order, self.untouched = list(range(n_blocks)), list(range(n_blocks))
+        self.enters, self.leaves, self.arounds, self.afters, self.penalties = ([] for _ in range(5))
+        for feature, draws in features:
+            feature.build(self, draws)
 
     def claim(self, draws: random.Random, number: int = 1) -> list[Any]:
         """Blocks whose `mix.weight` a feature may replace: at most `number`, and none twice."""
@@ -208,21 +201,21 @@ class Graph(nn.Module):
         """All blocks in order."""
         for index in self.order:
             call: BlockCall = partial(call_block, self.blocks[index])
-            for feature in self.features:
-                call = feature.around(self, index, step, call)
+            for around in self.arounds:
+                call = around(index, step, call)
             before, x = x, call(x, choice)
-            for feature in self.features:
-                x = feature.after(self, index, x, before)
+            for after in self.afters:
+                x = after(index, x, before)
         return x
 
     def forward(self, tokens: torch.Tensor, choice: torch.Tensor, *, step: int) -> dict[str, torch.Tensor]:
         """Tokens [rows, LENGTH] and a number for each row [rows] → logits [rows, LENGTH, VOCAB] and a penalty []."""
         x = self.embed(tokens)
-        for feature in self.features:
-            x = feature.enter(self, x, choice)
+        for enter in self.enters:
+            x = enter(x, choice)
         x = self.through(x, choice, step)
-        for feature in self.features:
-            x = feature.leave(self, x, choice)
-        penalties = [feature.penalty(self, x, choice) for feature in self.features]
+        for leave in self.leaves:
+            x = leave(x, choice)
+        penalties = [penalty(x, choice) for penalty in self.penalties]
         logits = self.head(self.norm(x))
-        return {"logits": logits, "penalty": sum((p for p in penalties if p is not None), logits.new_zeros(()))}
+        return {"logits": logits, "penalty": sum(penalties, logits.new_zeros(()))}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .model import WIDTH, Feature, Graph, call_block
+from .model import WIDTH, Graph, call_block, feature
 
 
 class Adapter(nn.Module):
@@ -20,150 +22,102 @@ class Adapter(nn.Module):
         return self.up(torch.tanh(self.down(x)))
 
 
-def adapted(block: Any, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-    return hidden + block.adapter(hidden)
-
-
-class SharedNorm(Feature):
+@feature()
+def shared_norm(graph: Graph, draws: Random) -> None:
     """One norm in several blocks."""
-
-    name = "shared_norm"
-
-    def build(self, graph: Graph) -> None:
-        first, *others = graph.some_blocks(self.draws, at_least=2)
-        for block in others:
-            block.norm = first.norm
+    first, *others = graph.some_blocks(draws, at_least=2)
+    for block in others:
+        block.norm = first.norm
 
 
-class SharedAdapter(Feature):
+@feature()
+def shared_adapter(graph: Graph, draws: Random) -> None:
     """One adapter in several blocks."""
-
-    name = "shared_adapter"
-
-    def build(self, graph: Graph) -> None:
-        adapter = Adapter()
-        for block in graph.some_blocks(self.draws, at_least=2):
-            block.adapter = adapter
-            block.extras.append(adapted)
+    adapter = Adapter()
+    for block in graph.some_blocks(draws, at_least=2):
+        block.adapter = adapter
+        block.extras.append(lambda block, hidden, choice: hidden + block.adapter(hidden))
 
 
-class SharedOutside(Feature):
+@feature()
+def shared_outside(graph: Graph, draws: Random) -> None:
     """A norm of a block that is also the model's."""
-
-    name = "shared_outside"
-
-    def build(self, graph: Graph) -> None:
-        graph.outside = self.draws.choice(graph.some_blocks(self.draws)).norm
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x + 0.5 * graph.outside(x)
+    graph.outside = draws.choice(graph.some_blocks(draws)).norm
+    graph.leaves.append(lambda x, choice: x + 0.5 * graph.outside(x))
 
 
-class RepeatedMember(Feature):
+@feature()
+def repeated_member(graph: Graph, draws: Random) -> None:
     """One block twice in the list of blocks."""
-
-    name = "repeated_member"
-
-    def build(self, graph: Graph) -> None:
-        graph.blocks.append(graph.blocks[self.draws.randrange(len(graph.blocks))])
-        graph.order.append(len(graph.blocks) - 1)
+    graph.blocks.append(graph.blocks[draws.randrange(len(graph.blocks))])
+    graph.order.append(len(graph.blocks) - 1)
 
 
-class RepeatedCall(Feature):
+@feature()
+def repeated_call(graph: Graph, draws: Random) -> None:
     """Some or all blocks are called twice in a forward."""
-
-    name = "repeated_call"
-
-    def build(self, graph: Graph) -> None:
-        again = graph.order if self.draws.random() < 0.5 else [self.draws.choice(graph.order)]
-        graph.order = [*graph.order, *again]
+    again = graph.order if draws.random() < 0.5 else [draws.choice(graph.order)]
+    graph.order = [*graph.order, *again]
 
 
-class TiedHead(Feature):
-    name = "tied_head"
-
-    def build(self, graph: Graph) -> None:
-        graph.head.weight = graph.embed.weight
+@feature()
+def tied_head(graph: Graph, draws: Random) -> None:
+    graph.head.weight = graph.embed.weight
 
 
-class TiedBlocks(Feature):
+@feature()
+def tied_blocks(graph: Graph, draws: Random) -> None:
     """One parameter in two blocks."""
-
-    name = "tied_blocks"
-
-    def build(self, graph: Graph) -> None:
-        chosen = graph.claim(self.draws, 2)
-        for block in chosen[1:]:
-            block.mix.weight = chosen[0].mix.weight
+    chosen = graph.claim(draws, 2)
+    for block in chosen[1:]:
+        block.mix.weight = chosen[0].mix.weight
 
 
-class TiedOutside(Feature):
+@feature(weight=0.5)
+def tied_outside(graph: Graph, draws: Random) -> None:
     """A parameter of a block that the model's own layer has too."""
-
-    name = "tied_outside"
-    weight = 0.5
-
-    def build(self, graph: Graph) -> None:
-        graph.last = nn.Linear(WIDTH, WIDTH)
-        for block in graph.claim(self.draws):
-            graph.last.weight = block.mix.weight
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x + graph.last(x)
+    graph.last = nn.Linear(WIDTH, WIDTH)
+    for block in graph.claim(draws):
+        graph.last.weight = block.mix.weight
+    graph.leaves.append(lambda x, choice: x + graph.last(x))
 
 
-class CalledFromOutside(Feature):
-    """The model calls a part of a block, before the blocks or after them."""
-
-    name = "part_called_from_outside"
-    weight = 0.05
-
-    def build(self, graph: Graph) -> None:
-        self.index, self.first = self.draws.randrange(len(graph.blocks)), self.draws.random() < 0.5
-
-    def used(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        return block.norm(x) if self.first else 0.5 * block.mix(x)
-
-    def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x + self.used(graph.blocks[self.index], x) if self.first else x
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x if self.first else x + self.used(graph.blocks[self.index], x)
+Use = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-class WeightReadFromOutside(CalledFromOutside):
+def reach(graph: Graph, draws: Random, early: Use, late: Use) -> None:
+    """Use a block before the blocks, or after them."""
+    index = draws.randrange(len(graph.blocks))
+    if draws.random() < 0.5:
+        graph.enters.append(lambda x, choice: x + early(graph.blocks[index], x))
+    else:
+        graph.leaves.append(lambda x, choice: x + 0.5 * late(graph.blocks[index], x))
+
+
+@feature(weight=0.05)
+def part_called_from_outside(graph: Graph, draws: Random) -> None:
+    """The model calls a part of a block."""
+    reach(graph, draws, lambda block, x: block.norm(x), lambda block, x: block.mix(x))
+
+
+@feature(weight=0.05)
+def weight_read_from_outside(graph: Graph, draws: Random) -> None:
     """The model computes with a weight of a block."""
-
-    name = "weight_read_from_outside"
-
-    def used(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, block.mix.weight) if self.first else 0.5 * F.linear(x, block.mix.weight)
+    reach(graph, draws, *[lambda block, x: F.linear(x, block.mix.weight)] * 2)
 
 
-class OtherMethod(Feature):
+@feature(weight=0.05)
+def other_method(graph: Graph, draws: Random) -> None:
     """The model calls a method of a block beside its forward."""
-
-    name = "other_method"
-    weight = 0.05
-
-    def build(self, graph: Graph) -> None:
-        self.index = self.draws.randrange(len(graph.blocks))
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        block: Any = graph.blocks[self.index]
-        return x + block.score(x)
+    index = draws.randrange(len(graph.blocks))
+    graph.leaves.append(lambda x, choice: x + graph.blocks[index].score(x))
 
 
-class OwnParameters(Feature):
+@feature()
+def own_parameters(graph: Graph, draws: Random) -> None:
     """Parameters that the model holds itself, beside its layers; one of them is a single number."""
-
-    name = "own_parameters"
-
-    def build(self, graph: Graph) -> None:
-        graph.gain, graph.level = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.tensor(0.1))
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x * graph.gain + graph.level
+    graph.gain, graph.level = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.tensor(0.1))
+    graph.leaves.append(lambda x, choice: x * graph.gain + graph.level)
 
 
 class Bag(nn.Module):
@@ -175,22 +129,16 @@ class Bag(nn.Module):
         self.scale = nn.Linear(WIDTH, WIDTH)
 
 
-class Container(Feature):
+@feature()
+def container(graph: Graph, draws: Random) -> None:
     """Parameters of a module that nobody calls: in the model or in blocks."""
-
-    name = "container"
-
-    def build(self, graph: Graph) -> None:
-        self.inside = self.draws.random() < 0.5
-        if self.inside:
-            for block in graph.some_blocks(self.draws):
-                block.bag = Bag()
-                block.extras.append(lambda block, hidden, choice: block.bag.scale(hidden) + block.bag.shift)
-        else:
-            graph.bag = Bag()
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x if self.inside else x + 0.5 * graph.bag.scale(x) + graph.bag.shift
+    if draws.random() < 0.5:
+        for block in graph.some_blocks(draws):
+            block.bag = Bag()
+            block.extras.append(lambda block, hidden, choice: block.bag.scale(hidden) + block.bag.shift)
+    else:
+        graph.bag = Bag()
+        graph.leaves.append(lambda x, choice: x + 0.5 * graph.bag.scale(x) + graph.bag.shift)
 
 
 class ListWithParameter(nn.ModuleList):
@@ -199,64 +147,44 @@ class ListWithParameter(nn.ModuleList):
         self.gain = nn.Parameter(torch.ones(WIDTH))
 
 
-class ContainerList(Feature):
+@feature(weight=0.7)
+def container_list(graph: Graph, draws: Random) -> None:
     """The list of blocks holds a parameter itself."""
-
-    name = "container_list"
-    weight = 0.7
-
-    def build(self, graph: Graph) -> None:
-        graph.blocks = ListWithParameter(list(graph.blocks))
-
-    def after(self, graph: Graph, index: int, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        return x * graph.blocks.gain
+    graph.blocks = ListWithParameter(list(graph.blocks))
+    graph.afters.append(lambda index, x, before: x * graph.blocks.gain)
 
 
-class ParameterDict(Feature):
-    name = "parameter_dict"
+def hold(
+    graph: Graph, draws: Random, name: str, made: Callable[[list[torch.Tensor]], Any], gain: Any, turn: Any
+) -> None:
+    """A table of two parameters, in the model or in blocks."""
 
-    def build(self, graph: Graph) -> None:
-        self.inside = self.draws.random() < 0.5
-        for holder in graph.some_blocks(self.draws) if self.inside else [graph]:
-            setattr(holder, self.name, self.parameters(torch.ones(WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH))
-            if self.inside:
-                holder.extras.append(lambda block, hidden, choice: self.applied(getattr(block, self.name), hidden))
+    def applied(module: Any, x: torch.Tensor) -> torch.Tensor:
+        table = getattr(module, name)
+        return x * table[gain] + x @ table[turn]
 
-    def parameters(self, gain: torch.Tensor, turn: torch.Tensor) -> nn.Module:
-        return nn.ParameterDict({"gain": gain, "turn": turn})
-
-    def applied(self, table: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * table["gain"] + x @ table["turn"]
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return x if self.inside else self.applied(getattr(graph, self.name), x)
+    inside = draws.random() < 0.5
+    for holder in graph.some_blocks(draws) if inside else [graph]:
+        setattr(holder, name, made([torch.ones(WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH]))
+        if inside:
+            holder.extras.append(lambda block, hidden, choice: applied(block, hidden))
+    if not inside:
+        graph.leaves.append(lambda x, choice: applied(graph, x))
 
 
-class ParameterList(ParameterDict):
-    name = "parameter_list"
-
-    def parameters(self, gain: torch.Tensor, turn: torch.Tensor) -> nn.Module:
-        return nn.ParameterList([gain, turn])
-
-    def applied(self, table: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * table[0] + x @ table[1]
+@feature()
+def parameter_list(graph: Graph, draws: Random) -> None:
+    hold(graph, draws, "parameter_list", nn.ParameterList, 0, 1)
 
 
-class BlockOutside(Feature):
+@feature()
+def parameter_dict(graph: Graph, draws: Random) -> None:
+    made = lambda values: nn.ParameterDict(zip(("gain", "turn"), values, strict=True))  # noqa: E731
+    hold(graph, draws, "parameter_dict", made, "gain", "turn")
+
+
+@feature(weight=0.7)
+def block_by_another_name(graph: Graph, draws: Random) -> None:
     """A block that is called once more after all others, by another name."""
-
-    name = "block_by_another_name"
-    weight = 0.7
-
-    def build(self, graph: Graph) -> None:
-        graph.again = self.draws.choice(list(graph.blocks))
-
-    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        return call_block(graph.again, x, choice)
-
-
-FEATURES: list[type[Feature]] = [
-    SharedNorm, SharedAdapter, SharedOutside, RepeatedMember, RepeatedCall, TiedHead, TiedBlocks, TiedOutside,
-    CalledFromOutside, WeightReadFromOutside, OtherMethod, OwnParameters, Container, ContainerList, ParameterList,
-    ParameterDict, BlockOutside,
-]  # fmt: skip
+    graph.again = draws.choice(list(graph.blocks))
+    graph.leaves.append(lambda x, choice: call_block(graph.again, x, choice))
