@@ -6,20 +6,17 @@ import pytest
 
 from shardkit.config.load import load_config
 from shardkit.strategies.build import slower_than_single
+from tests.strategies.cases import on_cpus
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size", "is_told"),
+    ("case", "world_size", "is_told"),
     [
         ("fsdp", 1, True), ("hsdp", 1, True), ("zero3", 1, True), ("single", 1, False), ("ddp", 1, False),
-        ("zero1", 1, False), ("fsdp", 2, False), ("zero3", 8, False),
+        ("zero1", 1, False), ("fsdp", 2, False), ("zero3", 8, False), ("zero3+optimizer+param", 1, False),
     ],
 )  # fmt: skip
-def test_only_one_process_under_an_engine_that_shards(strategy: str, world_size: int, is_told: bool) -> None:
-    hint = slower_than_single(load_config(None, {"parallel.strategy": strategy}).config, world_size)
-    assert ("parallel.strategy=single is faster" in hint) == is_told
-
-
-def test_offloading_is_a_reason_to_stay() -> None:
-    keys = {"parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"}
-    assert slower_than_single(load_config(None, keys).config, 1) == ""
+def test_only_one_process_under_an_engine_that_shards(case: str, world_size: int, is_told: bool) -> None:
+    """Offload is a reason to stay."""
+    hint = slower_than_single(load_config(None, on_cpus(case)).config, world_size)
+    assert hint.count("parallel.strategy=single is faster") == bool(hint) == is_told
