@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from shardkit.config.libraries import TESTED
+from tests.ranks import REPO
 
-REPO = Path(__file__).resolve().parent.parent
 # Not the byte-exact state: an older DeepSpeed may keep parameters gathered for longer.
 CORE = ["tests/strategies/test_parity.py", "tests/strategies/test_features.py"]
 NAMES = ["tests/test_libraries.py"]

@@ -16,11 +16,11 @@ from shardkit.launch.slurm.commands import script_argv
 from shardkit.launch.spec import JobSpec
 from tests.commands import environment
 from tests.data.chats import conversation, write_lines, write_tokenizer
+from tests.ranks import REPO
 
 PLANTED = ["typing", "shardkit", "torch", "sitecustomize", "usercustomize", "json", "numpy", "launch", "transformers",
            "accelerate"]  # fmt: skip
 """Modules that commands and their children import early."""
-REPO = Path(__file__).resolve().parent.parent
 SHARDKIT = Path(sys.executable).with_name("shardkit")
 
 
@@ -56,7 +56,6 @@ def test_a_child_imports_nothing_from_the_current_directory(hostile: Path) -> No
 
 @pytest.mark.slow
 def test_tokenising_workers_import_nothing_from_the_current_directory(hostile: Path) -> None:
-    pytest.importorskip("transformers", reason="needs transformers")
     write_tokenizer(hostile / "tok")
     write_lines(hostile / "rows.jsonl", [{"messages": conversation(row)} for row in range(4)])
     done = run([str(SHARDKIT), "tokenize", "rows.jsonl", "out", "--tokenizer", "tok", "data.loss_on=all",

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parent.parent
+from tests.ranks import REPO
+
 PACKAGE = REPO / "shardkit"
 
 # Bottom first. A module imports from its own package or from a lower layer; a package counts as one module here.

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from shardkit import _FORMER
-
-REPO = Path(__file__).resolve().parent.parent
+from tests.ranks import REPO
 
 PRONOUNS = frozenset(
     [

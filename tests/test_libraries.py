@@ -17,8 +17,7 @@ import pytest
 
 from shardkit.config import libraries
 from shardkit.config.libraries import NO_ISSUE, PLACES, TESTED, Feature, NameGone, Private
-
-REPO = Path(__file__).resolve().parent.parent
+from tests.ranks import REPO
 
 
 def features() -> list[Feature]:

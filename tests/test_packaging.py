@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-REPO = Path(__file__).resolve().parent.parent
+from tests.ranks import REPO
+
 LINKED = ("launch", "configs", "slurm")
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

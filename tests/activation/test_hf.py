@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from shardkit.activation import checkpoint_activations, offload_activations
 from shardkit.config.schema import ActivationConfig
 from shardkit.parallel.blocks import find_blocks
 
-transformers = pytest.importorskip("transformers")
 VOCAB, SEQ = 50, 12
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 

@@ -27,8 +27,6 @@ def test_other_losses_refuse_the_comparison(wrong: float) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", list(ARMS))
 def test_arms_train_alike_and_take_alike(engine: str, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="needs accelerate")
-    pytest.importorskip("transformers", reason="needs transformers, for Accelerate's DeepSpeed plugin")
     arms = [*(arm for arm in ARMS[engine] if arm != "Fabric"), OURS]
     tokens = write_tokens(tmp_path)
     peaks = peers.peaks(engine, arms, tokens, tmp_path)

@@ -15,6 +15,7 @@ from torch import nn
 from shardkit.memory import MemoryLedger, read_jsonl
 from shardkit.memory.rows import SCHEMA, gather_json
 from tests.memory.samples import gpu_row
+from tests.ranks import REPO
 
 
 class Loop:
@@ -66,9 +67,6 @@ def test_hooks_are_gone_afterwards_and_an_error_passes_through(tmp_path: Path) -
 def test_an_optimizer_is_needed() -> None:
     with pytest.raises(TypeError, match="at least one optimizer"):
         MemoryLedger("cpu").watch(nn.Linear(1, 1))
-
-
-REPO = Path(__file__).resolve().parent.parent.parent
 
 
 def example(page: str) -> str:

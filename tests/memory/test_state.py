@@ -58,7 +58,8 @@ def test_packed_weights_are_a_category_of_their_own_with_their_scales() -> None:
 
 @pytest.mark.parametrize(("storage", "double"), [(torch.uint8, True), (torch.bfloat16, True), (torch.uint8, False)])
 def test_bitsandbytes_own_parameters_count_as_quantized_with_their_state(storage: torch.dtype, double: bool) -> None:
-    bnb = pytest.importorskip("bitsandbytes")
+    import bitsandbytes as bnb
+
     layer = bnb.nn.Linear4bit(64, 128, bias=True, compress_statistics=double, quant_storage=storage).to("cpu")
     packed, n_blocks = 64 * 128 // 2, 64 * 128 // 64
     scales = n_blocks + 4 + 4 + 256 * 4 if double else 4 * n_blocks  # a byte each, their block's scale, mean and levels

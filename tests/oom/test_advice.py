@@ -92,7 +92,6 @@ def test_whole_logits_are_cut_into_chunks() -> None:
 
 
 def test_a_full_host() -> None:
-    pytest.importorskip("deepspeed", reason="needs deepspeed")
     overrides = ["parallel.strategy=zero2", "parallel.offload_optimizer=cpu", "data.workers=4",
                  "checkpoint.async_save=true"]  # fmt: skip
     assert changes(overrides, short_of="host") == [

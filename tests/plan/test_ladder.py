@@ -35,8 +35,8 @@ from shardkit.plan.search.ladder import (
 from shardkit.plan.search.trial import Trial, run_trial, trial_settings
 from shardkit.plan.target import Target
 from tests.commands import python_m
+from tests.ranks import REPO
 
-REPO = Path(__file__).resolve().parents[2]
 CPU = Target(1, None, 1)
 SMALL = ["model.preset=debug", "run.device=cpu", "train.micro_batch_size=8", "optim.implementation=foreach"]
 

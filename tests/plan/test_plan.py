@@ -25,8 +25,8 @@ from shardkit.plan.show import show
 from shardkit.plan.simulate.step import sample_batch
 from shardkit.plan.target import Target, choose_target
 from tests.commands import python_m
+from tests.ranks import REPO
 
-REPO = Path(__file__).resolve().parents[2]
 GIB = 2**30
 
 
@@ -481,7 +481,6 @@ def test_a_planning_process_that_is_killed_is_no_answer(tmp_path: Path, monkeypa
 @pytest.mark.slow
 def test_a_plan_asks_no_hub_for_a_tokenizer_that_is_missing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that is missing looks like a hub's name: asking for it would tell the hub, and send the user's token."""
-    pytest.importorskip("transformers")
     with socket.create_server(("127.0.0.1", 0)) as hub:
         hub.settimeout(0)
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")

@@ -45,7 +45,6 @@ def test_without_plotly_there_is_a_reason_and_no_half_file(tmp_path: Path, monke
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (Debian: apt-get install chromium)")
 def test_the_page_draws_and_asks_for_nothing(opened: Opened, tmp_path: Path) -> None:  # noqa: F811
-    pytest.importorskip("plotly", reason="needs plotly")
     path = save_ladder(STEPS, 40 * MIB, tmp_path)
     opened.show(path)
     drawn = {trace["name"]: trace["y"] for trace in opened.traces("plot")}

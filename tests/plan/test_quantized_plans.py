@@ -14,7 +14,6 @@ from shardkit.plan.model.estimate import MemoryEstimate
 from shardkit.plan.target import choose_target
 from tests.commands import python_m
 
-pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 GIB = 2**30
 SMALL = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}  # fmt: skip

@@ -12,9 +12,9 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.plan.model.estimate import digest
 from tests.commands import python_m
+from tests.ranks import REPO
 from tests.texts import write_program
 
-REPO = Path(__file__).resolve().parents[2]
 SMALL = ["model.preset=debug", "train.micro_batch_size=64", "parallel.strategy=ddp", "--gpus-per-node", "2"]
 
 

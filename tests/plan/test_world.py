@@ -18,9 +18,7 @@ from shardkit.plan.client import Planner
 from shardkit.plan.simulate.unplannable import refuse_value
 from shardkit.plan.target import choose_target
 from tests.commands import environment, python_m
-
-REPO = Path(__file__).resolve().parents[2]
-
+from tests.ranks import REPO
 
 _PROGRAM = """
 import torch

@@ -183,7 +183,6 @@ def test_a_model_may_import_what_it_needs_when_it_is_built_under_zero3() -> None
     [pytest.param(name, marks=pytest.mark.slow if name in MIXTURES else pytest.mark.release) for name in MODELS],
 )  # fmt: skip
 def test_a_foreign_model_has_the_losses_of_one_process(model: str) -> None:
-    pytest.importorskip("transformers", reason="needs transformers")
     want = alone([model])[model]
     assert isinstance(want, list) and want[-1] != want[0], want
     rel = 1e-6 if model in MIXTURES else FOREIGN_TOLERANCE

@@ -16,7 +16,6 @@ from shardkit.strategies.states import state_parts
 from tests.ranks import run_ranks
 
 CURVES = "tests.strategies.cases:curves"
-LIBRARIES = {"adamw8bit": "torchao", "adamw_bnb_8bit": "bitsandbytes"}
 
 
 @pytest.mark.parametrize(
@@ -28,8 +27,6 @@ LIBRARIES = {"adamw8bit": "torchao", "adamw_bnb_8bit": "bitsandbytes"}
     ],
 )
 def test_losses_are_those_of_one_process(optimizer: str, names: list[str], differs_by: float, tolerance: float) -> None:
-    if optimizer in LIBRARIES:
-        pytest.importorskip(LIBRARIES[optimizer], reason=f"needs {LIBRARIES[optimizer]}")
     extra = {"optim.name": optimizer, "optim.lr": 3e-3}
     single = run_ranks(1, CURVES, names=["single"], extra=extra, steps=6)[0]["single"]
     adamw = run_ranks(1, CURVES, names=["single"], extra={}, steps=6)[0]["single"]
@@ -115,7 +112,6 @@ def train_in_8_bits(variant: str) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("variant", [pytest.param("adamw8bit", marks=pytest.mark.slow), "adamw_bnb_8bit"])
 def test_8_bit_adamw_follows_adamw(variant: str) -> None:
-    pytest.importorskip(LIBRARIES[variant], reason=f"needs {LIBRARIES[variant]}")
     target = "tests.strategies.test_optimizers:train_in_8_bits"
     (losses, n_bytes), *_ = run_ranks(1, target, init_group=False, variant=variant)  # torchao's compiler has threads
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
@@ -126,8 +122,6 @@ def test_8_bit_adamw_follows_adamw(variant: str) -> None:
     "optimizer", ["adafactor", "muon", pytest.param("adamw8bit", marks=pytest.mark.slow), "adamw_bnb_8bit"]
 )
 def test_a_resumed_run_goes_on_to_the_bit(optimizer: str, tmp_path: Path) -> None:
-    if optimizer in LIBRARIES:
-        pytest.importorskip(LIBRARIES[optimizer], reason=f"needs {LIBRARIES[optimizer]}")
     extra = {"optim.name": optimizer, "optim.lr": 3e-3, "train.deterministic": True}
     target = "tests.strategies.precision_cases:resumed_curve"
     for through, resumed in run_ranks(2, target, root=str(tmp_path), extra=extra):

@@ -110,7 +110,8 @@ class Net(nn.Module):
 
 
 def test_fp8_computes_linear_layers_but_the_head_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    float8 = pytest.importorskip("torchao.float8", reason="needs torchao")
+    import torchao.float8 as float8
+
     emulated = partial(float8.convert_to_float8_training, config=float8.Float8LinearConfig(emulate=True))
     monkeypatch.setattr(float8, "convert_to_float8_training", emulated)  # no CPU has the products
     torch.manual_seed(0)
@@ -124,7 +125,6 @@ def test_fp8_computes_linear_layers_but_the_head_in_8_bits(monkeypatch: pytest.M
 
 
 def test_fp8_of_nothing_is_refused() -> None:
-    pytest.importorskip("torchao", reason="needs torchao")
     with pytest.raises(ConfigError, match="multiples of 16"):
         convert_to_fp8(Net(20), PrecisionConfig(mode="fp8"))
 

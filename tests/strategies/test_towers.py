@@ -113,7 +113,8 @@ def test_the_parts_of_a_model_with_towers_are_these_and_what_stands_beside_them(
 
 
 def test_an_encoder_and_a_decoder_of_transformers_are_no_towers() -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    import transformers
+
     config = transformers.T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, vocab_size=32)
     model = transformers.T5ForConditionalGeneration(config)
     assert find_parts(model, find_blocks(model)) == {}

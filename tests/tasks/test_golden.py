@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.tasks.golden import differences, golden, measured
 
 
 def test_the_losses_are_the_golden_ones() -> None:
-    pytest.importorskip("transformers")
     assert differences(measured(), golden()) == []

@@ -12,11 +12,10 @@ from shardkit.errors import ConfigError
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from shardkit.tasks.load import load_task
-from tests.ranks import run_ranks
+from tests.ranks import REPO, run_ranks
 from tests.tasks import cases
 from tests.texts import write_words
 
-REPO = Path(__file__).resolve().parents[2]
 STRATEGIES = ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 TARGET = "tests.tasks.cases:records"
 

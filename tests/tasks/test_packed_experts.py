@@ -18,9 +18,6 @@ from tests.ranks import run_ranks
 from tests.tasks import quantized
 from tests.tasks.quantized import PARTITIONED
 
-pytest.importorskip("bitsandbytes", reason="needs shardkit[quantize]")
-pytest.importorskip("peft", reason="needs shardkit[finetune]")
-
 MIXTRAL: dict[str, Any] = {key: size for key, size in quantized.MODEL.items() if key != "attention_bias"} | {
     "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip

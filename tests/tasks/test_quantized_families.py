@@ -38,7 +38,6 @@ def share(model_type: str) -> float:
 
 @pytest.mark.slow
 def test_the_shares_of_families_are_true() -> None:
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     for model_type, (least, most) in SHARES.items():
         assert least <= round(share(model_type)) <= most, model_type
     for model_type in ("gpt2", "falcon"):

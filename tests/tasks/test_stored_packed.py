@@ -21,7 +21,6 @@ from shardkit.tasks.load import load_task
 from tests.ranks import run_ranks
 from tests.tasks import quantized
 
-pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 DOUBLE = {"bits": 4, "double": True}
 
 

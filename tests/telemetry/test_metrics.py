@@ -13,8 +13,7 @@ from shardkit.errors import ConfigError
 from shardkit.telemetry import catalog
 from shardkit.telemetry.metrics import MetricsWriter
 from tests.memory.samples import gpu_row
-
-REPO = Path(__file__).resolve().parents[2]
+from tests.ranks import REPO
 
 
 def test_wandb_gets_every_step_and_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

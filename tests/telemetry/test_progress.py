@@ -91,7 +91,8 @@ def test_a_terminal_gets_a_bar_per_rank(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_a_watched_loop_with_a_bar_of_its_own_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    tqdm = pytest.importorskip("tqdm")
+    import tqdm
+
     terminal = use_terminal(monkeypatch)
     shown = RunProgress(20, 0, every=None)
     with tqdm.tqdm(total=20, file=io.StringIO()):

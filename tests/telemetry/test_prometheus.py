@@ -23,7 +23,6 @@ from tests.texts import write_numbers
 
 # A line of the text format 0.0.4: name, labels with escaped values, value.
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)+)\})? (\S+)')
-pytest.importorskip("prometheus_client", reason="needs prometheus_client")
 
 
 def scrape(url: str) -> dict[tuple[str, str], float]:

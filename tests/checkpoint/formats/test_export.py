@@ -143,7 +143,6 @@ def test_only_the_config_of_the_named_run_is_code(
 def test_adapters_of_experts_are_exported_in_the_type_that_is_asked_for(
     dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
-    pytest.importorskip("peft")
     factors = {part: torch.arange(12.0).view(3, *shape) for part, shape in (("A", (2, 2)), ("B", (2, 2)))}
     saved = {f"model.experts.down_proj.lora_{part}.default.weight": tensor for part, tensor in factors.items()}
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from shardkit.checkpoint.formats.pretended import write_pretended_weights
 from shardkit.errors import ConfigError
 from tests.cli.test_main import shardkit
 from tests.data.chats import write_tokenizer
-
-transformers = pytest.importorskip("transformers")
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512,

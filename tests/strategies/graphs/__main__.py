@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable
 
 from . import towers
 from .campaign import OUTCOMES, Campaign
-from .case import FEATURES, Drawn, draw
+from .case import FEATURES, draw
 from .engines import ENGINES
 
 
@@ -27,7 +26,7 @@ def main() -> None:
     first, _, last = args.seeds.partition(":")
     seeds = range(int(first), int(last or int(first) + 1))
     features = None if args.features is None else tuple(filter(None, args.features.split(",")))
-    cases: Iterable[Drawn] = map(towers.draw, seeds) if args.towers else (draw(seed, features) for seed in seeds)
+    cases = map(towers.draw, seeds) if args.towers else (draw(seed, features) for seed in seeds)
     began = time.monotonic()
     campaign = Campaign(say=lambda line: line.startswith("equal") or print(line, flush=True))
     until = None if args.minutes is None else began + 60 * args.minutes

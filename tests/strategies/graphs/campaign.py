@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
-from .case import SAVED_AT, Curve, Drawn, in_one_process
+from .case import SAVED_AT, Curve, in_one_process
 from .engines import ENGINES, WORLDS, Arm, Report
 from .pool import Pool
 from .refusals import reason
@@ -101,13 +102,13 @@ class Campaign:
     verdicts: list[Verdict] = field(default_factory=list)
     starts: int = 0
 
-    def run(self, cases: Iterable[Drawn], engines: Sequence[str], until: float | None = None) -> None:
+    def run(self, cases: Iterable[Any], engines: Sequence[str], until: float | None = None) -> None:
         """Train every case under every engine; no new case begins after `until` (time.monotonic)."""
         self.run_pairs(((case, engine) for case in cases for engine in engines), until)
 
-    def run_pairs(self, pairs: Iterable[tuple[Drawn, str]], until: float | None = None) -> None:
+    def run_pairs(self, pairs: Iterable[tuple[Any, str]], until: float | None = None) -> None:
         """The same for pairs of a case and an engine; pairs of one case should follow each other."""
-        last: tuple[Drawn, int] | None = None
+        last: tuple[Any, int] | None = None
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="graphs-saved-"))
             pools: dict[int, Pool] = {}
@@ -139,7 +140,7 @@ class Campaign:
         return {engine: {name: counter[name] for name in OUTCOMES} for engine, counter in found.items()}
 
 
-def resumed_under(case: Drawn, engine: str, folder: str) -> tuple[str | None, str]:
+def resumed_under(case: Any, engine: str, folder: str) -> tuple[str | None, str]:
     """The engine under which a case goes on, and where it is saved; of cases that are saved and resumed."""
     draws = random.Random(f"{case.seed} {engine} resume")
     if case.compares_weights or draws.random() >= RESUMED_SHARE:

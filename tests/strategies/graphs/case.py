@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from shardkit.config.load import load_config
 from shardkit.parallel.optim import make_optimizer
@@ -25,45 +24,15 @@ Curve = list[tuple[float, float]]
 """Loss and gradient norm of each step; then a mark of each weight, where a case compares weights."""
 
 
-class Drawn(Protocol):
-    """What a seed draws: a model, its training and its data, as engines and one process take them.
-
-    Attributes:
-        settings: keys of the run's config beside the engine's.
-        prebuilt: the model is given to `Job.wrap` as a module, not as a function.
-        compares_weights: after the last step, too; such a case is not resumed.
-    """
-
-    steps: ClassVar[int]
-    compares_weights: ClassVar[bool]
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def settings(self) -> dict[str, Any]: ...
-    @property
-    def prebuilt(self) -> bool: ...
-
-    def build(self) -> nn.Module:
-        """The same model with the same values in every process."""
-
-    def batches(self, step: int, rank: int, world: int) -> list[Batch]:
-        """The micro-batches of a rank."""
-
-    def all_batches(self, step: int, world: int) -> list[Batch]:
-        """Those of all ranks, for one process."""
-
-    def loss(self, model: Any, batch: Batch) -> torch.Tensor: ...
-
-    def n_targets(self, batch: Batch) -> int: ...
-
-
 @dataclass(frozen=True)
 class Case:
-    """A graph and its training.
+    """A graph and its training. Models with towers are drawn as such a case, too.
 
     Attributes:
         features: their names, in the order in which they act.
+        settings: keys of the run's config beside the engine's.
+        prebuilt: the model is given to `Job.wrap` as a module, not as a function.
+        compares_weights: after the last step, too; such a case is not resumed.
     """
 
     seed: int
@@ -151,7 +120,7 @@ def mark(name: str, start: int, values: torch.Tensor) -> float:
     return float((values.double().flatten() * weights).sum())
 
 
-def in_one_process(case: Drawn, world: int = 1) -> Curve:
+def in_one_process(case: Any, world: int = 1) -> Curve:
     """The curve of plain torch over what `world` ranks train; of shardkit only the choice of the optimizer's groups."""
     config = load_config(None, {**case.settings, "run.device": "cpu"}).config
     model = case.build()

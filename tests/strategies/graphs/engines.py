@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from shardkit.run.job import Job, start
 from tests.ranks import REPO
 from tests.strategies.cases import on_cpus
 
-from .case import ROWS, SAVED_AT, Curve, Drawn, mark
+from .case import ROWS, SAVED_AT, Curve, mark
 
 ENGINES: dict[str, dict[str, Any]] = {
     **{name: on_cpus(name) for name in ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")},
@@ -40,25 +40,11 @@ WORLDS = {"hsdp": 4}
 """Ranks of an engine; 2 of those that are not named."""
 
 
-class Payload(Protocol):
-    """What the ranks of a pool run; it pickles.
-
-    Attributes:
-        compiles: it needs DeepSpeed's CPU optimizer, which is compiled where it is used first.
-    """
-
-    @property
-    def compiles(self) -> bool: ...
-
-    def run(self, curve: Curve) -> None:
-        """Appends each step's loss and norm to `curve`, which then says how far the rank came."""
-
-
 @dataclass(frozen=True)
 class Arm:
     """A case under an engine; with `then` it is saved after half of the steps and resumed under that engine."""
 
-    case: Drawn
+    case: Any
     engine: str
     then: str | None = None
     folder: str = ""
@@ -113,13 +99,13 @@ def _job(arm: Arm, engine: str) -> Iterator[Job]:
         yield job
 
 
-def _steps(job: Job, case: Drawn, steps: range, curve: Curve) -> None:
+def _steps(job: Job, case: Any, steps: range, curve: Curve) -> None:
     for step in steps:
         taken = job.step(case.batches(step, job.world.rank, job.world.size), case.loss, case.n_targets)
         curve.append((taken.loss, taken.grad_norm))
 
 
-def _marks(job: Job, case: Drawn) -> Iterator[tuple[float, float]]:
+def _marks(job: Job, case: Any) -> Iterator[tuple[float, float]]:
     """Of each weight, over all ranks."""
     own: Counter[str] = Counter()
     for shard in job.strategy.shards():
@@ -149,7 +135,7 @@ def _train(arm: Arm, curve: Curve) -> None:
         gc.collect()
 
 
-def _report(payload: Payload) -> Report:
+def _report(payload: Any) -> Report:
     curve: Curve = []
     groups = list(compat.groups())
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.ranks import _context, _end, _Job, _main
 
-from .engines import Payload, Report
+from .engines import Report
 
 PREPARED_IN_S, GRACE_S = 300.0, 30.0
 """Longest wait beyond a payload's limit for processes that start and for DeepSpeed's CPU optimizer, which is compiled
@@ -48,8 +48,12 @@ class Pool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    def run(self, payload: Payload) -> list[Report | None]:
-        """Every rank's report of a payload; None for a rank that did not send one in time."""
+    def run(self, payload: Any) -> list[Report | None]:
+        """Every rank's report of a payload; None for a rank that did not send one in time.
+
+        A payload pickles; `run(curve)` appends each step's loss and norm; `compiles`: it needs DeepSpeed's CPU
+        optimizer.
+        """
         if not self._ranks:
             self._start()
         for pipe in self._pipes:
