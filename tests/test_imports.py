@@ -146,20 +146,16 @@ def loaded_after(code: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_launch_imports_no_torch() -> None:
-    modules = [f"shardkit.{m.removesuffix('.__init__')}" for m in SOURCES if m.startswith("launch.")]
-    assert "shardkit.launch.ranks.env" in modules
-    loaded = loaded_after("import " + ", ".join(modules))
-    assert "shardkit" in loaded
-    assert not loaded & {"torch", "deepspeed", "numpy", "pydantic"}
+LAUNCH = [f"shardkit.{m.removesuffix('.__init__')}" for m in SOURCES if m.startswith("launch.")]
 
 
-def test_import_shardkit_is_light() -> None:
-    assert not loaded_after("import shardkit") & {"torch", "deepspeed", "numpy", "pydantic", "typer"}
-
-
-def test_command_line_imports_no_torch() -> None:
-    assert not loaded_after("import shardkit.cli") & {"torch", "deepspeed", "numpy", "pydantic", "rich"}
+@pytest.mark.parametrize(
+    ("modules", "heavy"), [(["shardkit"], "typer"), (["shardkit.cli"], "rich"), (LAUNCH, "torch")], ids=str
+)
+def test_light_entry_points_import_no_torch(modules: list[str], heavy: str) -> None:
+    loaded = loaded_after(f"import {', '.join(modules)}")
+    assert "shardkit" in loaded and "shardkit.launch.ranks.env" in LAUNCH
+    assert not loaded & {"torch", "deepspeed", "numpy", "pydantic", heavy}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -62,24 +63,20 @@ def assert_close(got: Any, want: Any) -> None:
         torch.testing.assert_close(got[1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_compiled_gradients_are_those_of_eager(policy: str, offload: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "scope", "offload"),
+    [*product(POLICIES, ["block"], ["none", "cpu"]), *product(["full", "every_k", "selective"], ["model"], ["cpu"])],
+)
+def test_compiled_gradients_are_those_of_eager(policy: str, scope: str, offload: str) -> None:
     # Compiled dropout draws other numbers than eager: without it.
     want = gradients(reference(MODEL.model_copy(update={"dropout": 0.0})))
-    assert_close(gradients(compiled(0.0, **POLICIES[policy], offload=offload, offload_min_bytes=0)), want)
+    assert_close(gradients(compiled(0.0, scope, **POLICIES[policy], offload=offload, offload_min_bytes=0)), want)
 
 
 def test_compiled_dropout_is_the_same_the_second_time() -> None:
     want = gradients(compiled(0.1))
     torch.compiler.reset()
     assert_close(gradients(compiled(0.1, policy="full")), want)
-
-
-@pytest.mark.parametrize("policy", ["full", "every_k", "selective"])
-def test_the_whole_model_compiled(policy: str) -> None:
-    want = gradients(reference(MODEL.model_copy(update={"dropout": 0.0})))
-    assert_close(gradients(compiled(0.0, "model", **POLICIES[policy], offload="cpu", offload_min_bytes=0)), want)
 
 
 def test_a_budget_keeps_less_and_gives_the_gradients_of_the_whole_budget() -> None:

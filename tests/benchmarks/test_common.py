@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.common import (
-    RESULTS,
-    one_case_a_line,
-)
+from benchmarks.common import RESULTS, one_case_a_line
 
 
 def test_recorded_results_are_in_that_layout() -> None:

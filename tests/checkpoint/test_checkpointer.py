@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardkit.checkpoint import save as save_module
 from shardkit.checkpoint.native import layout
 from shardkit.checkpoint.native import writer as writer_module
 from shardkit.checkpoint.native.manifest import RunState
@@ -55,11 +56,15 @@ def test_a_step_is_saved_once(make: Any) -> None:
     assert checkpoints.due(5)
 
 
-def test_time_is_up_after_the_interval_and_not_right_after_a_save(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardkit.checkpoint import save as module
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock."""
+    time = [1000.0]
+    monkeypatch.setattr(save_module.time, "monotonic", lambda: time[0])
+    return time
 
-    now = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+def test_time_is_up_after_the_interval_and_not_right_after_a_save(make: Any, now: list[float]) -> None:
     checkpoints = make(fakes.Plain(), every_minutes=2)
     now[0] += 119
     assert not checkpoints.time_is_up()
@@ -69,11 +74,7 @@ def test_time_is_up_after_the_interval_and_not_right_after_a_save(make: Any, mon
     assert not checkpoints.time_is_up()
 
 
-def test_by_default_saves_cost_at_most_two_per_cent_of_the_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardkit.checkpoint import save as module
-
-    now = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+def test_by_default_saves_cost_at_most_two_per_cent_of_the_time(make: Any, now: list[float]) -> None:
     checkpoints = make(fakes.Plain())
     now[0] += 599
     assert not checkpoints.time_is_up()

@@ -156,10 +156,7 @@ REFUSED = {
     "more layers": (["run.resume=true", "model.n_layers=3"], ["has no model.blocks.2"]),
     "fewer layers": (["run.resume=true", "model.n_layers=1"], ["holds model.blocks.1", "no place"]),
     "another optimizer": (["run.resume=true", "optim.name=sgd"], ["holds optim.", "optim.name"]),
-    "momentum that was not saved": (
-        ["run.resume=true", "optim.name=sgd", "optim.momentum=0.9"],
-        ["optim.", "optim.name"],
-    ),
+    "momentum that was not saved": (["run.resume=true", "optim.name=sgd", "optim.momentum=0.9"], ["optim.name"]),
     "no such checkpoint": (["run.resume=/nowhere", "run.dir=elsewhere"], ["run.resume=/nowhere", "does not exist"]),
     "resume and overwrite": (["run.resume=true", "run.overwrite=true"], ["resume", "overwrite"]),
     "a run is there": ([], ["already holds a run", "run.resume=true"]),

@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 
 from shardkit.memory.growth import MOST_CHARACTERS
 from shardkit.memory.ledger import ROW_BYTES
-from shardkit.memory.rows import (
-    KINDS,
-    PHASES,
-    DeviceMemory,
-    HostMemory,
-    Identity,
-    PhaseMemory,
-    RankRow,
-    StateBytes,
-)
+from shardkit.memory.rows import KINDS, PHASES, DeviceMemory, HostMemory, Identity, PhaseMemory, RankRow, StateBytes
 from tests.memory.samples import gpu_row
 
 n_bytes = st.integers(0, 2**50)

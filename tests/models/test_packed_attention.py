@@ -71,13 +71,9 @@ def built(name: str, packing: str) -> tuple[Any, nn.Module]:
 
 def batches(packing: str, documents: Random) -> list[dict[str, Any]]:
     if packing == "none":
-        return [
-            {
-                "tokens": tokens[None, :-1],
-                "targets": torch.where(torch.arange(1, len(tokens)) >= 2, tokens[1:], -100)[None],
-            }
-            for tokens in documents.tokens
-        ]
+        targets = [torch.where(torch.arange(1, len(tokens)) >= 2, tokens[1:], -100) for tokens in documents.tokens]
+        pairs = zip(documents.tokens, targets, strict=True)
+        return [{"tokens": tokens[None, :-1], "targets": wanted[None]} for tokens, wanted in pairs]
     kind: Packing = "packed" if packing == "packed" else "padding_free"
     data = PackedDocuments(documents, SEQ, kind, "the test")
     samples = [data[i] for i in range(len(data))]
@@ -125,11 +121,6 @@ def test_a_document_does_not_see_another(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(out, want)
 
 
-def first_loss(given: RunConfig) -> torch.Tensor:
-    task: Any = load_task(given)
-    return task.loss(task.build_model(), batches("packed", Random(LENGTHS))[0])
-
-
 @pytest.mark.parametrize(
     ("keys", "cause"),
     [
@@ -143,16 +134,9 @@ def test_models_that_would_mix_documents_are_refused_by_name(keys: dict[str, Any
     tiny = {"gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}, "gemma2": {"head_dim": 8}}
     same = {} if keys["model_type"] in ("mamba", "bloom") else GROUPED
     hf = {**same, **tiny.get(keys["model_type"], {}), **keys, "vocab_size": 97}
-    given = RunConfig.model_validate(
-        {
-            "task": {"name": "hf_causal_lm"},
-            "model": {"hf": hf, "loss_chunk_size": 0},
-            "train": {"seq_len": 40},
-            "data": {"packing": "packed"},
-        }
-    )
+    task: Any = load_task(config("llama", "packed", model={"hf": hf, "loss_chunk_size": 0}))
     with pytest.raises(ConfigError, match=cause) as caught:
-        first_loss(given)
+        task.loss(task.build_model(), batches("packed", Random(LENGTHS))[0])
     assert caught.value.fix == "set data.packing=none"
 
 

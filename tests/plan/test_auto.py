@@ -148,17 +148,14 @@ KEYS = [
 FIXED = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
 
 
-def load_fours(more: Any = ()) -> RunConfig:
-    return load(["train.global_batch_size=64", "train.grad_accum_steps=null", *more])
-
-
 def cut_short(monkeypatch: pytest.MonkeyPatch, told: Callable[[str], None], budget: float | None) -> SearchResult:
     """A search whose first trace is answered, and no other."""
     monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
     StuckPlanner.costs = dict.fromkeys(KEYS, (1.0, 0.1, 0.0, 0.01))
     StuckPlanner.asked, StuckPlanner.is_stuck = itertools.count(), threading.Event()
     monkeypatch.setattr(searching, "Planner", StuckPlanner)
-    with Search(load_fours, target(), {*FIXED, "train.micro_batch_size"}, None, told, budget) as search:
+    fours = lambda more=(): load(["train.global_batch_size=64", "train.grad_accum_steps=null", *more])  # noqa: E731
+    with Search(fours, target(), {*FIXED, "train.micro_batch_size"}, None, told, budget) as search:
         return search.run()
 
 
@@ -205,7 +202,6 @@ def test_nothing_that_fits_is_faster_than_what_is_chosen(
     FakePlanner.costs = costs
     where = target()
     room = where.device_memory / 1.03 if margin is None else where.device_memory * (1 - margin)
-    fixed = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
 
     def exact(key: str, size: int) -> tuple[int, float]:
         state, per_sample, per_pass, seconds = costs[key]
@@ -216,7 +212,7 @@ def test_nothing_that_fits_is_faster_than_what_is_chosen(
     able = [speed for needed, speed in every if needed <= room]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(searching, "Planner", FakePlanner)
-        with Search(load, where, fixed, margin, lambda said: None) as search:
+        with Search(load, where, FIXED, margin, lambda said: None) as search:
             if not able:
                 with pytest.raises(ConfigError, match="no setting fits"):
                     search.run()
@@ -230,21 +226,15 @@ def test_nothing_that_fits_is_faster_than_what_is_chosen(
     assert "best" in show_found("x", found, where)
 
 
-def found_by(costs: dict[str, tuple[float, float, float, float]]) -> SearchResult:
-    FakePlanner.costs = {key: costs.get(key, (500.0, 1.0, 0.0, 1.0)) for key in KEYS}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searching, "Planner", FakePlanner)
-        fixed = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
-        with Search(load, target(), fixed, 0.05, lambda said: None) as search:
-            return search.run()
-
-
-def test_it_says_why_not_something_else() -> None:
-    found = found_by({
+def test_it_says_why_not_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakePlanner.costs = dict.fromkeys(KEYS, (500.0, 1.0, 0.0, 1.0)) | {
         "ddpnone": (100.0, 1.0, 0.0, 0.01),  # fastest, too large
         "fsdpnone": (20.0, 20.0, 0.01, 0.02),  # fits with 2 samples
         "fsdpfull": (20.0, 2.0, 0.01, 0.03),
-    })  # fmt: skip
+    }
+    monkeypatch.setattr(searching, "Planner", FakePlanner)
+    with Search(load, target(), FIXED, 0.05, lambda said: None) as search:
+        found = search.run()
     assert (found.best.combination.engine, found.best.combination.policy, found.best.micro_batch) == ("fsdp", "none", 2)
     why = "\n".join(reasons(found))
     assert "ddp: does not fit: 100.00 GiB, 133% of what may be used, at the least" in why

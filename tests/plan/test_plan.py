@@ -28,6 +28,7 @@ from tests.commands import python_m
 from tests.ranks import REPO
 
 GIB = 2**30
+slow = pytest.mark.slow
 
 
 def config(*overrides: str) -> RunConfig:
@@ -323,16 +324,10 @@ def on_a_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     ("branch", "cause", "fix"),
     [
         ("value", r"needs the value of a tensor at .*users_task.py:37 \(if self.branch", "plan_loss"),
-        pytest.param(
-            "shape", r"needs the values of a tensor at .*users_task.py:40 ", "plan_loss", marks=pytest.mark.slow
-        ),
+        pytest.param("shape", r"needs the values of a tensor at .*users_task.py:40 ", "plan_loss", marks=slow),
         ("op", r"users.twice.* at .*users_task.py:42 .*no fake kernel", "register_fake"),
-        pytest.param(
-            "custom", r"users::thrice at .*users_task.py:44 .*no fake kernel", "register_fake", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "array", r"numpy\(\) is not supported .* at .*users_task.py:46 ", "plan_loss", marks=pytest.mark.slow
-        ),
+        pytest.param("custom", r"users::thrice at .*users_task.py:44 .*no fake kernel", "register_fake", marks=slow),
+        pytest.param("array", r"numpy\(\) is not supported .* at .*users_task.py:46 ", "plan_loss", marks=slow),
         ("no data", r"task users_task:Task has no training data", "plan_batch"),
     ],
 )

@@ -42,15 +42,16 @@ def test_every_strategy_gives_the_losses_of_one_process(
     compare(world, names, optimizer, single)
 
 
-@pytest.mark.slow
-def test_offload_gives_the_losses_of_one_process(single: dict[str, cases.Curve]) -> None:
-    names = ["zero1+optimizer", "zero2+optimizer", "zero3+optimizer", "zero3+optimizer+param", "fsdp+optimizer+param"]
-    compare(2, names, "adamw_clipped", single)
+OFFLOAD = {
+    1: ["ddp", "fsdp", "zero2+optimizer", "zero3+optimizer+param"],
+    2: ["zero1+optimizer", "zero2+optimizer", "zero3+optimizer", "zero3+optimizer+param", "fsdp+optimizer+param"],
+}
 
 
 @pytest.mark.slow
-def test_one_process_with_offload_gives_the_same_losses(single: dict[str, cases.Curve]) -> None:
-    compare(1, ["ddp", "fsdp", "zero2+optimizer", "zero3+optimizer+param"], "adamw_clipped", single)
+@pytest.mark.parametrize("world", OFFLOAD)
+def test_offload_gives_the_losses_of_one_process(world: int, single: dict[str, cases.Curve]) -> None:
+    compare(world, OFFLOAD[world], "adamw_clipped", single)
 
 
 def compare(world: int, names: list[str], optimizer: str, single: dict[str, cases.Curve]) -> None:

@@ -97,12 +97,6 @@ def scraped_steps(overrides: list[str], run_dir: str) -> list[dict[str, float]]:
     return found
 
 
-def exit_code(overrides: list[str]) -> int:
-    from shardkit.train import main
-
-    return main(overrides)
-
-
 def test_a_run_is_scraped_while_it_trains(tmp_path: Path) -> None:
     args = settings(tmp_path, logging__prometheus_port=0)
     first, second = run_ranks(
@@ -131,4 +125,4 @@ def test_a_taken_port_stops_every_rank(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         args = settings(tmp_path, logging__prometheus_port=taken.getsockname()[1])
-        assert run_ranks(2, "tests.telemetry.test_prometheus:exit_code", overrides=args, timeout=60) == [2, 2]
+        assert run_ranks(2, "shardkit.train:main", argv=args, timeout=60) == [2, 2]

@@ -54,26 +54,22 @@ def make_folder(folder: Path, kind: str) -> Any:
         config = transformers.GPT2Config(
             vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1
         )
-        model = transformers.GPT2LMHeadModel(config)
-        model.transformer.save_pretrained(folder)
-        return model
-    if kind == "mixtral":
+    elif kind == "mixtral":
         config = transformers.MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2)
-        model = transformers.MixtralForCausalLM(config)
-        model.save_pretrained(folder, max_shard_size="20KB")
-        return model
-    if kind == "qwen3":
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False))
-        model.save_pretrained(folder)
+    elif kind == "qwen3":
+        config = transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)
+    else:
+        config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if kind == "llama":
+        model.to(torch.bfloat16)
+        model.generation_config.temperature, model.generation_config.do_sample = 0.5, True
+    saved = model.transformer if kind == "gpt2-base" else model
+    saved.save_pretrained(folder, **({"max_shard_size": "20KB"} if kind in ("llama", "mixtral") else {}))
+    if kind in ("llama", "qwen3"):
         make_tokenizer(folder)
-        return model
-    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    model.generation_config.temperature = 0.5
-    model.generation_config.do_sample = True
-    model.save_pretrained(folder, max_shard_size="20KB")
-    make_tokenizer(folder)
-    (folder / "LICENSE").write_text("for tests\n")
+    if kind == "llama":
+        (folder / "LICENSE").write_text("for tests\n")
     return model
 
 
