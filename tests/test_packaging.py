@@ -48,22 +48,14 @@ def copy_tree(target: Path) -> Path:
 
 def expected_in_wheel(tree: Path) -> set[str]:
     """By the rules that a user would state: code, type marker, a page's parts, C++ sources, what the links lead to."""
-    names = [path.relative_to(tree) for path in tree.rglob("*") if path.is_file() and ".git" not in path.parts]
-    expected = {str(name) for name in names if name.parts[0] == "shardkit" and name.suffix == ".py"} | {
-        "shardkit/py.typed"
-    }
-    for name in names:
-        if name.parts[:3] == ("shardkit", "report", "html") and name.suffix in (".html", ".css"):
-            expected.add(str(name))
-        if name.parts[:3] == ("shardkit", "rehearse", "native") and name.suffix in (".cpp", ".h"):
-            expected.add(str(name))
-        if name.parts[0] == "launch" and name.suffix == ".py":
-            expected.add(f"shardkit/{name}")
-        if len(name.parts) == 2 and name.parts[0] == "configs" and name.suffix in (".yaml", ".json"):
-            expected.add(f"shardkit/{name}")
-        if len(name.parts) == 2 and name.parts[0] == "slurm" and not name.name.startswith("."):
-            expected.add(f"shardkit/{name}")
-    return expected
+    page, native = "shardkit/report/html/**/*", "shardkit/rehearse/native/**/*"
+    code = ("shardkit/**/*.py", f"{page}.html", f"{page}.css", f"{native}.cpp", f"{native}.h", "shardkit/py.typed")
+    linked = ("launch/**/*.py", "configs/*.yaml", "configs/*.json", "slurm/[!.]*")
+    names, of_links = (
+        {str(path.relative_to(tree)) for pattern in patterns for path in tree.glob(pattern) if path.is_file()}
+        for patterns in (code, linked)
+    )
+    return names | {f"shardkit/{name}" for name in of_links}
 
 
 def build(tree: Path, out: Path, *options: str) -> list[Path]:

@@ -17,8 +17,9 @@ from shardkit.strategies.base import Shard
 CHUNK_BYTES = 4000  # 1000 elements of fp32
 
 
-def shard(start: int, length: int, replica: int = 0, name: str = "model.w", total: int = 5000) -> Shard:
-    return Shard(name, (total,), start, torch.arange(start, start + length, dtype=torch.float32), replica)
+def shard(start: int, length: int, replica: int = 0, name: str = "model.w", total: int = 5000,
+          dtype: torch.dtype = torch.float32) -> Shard:  # fmt: skip
+    return Shard(name, (total,), start, torch.arange(start, start + length, dtype=dtype), replica)
 
 
 def test_a_range_is_cut_into_chunks_and_each_holds_its_own_elements() -> None:
@@ -43,10 +44,7 @@ def test_replicas_write_nothing() -> None:
         ([[shard(0, 2000)], [shard(1999, 3001)]], "element 1999 of model.w is held by no rank, or by two"),
         ([[shard(0, 5000, replica=1)]], "element 0 of model.w is held by no rank"),
         ([[shard(0, 2000)], [shard(2000, 3000, total=6000)]], "ranks disagree about the shape of model.w"),
-        (
-            [[shard(0, 2000)], [Shard("model.w", (5000,), 2000, torch.zeros(3000, dtype=torch.int32))]],
-            "ranks disagree about the dtype of model.w",
-        ),
+        ([[shard(0, 2000)], [shard(2000, 3000, dtype=torch.int32)]], "ranks disagree about the dtype of model.w"),
     ],
 )
 def test_a_save_that_would_lack_an_element_is_refused(ranks: list[list[Shard]], problem: str) -> None:
@@ -84,9 +82,8 @@ def test_another_shape_or_type_is_never_reshaped_or_cast() -> None:
     tensors = {"model.w": saved()}
     with pytest.raises(CheckpointError, match=r"model\.w is \[5000\] in the checkpoint, \[6000\] in this run"):
         matching_entry(tensors, shard(0, 10, total=6000))
-    half = Shard("model.w", (5000,), 0, torch.zeros(10, dtype=torch.float16))
     with pytest.raises(CheckpointError, match=r"model\.w is float32 in the checkpoint, float16 in this run"):
-        matching_entry(tensors, half)
+        matching_entry(tensors, shard(0, 10, dtype=torch.float16))
     with pytest.raises(CheckpointError, match=r"the checkpoint has no model\.v"):
         matching_entry(tensors, shard(0, 10, name="model.v"))
 

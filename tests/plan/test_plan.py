@@ -80,12 +80,12 @@ def test_categories_sum_to_the_peak_and_state_is_what_the_formulas_say(strategy:
 
 def test_checkpointing_of_blocks_with_buffers_is_planned(two_h100: Planner) -> None:
     """A run compares a block's buffers by their values; what is planned has none."""
-    sizes = (
+    sizes = [
         "task.name=super_resolution",
         "model.preset=swin2sr-debug",
         "data.crop_size=64",
         "train.micro_batch_size=2",
-    )
+    ]
     plain, full = (
         two_h100.predict(load_config(None, [*sizes, "parallel.strategy=ddp", f"activation.policy={policy}"]).config)
         for policy in ("none", "full")

@@ -8,19 +8,13 @@ import pytest
 
 from tests.ranks import run_ranks
 
-DECAY = 0.5
-
 
 @pytest.mark.slow
 def test_every_strategy_keeps_the_average_of_one_process() -> None:
-    def run(
-        world: int, names: list[str]
-    ) -> list[dict[str, tuple[dict[str, tuple[float, float]], float, float, float, tuple[int, int]]]]:
-        return run_ranks(world, "tests.strategies.precision_cases:averages", names=names, decay=DECAY)
-
-    want, judged, plain, after, _ = run(1, ["single"])[0]["single"]
+    target = "tests.strategies.precision_cases:averages"
+    want, judged, plain, after, _ = run_ranks(1, target, names=["single"], decay=0.5)[0]["single"]
     assert abs(judged - plain) > 1e-2, "the averages are other weights"
-    ranks = run(2, ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+    ranks = run_ranks(2, target, names=["ddp", "fsdp", "zero1", "zero2", "zero3"], decay=0.5)
     for name in ranks[0]:
         assert sum(rank[name][4][0] for rank in ranks) == ranks[0][name][4][1], f"{name}: each average is kept once"
         for key, sums in want.items():

@@ -7,28 +7,24 @@ import pytest
 from tests.ranks import run_ranks
 
 ZEROS = ["zero1", "zero2", "zero3"]
+Losses = dict[str, dict[str, list[float]]]
 FEATURES = ["tied", "frozen", "checkpointed", "bf16"]
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> dict[str, dict[str, list[float]]]:
+def two_ranks() -> Losses:
     names = ["ddp", "fsdp", *ZEROS]
     return run_ranks(2, "tests.strategies.cases:feature_losses", names=names, features=FEATURES)[0]
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> dict[str, dict[str, list[float]]]:
+def one_rank() -> Losses:
     return run_ranks(1, "tests.strategies.cases:feature_losses", names=["single"], features=["plain", *FEATURES])[0]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", *ZEROS])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_losses_are_those_of_one_process(
-    strategy: str,
-    feature: str,
-    one_rank: dict[str, dict[str, list[float]]],
-    two_ranks: dict[str, dict[str, list[float]]],
-) -> None:
+def test_losses_are_those_of_one_process(strategy: str, feature: str, one_rank: Losses, two_ranks: Losses) -> None:
     if feature != "bf16":
         assert two_ranks[feature][strategy] == pytest.approx(one_rank[feature]["single"], abs=1e-5)
         return
@@ -37,7 +33,7 @@ def test_losses_are_those_of_one_process(
     assert two_ranks["bf16"][strategy] != one_rank["plain"]["single"], "bf16 must have been used"
 
 
-def test_features_change_what_they_should(one_rank: dict[str, dict[str, list[float]]]) -> None:
+def test_features_change_what_they_should(one_rank: Losses) -> None:
     plain = one_rank["plain"]["single"]
     assert one_rank["checkpointed"]["single"] == plain, "recomputing changes no bit"
     assert one_rank["tied"]["single"] != plain

@@ -38,13 +38,8 @@ def test_losses_are_those_of_one_process(optimizer: str, names: list[str], diffe
 
 
 def test_muon_takes_matrices_of_blocks_and_adamw_the_rest() -> None:
-    model = nn.ModuleDict(
-        {
-            "embed": nn.Embedding(8, 4),
-            "blocks": nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)]),
-            "head": nn.Linear(4, 8),
-        }
-    )
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)])
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "blocks": blocks, "head": nn.Linear(4, 8)})
     optimizer = make_optimizer(OptimConfig(name="muon"), model)
     by_muon = {id(p) for g in optimizer.param_groups if g["muon"] for p in g["params"]}
     assert by_muon == {id(block[0].weight) for block in model["blocks"]}

@@ -15,6 +15,8 @@ from tests.ranks import run_ranks
 from tests.strategies import cases
 
 STEP_COUNT = 4
+Measured = list[dict[str, dict[str, int]]]
+"""Of each rank: engine → kind of state → bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +26,13 @@ def model() -> Transformer:
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def measured(request: pytest.FixtureRequest) -> list[dict[str, dict[str, int]]]:
+def measured(request: pytest.FixtureRequest) -> Measured:
     names = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
     names += [f"{name} frozen" for name in names] + (["hsdp"] if request.param == 4 else [])
     return run_ranks(request.param, "tests.strategies.cases:state_bytes", names=names)
 
 
-def test_ddp_keeps_everything_whole(model: Transformer, measured: list[dict[str, dict[str, int]]]) -> None:
+def test_ddp_keeps_everything_whole(model: Transformer, measured: Measured) -> None:
     numel = sum(p.numel() for p in model.parameters())
     tensors = len(list(model.parameters()))
     for rank in measured:
@@ -38,7 +40,7 @@ def test_ddp_keeps_everything_whole(model: Transformer, measured: list[dict[str,
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp"])
-def test_fsdp_keeps_its_rows(name: str, model: Transformer, measured: list[dict[str, dict[str, int]]]) -> None:
+def test_fsdp_keeps_its_rows(name: str, model: Transformer, measured: Measured) -> None:
     if name == "hsdp" and len(measured) < 4:
         pytest.skip("hsdp with two replicas needs 4 ranks")
     shard_ranks = len(measured) if name == "fsdp" else len(measured) // 2
@@ -53,9 +55,7 @@ def test_fsdp_keeps_its_rows(name: str, model: Transformer, measured: list[dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_zero12_keeps_a_flat_partition(
-    name: str, model: Transformer, measured: list[dict[str, dict[str, int]]]
-) -> None:
+def test_zero12_keeps_a_flat_partition(name: str, model: Transformer, measured: Measured) -> None:
     world = len(measured)
     for index, rank in enumerate(measured):
         whole = partition = grads = groups = 0
@@ -64,12 +64,12 @@ def test_zero12_keeps_a_flat_partition(
             padded = -(-numel // (2 * world)) * 2 * world  # DeepSpeed pads each group to a multiple of 2 × world
             whole, partition, groups = whole + padded, partition + padded // world, groups + 1
             grads += zero12_grad_elements(group["params"], padded // world, index)
-        assert rank[name] == {
-            "params": 4 * whole,
-            "master_params": 4 * partition,
-            "grads": 4 * grads,
-            "optimizer": 8 * partition + STEP_COUNT * groups,
-        }
+        sizes = {"params": whole, "master_params": partition, "grads": grads}
+        assert rank[name] == four_times(sizes, 8 * partition + STEP_COUNT * groups)
+
+
+def four_times(sizes: dict[str, int], optimizer: int) -> dict[str, int]:
+    return {kind: 4 * numel for kind, numel in sizes.items()} | {"optimizer": optimizer}
 
 
 def zero12_grad_elements(params: list[torch.Tensor], size: int, index: int) -> int:
@@ -82,18 +82,14 @@ def zero12_grad_elements(params: list[torch.Tensor], size: int, index: int) -> i
     return total + max(0, last - max(at, first))
 
 
-def test_zero3_keeps_a_part_of_each_parameter(model: Transformer, measured: list[dict[str, dict[str, int]]]) -> None:
+def test_zero3_keeps_a_part_of_each_parameter(model: Transformer, measured: Measured) -> None:
     part = sum(-(-p.numel() // len(measured)) for p in model.parameters())  # each parameter padded to world equal parts
     for rank in measured:
-        assert rank["zero3"] == {
-            "params": 4 * part,
-            "master_params": 4 * part,
-            "grads": 4 * part,
-            "optimizer": 8 * part + STEP_COUNT * 2,
-        }
+        sizes = dict.fromkeys(("params", "master_params", "grads"), part)
+        assert rank["zero3"] == four_times(sizes, 8 * part + STEP_COUNT * 2)
 
 
-def test_what_is_not_trained_counts_too(measured: list[dict[str, dict[str, int]]]) -> None:
+def test_what_is_not_trained_counts_too(measured: Measured) -> None:
     with torch.device("meta"):
         model = cases.partly_frozen()
     frozen, trained = model.tok_emb.weight, [param for param in model.parameters() if param.requires_grad]

@@ -22,13 +22,8 @@ from tests.run.test_train import REPO, user_error
 
 def built(world: int = 4, accum: int = 3, numel: int | None = 1001, **settings: Any) -> dict[str, Any]:
     values = {k.replace("__", "."): v for k, v in settings.items()}
-    return build_ds_config(
-        load_config(None, {"parallel.strategy": "zero2", **values}).config,
-        world,
-        accum,
-        False,
-        numel and (numel, numel),
-    )
+    config = load_config(None, {"parallel.strategy": "zero2", **values}).config
+    return build_ds_config(config, world, accum, False, numel and (numel, numel))
 
 
 def test_batch_accumulation_and_clipping_reach_the_engine() -> None:

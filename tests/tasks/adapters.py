@@ -17,6 +17,7 @@ from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from shardkit.strategies.base import Update
 from tests.strategies.cases import count_storages, on_cpus
+from tests.texts import write_words
 
 STEPS, GLOBAL_BATCH, LENGTH, RANK, ALPHA = 4, 8, 24, 4, 12
 MODELS: dict[str, dict[str, Any]] = {
@@ -46,8 +47,7 @@ def write_models(folder: Path) -> None:
         torch.manual_seed(7)
         config = AutoConfig.for_model(**{**keys, "vocab_size": 256, "tie_word_embeddings": name != "phi3"})
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    words = ("alpha", "beta", "gamma", "delta", "epsilon")
-    (folder / "text.txt").write_text(" ".join(words[(i * i + i // 7) % 5] for i in range(1200)))
+    write_words(folder)
 
 
 def settings(model: str, root: str, strategy: str = "single", world: int = 1, **extra: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from shardkit.errors import ShardkitError
 from shardkit.models.quantized import QuantizedLinear
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
-from tests.strategies.cases import count_storages
+from tests.strategies.cases import PARTITION_ALL, count_storages
+from tests.texts import write_words
 
 STEPS, BATCH, LENGTH = 3, 8, 16
 MODEL: dict[str, Any] = {
@@ -22,11 +23,7 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": False, "attention_bias": True,
 }  # fmt: skip
 PACKED = 2 * [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (128, 64), (64, 128)]
-PARTITIONED: dict[str, Any] = {
-    "parallel.ds_config": {
-        "zero_optimization": {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
-    }
-}
+PARTITIONED: dict[str, Any] = {"parallel.ds_config": PARTITION_ALL}
 """Small parameters are partitioned too, and freed after each module, as those of a large model are."""
 N_PACKED = sum(rows * columns for rows, columns in PACKED)
 N_UNPACKED = 2 * 256 * 64 + 5 * 64 + 2 * (64 + 32 + 32 + 64)
@@ -37,8 +34,7 @@ def write_model(folder: Path) -> None:
 
     torch.manual_seed(7)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **MODEL)).save_pretrained(folder / "model")
-    words = ("alpha", "beta", "gamma", "delta", "epsilon")
-    (folder / "text.txt").write_text(" ".join(words[(i * i + i // 7) % 5] for i in range(900)))
+    write_words(folder)
 
 
 def settings(root: str, strategy: str = "single", world: int = 1, **extra: Any) -> dict[str, Any]:
@@ -96,11 +92,9 @@ def bnb_alone(root: str, kind: str = "nf4", double: bool = False) -> list[tuple[
     task: Any = load_task(load_config(None, settings(root)).config)
     weights, samples = Weights(0, task.init_parameter), task.dataset("train")
     packing = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_compute_dtype=torch.float32,
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=torch.float32,
         bnb_4bit_use_double_quant=double,
-    )
+    )  # fmt: skip
     base = AutoModelForCausalLM.from_pretrained(
         f"{root}/model", quantization_config=packing, dtype=torch.float32, device_map={"": "cpu"}
     )

@@ -36,15 +36,8 @@ N = 891_648  # parameters of the debug model
     ("strategy", "params", "optimizer"),
     [("ddp", 4 * N, 8 * N), ("fsdp", 2 * N, 4 * N), ("zero2", 4 * N, 4 * N)],
 )
-def test_state_is_exact_and_categories_sum_to_the_peak(
-    strategy: str, params: int, optimizer: int, tmp_path: Path
-) -> None:
-    run_ranks(
-        2,
-        "tests.memory.tracing.test_traced_step:traced",
-        folder=str(tmp_path),
-        overrides=[f"parallel.strategy={strategy}"],
-    )  # fmt: skip
+def test_state_is_exact_and_sums_to_the_peak(strategy: str, params: int, optimizer: int, tmp_path: Path) -> None:
+    run_ranks(2, f"{__name__}:traced", folder=str(tmp_path), overrides=[f"parallel.strategy={strategy}"])
     for rank in range(2):
         step = found(tmp_path, rank)
         assert step["step"] == 2 and step["device"] == "cpu"
@@ -62,7 +55,7 @@ def test_a_later_step_has_the_same_memory(tmp_path: Path) -> None:
     for step in (2, 3):
         overrides = ["parallel.strategy=ddp", "parallel.bucket_mb=1", "train.max_steps=3", f"memory.trace_step={step}"]
         folder = tmp_path / str(step)
-        run_ranks(2, "tests.memory.tracing.test_traced_step:traced", folder=str(folder), overrides=overrides)
+        run_ranks(2, f"{__name__}:traced", folder=str(folder), overrides=overrides)
         steps[step] = found(folder)
     for phase in ("forward", "backward", "update"):
         # A few numbers of the step's message may be alive or not: it travels beside the update.

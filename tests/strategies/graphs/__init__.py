@@ -1,4 +1,4 @@
 """Random module graphs under every engine, compared with one process that trains the same graph in plain torch.
 
-`python -m tests.strategies.graphs --seeds 0:40 --engines ddp,fsdp` runs a campaign.
+`SHARDKIT_GRAPHS=0:40 pytest -m release tests/strategies/test_graphs.py` runs a campaign.
 """

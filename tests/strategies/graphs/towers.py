@@ -1,4 +1,4 @@
-"""Random models with towers, whose ranks have pictures and sounds in some micro-batches: `--towers` of a campaign.
+"""Random models with towers, whose ranks have pictures and sounds in some micro-batches.
 
 Weights are compared as well as losses and norms. A refusal comes on every rank, in the step that first differs.
 """
