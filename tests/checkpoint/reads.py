@@ -15,6 +15,7 @@ from shardkit.checkpoint import resume
 from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer
 from shardkit.run.job import Job, start
+from tests.strategies.cases import on_cpus
 
 WIDTH = 1024
 Reads = tuple[int, int, bool]
@@ -37,19 +38,16 @@ def resumed(root: str, strategies: list[str], bucket_bytes: int, local_size: int
     """Strategy → bytes that this rank read, bytes of the checkpoint's data, whether all values are the saved ones.
 
     Args:
-        strategies: names, hsdp's with its number of replicas: `hsdp 2`.
+        strategies: their names.
         local_size: ranks of a node; 0 = all.
     """
     if local_size:
         os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "LOCAL_RANK": str(int(os.environ["RANK"]) % local_size)}
     resume.BUCKET_BYTES = bucket_bytes
-    return {name: _resumed(f"{root}/{name.replace(' ', '_')}", *name.split()) for name in strategies}
+    return {name: _resumed(f"{root}/{name}", on_cpus(name)) for name in strategies}
 
 
-def _resumed(folder: str, strategy: str, replicas: str = "") -> Reads:
-    settings: dict[str, Any] = {"parallel.strategy": strategy, "run.device": "cpu"}
-    if replicas:
-        settings["parallel.dp_replicate"] = int(replicas)
+def _resumed(folder: str, settings: dict[str, Any]) -> Reads:
     with _started(settings, folder, seed=0) as (job, checkpoints):
         torch.manual_seed(0)  # without synchronisation, ranks' batch-norm statistics follow their data
         job.step([torch.randn(8, WIDTH)], lambda model, rows: model(rows).square().sum(), len)

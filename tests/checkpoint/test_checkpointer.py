@@ -199,9 +199,7 @@ class Averaged(fakes.Plain):
         yield from super().shards()
         yield Shard("ema.0", (1000,), 0, self.average)
 
-    def load_targets(self) -> Iterator[Shard]:
-        yield from super().load_targets()
-        yield Shard("ema.0", (1000,), 0, self.average)
+    load_targets = shards
 
 
 def test_an_average_of_the_weights_is_saved_with_them_and_not_dropped(make: Any, tmp_path: Path) -> None:

@@ -257,8 +257,6 @@ def test_an_environment_behind_a_link_is_a_library(tmp_path: Path) -> None:
         "assert Path(sys.prefix) == Path(sys.argv[1]), sys.prefix\n"
         "refuse_value(frame_of(Path(sysconfig.get_path('purelib')) / 'somebodys.py'))"
     )
-    repo = Path(__file__).resolve().parent.parent.parent
-    done = subprocess.run(
-        [str(link / "bin" / "python"), "-c", code, str(link)], cwd=repo, capture_output=True, text=True
-    )
+    words = [str(link / "bin" / "python"), "-c", code, str(link)]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,11 +117,7 @@ def test_a_tensor_that_is_not_contiguous(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_of_shardkit(runs_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = runs_root / "llama" / "checkpoints" / "step_00000002"
-    folder = tmp_path / "damaged"
-    folder.mkdir()
-    for file in source.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(runs_root / "llama" / "checkpoints" / "step_00000002", tmp_path / "damaged")
     data = bytearray((folder / "rank_00001.bin").read_bytes())
     data[1000] ^= 1
     (folder / "rank_00001.bin").write_bytes(data)

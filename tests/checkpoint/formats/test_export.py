@@ -91,22 +91,15 @@ def test_which_checkpoint_of_a_run(runs_root: Path, tmp_path: Path) -> None:
     # A checkpoint folder on its own; moved away from its run it has no config, and says so.
     done = convert(newest(runs_root / "llama"), "safetensors", tmp_path / "alone")
     assert (tmp_path / "alone" / "config.json").exists() and done.notes == [NO_TOKENIZER]
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for file in newest(runs_root / "llama").iterdir():
-        (moved / file.name).write_bytes(file.read_bytes())
+    moved = shutil.copytree(newest(runs_root / "llama"), tmp_path / "moved")
     done = convert(moved, "safetensors", tmp_path / "stranger")
     assert not (tmp_path / "stranger" / "config.json").exists()
     assert len(done.notes) == 1 and "config.json" in done.notes[0]
 
 
 def test_a_model_that_cannot_be_built_is_exported_without_its_config(runs_root: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    target = run / "checkpoints" / newest(runs_root / "llama").name
-    target.mkdir()
-    for file in newest(runs_root / "llama").iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
+    run, step = tmp_path / "run", newest(runs_root / "llama")
+    shutil.copytree(step, run / "checkpoints" / step.name)
     (run / "config.yaml").write_text("task: {factory: 'no_such_module:Task'}\n")
     done = convert(run, "safetensors", tmp_path / "out")
     assert len(done.notes) == 1 and "no_such_module" in done.notes[0]
