@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +100,17 @@ class ByRows(torch.optim.SGD):
         return super().step(closure)
 
 
-def save_with_each(optimizers: dict[str, dict[str, Any]], strategy: str, root: str) -> None:
+def save_with(optimizers: dict[str, dict[str, Any]], strategy: str, root: str) -> None:
+    """Train two steps with each of some of torch's optimizers, save, load."""
     for optimizer, options in optimizers.items():
-        save_with(optimizer, strategy, f"{root}/{optimizer}", **options)
-
-
-def save_with(optimizer: str, strategy: str, root: str, **options: Any) -> None:
-    """Train two steps with one of torch's optimizers, save, load."""
-    with start(None, settings(strategy)) as job:
-        torch.manual_seed(0)
-        factory = ByRows if optimizer == "ByRows" else getattr(torch.optim, optimizer)
-        job.wrap(nn.Linear(6, 4), lambda model: factory(model.parameters(), lr=0.1, **options))
-        checkpoints = cases.checkpointer(job, root)
-        for _ in range(2):
-            job.step([torch.ones(2, 6)] * 2, lambda model, x: model(x).square().sum(), len)
-        checkpoints.save(RunState(step=2))
-        checkpoints.resume(root)
-        assert cases.differences(job, Path(root) / "step_00000002") == []
-        checkpoints.close()
+        with start(None, settings(strategy)) as job:
+            torch.manual_seed(0)
+            make = partial(getattr(torch.optim, optimizer, ByRows), lr=0.1, **options)
+            job.wrap(nn.Linear(6, 4), lambda model, make=make: make(model.parameters()))
+            checkpoints = cases.checkpointer(job, f"{root}/{optimizer}")
+            for _ in range(2):
+                job.step([torch.ones(2, 6)] * 2, lambda model, x: model(x).square().sum(), len)
+            checkpoints.save(RunState(step=2))
+            checkpoints.resume(f"{root}/{optimizer}")
+            assert cases.differences(job, Path(root, optimizer, "step_00000002")) == []
+            checkpoints.close()

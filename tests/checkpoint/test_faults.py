@@ -75,7 +75,6 @@ def test_damage_at_random_places_never_loads_wrongly(how: str, saved: Path, tmp_
         assert (root / "step_00000002").is_dir()
         shutil.rmtree(root)
     assert fell_back, "no damage was noticed: is anything checked?"
-    print(f"{how}: {trial + 1} times, {fell_back} went back to the checkpoint before")
 
 
 def test_several_damaged_ones_are_passed_over(saved: Path) -> None:
@@ -177,7 +176,6 @@ class TestAFullDisk:
         errors = [report.error for report in reports]
         assert all("No space left" in error for error in errors if error)
         assert errors[0] is None and errors[-1] is None and errors.count(None) < len(errors) / 4
-        print(f"{len(errors) - errors.count(None)} saves failed on a full disk, the checkpoint before stayed")
 
     def test_a_resume_needs_no_room(
         self, alone: None, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -330,7 +328,6 @@ def kill_during_saves(root: Path, kills: int, seed: int, async_save: bool) -> No
     assert reached == sorted(reached), "the next start went on from what was there"
     assert reached[-1] > reached[0]
     assert halfway >= kills // 10, "kills that hit no save show nothing"
-    print(f"{kills} kills, {halfway} of them in the middle of a save, {reached[-1]} saves")
 
 
 def _until(seen: Callable[[], bool], ranks: list[Any]) -> None:
@@ -352,10 +349,10 @@ def _look(root: Path, word: Path) -> int:
     return newest
 
 
-MANY = [pytest.mark.release, pytest.mark.timeout(900)]
-
-
 @pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("kills", [pytest.param(6, marks=pytest.mark.slow), pytest.param(60, marks=MANY)])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "kills", [pytest.param(6, marks=pytest.mark.slow), pytest.param(60, marks=pytest.mark.release)]
+)
 def test_killed_during_saves(kills: int, async_save: bool, tmp_path: Path) -> None:
     kill_during_saves(tmp_path / "checkpoints", kills, seed=int(async_save), async_save=async_save)

@@ -35,12 +35,13 @@ def test_any_optimizer_is_saved_where_each_rank_holds_whole_states(tmp_path: Pat
     optimizers = {
         "Adam": {"amsgrad": True}, "SGD": momentum, "RMSprop": momentum, "Adagrad": {}, "NAdam": {}, "Adafactor": {},
     }  # fmt: skip
-    target = "tests.checkpoint.models:save_with_each"
-    run_ranks(2, target, optimizers=optimizers, strategy="ddp", root=str(tmp_path))
+    run_ranks(2, "tests.checkpoint.models:save_with", optimizers=optimizers, strategy="ddp", root=str(tmp_path))
     assert {path.name for path in tmp_path.iterdir() if (path / "latest").exists()} == set(optimizers)
 
 
 def test_state_that_is_not_elementwise_is_refused_where_each_rank_holds_a_piece(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="optimizer state 'rows' of weight") as caught:
-        run_ranks(1, "tests.checkpoint.models:save_with", optimizer="ByRows", strategy="fsdp", root=str(tmp_path))
+        run_ranks(
+            1, "tests.checkpoint.models:save_with", optimizers={"ByRows": {}}, strategy="fsdp", root=str(tmp_path)
+        )
     assert isinstance(caught.value.__cause__, CheckpointError)

@@ -134,9 +134,13 @@ def test_models_that_would_mix_documents_are_refused_by_name(keys: dict[str, Any
     tiny = {"gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}, "gemma2": {"head_dim": 8}}
     same = {} if keys["model_type"] in ("mamba", "bloom") else GROUPED
     hf = {**same, **tiny.get(keys["model_type"], {}), **keys, "vocab_size": 97}
-    task: Any = load_task(config("llama", "packed", model={"hf": hf, "loss_chunk_size": 0}))
-    with pytest.raises(ConfigError, match=cause) as caught:
+
+    def first_loss() -> None:
+        task: Any = load_task(config("llama", "packed", model={"hf": hf, "loss_chunk_size": 0}))
         task.loss(task.build_model(), batches("packed", Random(LENGTHS))[0])
+
+    with pytest.raises(ConfigError, match=cause) as caught:
+        first_loss()
     assert caught.value.fix == "set data.packing=none"
 
 

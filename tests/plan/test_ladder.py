@@ -41,8 +41,8 @@ CPU = Target(1, None, 1)
 SMALL = ["model.preset=debug", "run.device=cpu", "train.micro_batch_size=8", "optim.implementation=foreach"]
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return python_m("shardkit.cli", *args)
+def run(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    return python_m("shardkit.cli", *args, code=code)
 
 
 def test_rungs_build_on_each_other_and_own_ones_are_read() -> None:
@@ -50,8 +50,7 @@ def test_rungs_build_on_each_other_and_own_ones_are_read() -> None:
     assert parse_rung("mine: precision.mode=bf16 activation.policy=full").settings == (
         "precision.mode=bf16", "activation.policy=full",
     )  # fmt: skip
-    refused = run("ladder", "-", "--rung", "nonsense", "--dry-run")
-    assert refused.returncode == 2 and "--rung 'nonsense'" in refused.stderr
+    assert "--rung 'nonsense'" in run("ladder", "-", "--rung", "nonsense", "--dry-run", code=2).stderr
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.stem)
@@ -118,7 +117,6 @@ def test_memory_that_ran_out_in_an_earlier_run_is_not_this_ones(
 @pytest.mark.release
 def test_a_dry_ladder_predicts_every_rung_for_a_card_that_is_not_here(tmp_path: Path) -> None:
     done = run("ladder", "-", "model.preset=debug", "--gpu", "l4", "--dry-run", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
     rungs = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
     assert len(rungs) == 6
     assert all(rung["predicted"] > 0 and rung["trial"] is None for rung in rungs)
@@ -129,8 +127,7 @@ def test_a_dry_ladder_predicts_every_rung_for_a_card_that_is_not_here(tmp_path: 
 @pytest.mark.release
 def test_rungs_run_out_of_memory_or_fit_as_predicted(tmp_path: Path) -> None:
     rungs = ["--rung", "plain: parallel.strategy=single", "--rung", "+ checkpointing: activation.policy=full"]
-    done = run("ladder", "-", *SMALL, "--memory-cap", "60MiB", *rungs, "--out", str(tmp_path), "--steps", "3")
-    assert done.returncode == 0, done.stderr
+    run("ladder", "-", *SMALL, "--memory-cap", "60MiB", *rungs, "--out", str(tmp_path), "--steps", "3")
     plain, checkpointed = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
     assert plain["verdict"] == "does not fit" and plain["trial"]["outcome"] == "out of memory"
     assert checkpointed["verdict"] in ("fits", "tight") and checkpointed["trial"]["outcome"] == "ok"
@@ -189,9 +186,7 @@ def test_the_smallest_that_does_not_fit_says_what_it_needs(monkeypatch: pytest.M
     needs = MemoryEstimate("cpu", 1, 0, 1, 1, "cpu", {}, peak, 1, 0, {}, device_memory=2**29)
     monkeypatch.setattr(Planner, "predict", lambda self, config: needs)
     limited = replace(CPU, cap=2**29)
-    with pytest.raises(
-        ConfigError, match=r"not even train\.micro_batch_size=1 fits: .* 1\.00 GiB .* of 0\.50 GiB"
-    ) as found:
+    with pytest.raises(ConfigError, match=r"micro_batch_size=1 fits: .* 1\.00 GiB .* of 0\.50 GiB") as found:
         largest(lambda more: load_config(None, more).config, batch_sizes(), limited, None)
     assert found.value.exit_code == 4
     with pytest.raises(ConfigError, match="there is no limit"):

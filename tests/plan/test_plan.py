@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,16 +123,11 @@ def test_a_deep_model_is_the_same_from_two_shallow_traces() -> None:
         assert shallow.phases[name].allocated == pytest.approx(phase.allocated, rel=0.001)
 
 
-def run(*args: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
-    return python_m("shardkit.cli", "plan", *args, cwd=cwd)
-
-
 @pytest.mark.slow
 def test_a_misfit_exits_4_and_names_changes_that_fit_with_their_saving() -> None:
     settings = ["model.preset=debug", "parallel.strategy=single", "train.micro_batch_size=64"]
-    done = run("-", *settings, "--gpu-memory", "1080MiB", "--gpus", "1", "--json")
-    assert done.returncode == 4, done.stderr
-    said = json.loads(done.stdout)
+    words = ["plan", "-", *settings, "--gpu-memory", "1080MiB", "--gpus", "1", "--json"]
+    said = json.loads(python_m("shardkit.cli", *words, code=4).stdout)
     assert said["verdict"] == "does not fit"
     fitting = [change for change in said["changes"] if change["verdict"] == "fits"]
     assert fitting

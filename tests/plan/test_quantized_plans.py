@@ -30,8 +30,8 @@ def words(sizes: dict[str, Any], *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def command(name: str, *more: str) -> Any:
-    return python_m("shardkit.cli", name, "-", *words(SMALL, "train.seq_len=16"), *more)
+def command(name: str, *more: str, code: int = 0) -> Any:
+    return python_m("shardkit.cli", name, "-", *words(SMALL, "train.seq_len=16"), *more, code=code)
 
 
 def planned(gpus: int, gpu: str, *more: str) -> MemoryEstimate:
@@ -72,8 +72,7 @@ def test_a_llama_of_70b_fits_two_cards_of_24_gb_with_its_base_on_the_host() -> N
 
 @pytest.mark.slow
 def test_a_misfit_is_offered_a_base_in_4_bits_that_fits() -> None:
-    done = command("plan", "parallel.strategy=single", "--gpu-memory", "750MiB", "--json")
-    assert done.returncode == 4, done.stdout + done.stderr
+    done = command("plan", "parallel.strategy=single", "--gpu-memory", "750MiB", "--json", code=4)
     said = json.loads(done.stdout)
     (change,) = (change for change in said["changes"] if change["settings"] == "model.quantize.bits=4")
     packed = 4 * (2 * 2048**2 + 2 * 2048 * 1024 + 3 * 2048 * 4096)
@@ -86,7 +85,6 @@ def test_the_largest_batch_over_a_base_in_4_bits_is_larger() -> None:
     batches = []
     for more in ([], [Q4]):
         done = command("max-model", *more, "--find", "batch", "--gpu-memory", "950MiB")
-        assert done.returncode == 0, done.stderr
         batches.append(int(done.stdout.partition("train.micro_batch_size=")[2].split()[0]))
     assert batches[1] > batches[0] > 0
 
@@ -94,7 +92,6 @@ def test_the_largest_batch_over_a_base_in_4_bits_is_larger() -> None:
 @pytest.mark.slow
 def test_a_search_over_a_base_in_4_bits_plans_every_engine(tmp_path: Path) -> None:
     done = command("plan", Q4, "--gpu", "l4", "--gpus", "2", "--auto", "--out", str(tmp_path), "--json")
-    assert done.returncode == 0, done.stderr
     search = json.loads(done.stdout)
     strategies = {combination["engine"].split(",")[0] for combination in search["fitting"]}
     assert strategies == {"ddp", "fsdp", "zero1", "zero2", "zero3"} and not search["refused"]

@@ -15,7 +15,6 @@ from tests.models.test_packed_attention import MODELS, SEQ, Random, batches
 from tests.strategies.cases import on_cpus
 
 LENGTHS = [33, 4, 12, 9, 20, 7, 26, 3, 15, 30, 11, 5, 18, 8, 22, 6]
-STEPS = 3
 
 
 def curves(cases: list[tuple[str, str, str]], **extra: Any) -> list[list[tuple[float, float]]]:
@@ -45,7 +44,7 @@ def _train(model: str, strategy: str, packing: str, extra: dict[str, Any]) -> li
         job.wrap(task.build_model, init_parameter=task.init_parameter, block_classes=task.block_classes)
         curve = []
         mine = [to_device(micro_batch, job.world.device) for micro_batch in mine]
-        for _ in range(STEPS):
+        for _ in range(3):
             result = job.step(mine, task.loss, task.n_targets)
             curve.append((result.loss, result.grad_norm))
     gc.collect()

@@ -20,8 +20,6 @@ from shardkit.strategies.reach import UnusedParameters
 from tests.ranks import run_ranks
 from tests.strategies import cases, reaching
 
-LAYERS = 4
-
 
 def prefetched(ahead: int) -> dict[str, dict[int, list[int]]]:
     """Direction → block → the blocks that are gathered ahead of it; for `run_ranks`."""
@@ -30,7 +28,7 @@ def prefetched(ahead: int) -> dict[str, dict[int, list[int]]]:
         note = lambda block, others, calls=calls: calls.append((block, others))  # noqa: E731
         setattr(FSDPModule, f"set_modules_to_{direction}_prefetch", note)
     with start(None, cases.overrides("fsdp", 1, "adamw_clipped", **{"parallel.prefetch": ahead})) as job:
-        cases.wrap(job, cases.MODEL.model_copy(update={"n_layers": LAYERS}))
+        cases.wrap(job, cases.MODEL.model_copy(update={"n_layers": 4}))
         model = job.strategy.model
         number = {id(block): index for index, block in enumerate(model.blocks)}
         return {

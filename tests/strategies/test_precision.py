@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -100,13 +101,8 @@ def test_pure_bf16_casts_parameters_and_nothing_else() -> None:
     assert model[2].weight is model[0].weight
 
 
-class Net(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.head = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.up(x).relu())
+def two_layers(width: int) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(up=nn.Linear(width, width), relu=nn.ReLU(), head=nn.Linear(width, width)))
 
 
 def test_fp8_computes_linear_layers_but_the_head_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +111,7 @@ def test_fp8_computes_linear_layers_but_the_head_in_8_bits(monkeypatch: pytest.M
     emulated = partial(float8.convert_to_float8_training, config=float8.Float8LinearConfig(emulate=True))
     monkeypatch.setattr(float8, "convert_to_float8_training", emulated)  # no CPU has the products
     torch.manual_seed(0)
-    model, x = Net(32), torch.randn(16, 32)
+    model, x = two_layers(32), torch.randn(16, 32)
     want = model(x)
     convert_to_fp8(model, PrecisionConfig(mode="fp8"))
     assert type(model.up).__name__ == "Float8Linear"
@@ -126,13 +122,13 @@ def test_fp8_computes_linear_layers_but_the_head_in_8_bits(monkeypatch: pytest.M
 
 def test_fp8_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="multiples of 16"):
-        convert_to_fp8(Net(20), PrecisionConfig(mode="fp8"))
+        convert_to_fp8(two_layers(20), PrecisionConfig(mode="fp8"))
 
 
 def test_fp8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
     with pytest.raises(ConfigError, match="needs torchao") as error:
-        convert_to_fp8(Net(32), PrecisionConfig(mode="fp8"))
+        convert_to_fp8(two_layers(32), PrecisionConfig(mode="fp8"))
     assert "pip install" in error.value.fix
 
 

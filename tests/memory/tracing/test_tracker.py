@@ -148,7 +148,10 @@ def transformer() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     return nn.ModuleList([encoder, embedding, head]), loss
 
 
-def train(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], foreach: bool) -> TensorTracker:
+Make = Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]
+
+
+def train(make: Make, foreach: bool) -> TensorTracker:
     with TensorTracker() as tracker:
         model, loss_of = make()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
@@ -161,9 +164,7 @@ def train(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], fore
 
 @pytest.mark.parametrize("make", [mlp, transformer])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_peak_equals_the_allocators_own_events(
-    make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], foreach: bool
-) -> None:
+def test_peak_equals_the_allocators_own_events(make: Make, foreach: bool) -> None:
     gc.collect()  # what earlier tests left would be freed among the events
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         tracker = train(make, foreach)

@@ -100,7 +100,6 @@ class Campaign:
     limit_s: float = 40.0
     say: Callable[[str], object] = print
     verdicts: list[Verdict] = field(default_factory=list)
-    starts: int = 0
 
     def run(self, cases: Iterable[Any], engines: Sequence[str], until: float | None = None) -> None:
         """Train every case under every engine; no new case begins after `until` (time.monotonic)."""
@@ -121,7 +120,6 @@ class Campaign:
                 if (case, world) != last:
                     reference, last = in_one_process(case, world), (case, world)
                 self._judge(pools[world], Arm(case, engine, *resumed_under(case, engine, folder)), reference)
-            self.starts += sum(pool.starts for pool in pools.values())
 
     def _judge(self, pool: Pool, arm: Arm, reference: Curve) -> None:
         began = time.monotonic()
