@@ -50,9 +50,7 @@ def results(options: Options) -> dict[str, Any]:
     return json.loads((options.out / "gpu_mfu.json").read_text())
 
 
-def test_what_is_known_is_not_run_again_and_new_code_is(
-    ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_new_code_is_run_again(ran: Ran, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_part("mfu", options)
     assert ran == EVERYTHING
     assert results(options)["cases"]["b"]["measured"]["saw"] == "ok", "b sees the prediction of a"

@@ -147,9 +147,7 @@ def test_two_async_saves_never_overlap(make: Any, tmp_path: Path, monkeypatch: p
     assert len(set(buffers)) == 1, "the host copy is used again"
 
 
-def test_what_fails_in_the_background_is_raised_where_it_is_waited_for(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_in_the_background_is_raised_at_the_wait(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise RuntimeError("not about a disk")
 

@@ -79,7 +79,7 @@ def test_state_is_counted_only_when_a_gather_is_due() -> None:
     assert toy.asked == len([1, "after 1", 2, 5, 10, 11])
 
 
-def test_host_memory_is_read_at_edges_only_before_a_gather_and_its_peak_misses_nothing(
+def test_host_memory_is_read_at_edges_only_before_a_gather_and_no_peak_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reads = 0

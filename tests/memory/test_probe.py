@@ -33,9 +33,7 @@ def test_peak_rss_covers_only_the_time_since_the_reset() -> None:
     assert probe.read().peak_rss < before + 60 * MIB
 
 
-def test_without_reset_a_peak_that_grows_is_exact_and_an_old_one_is_not_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_reset_a_growing_peak_is_exact_and_an_old_one_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = HostProbe()
     monkeypatch.setattr(probe, "_clear_refs", None)
     monkeypatch.setattr(probe, "resettable", False)

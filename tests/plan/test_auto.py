@@ -270,9 +270,7 @@ def test_a_single_rank_on_the_cpu_from_end_to_end(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-def test_the_best_are_run_and_the_fastest_of_them_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_are_run_and_the_fastest_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", "-", "--auto", "--gpus", "2", "run.device=cpu", "precision.mode=fp32", "--memory-cap", "1GiB"]
     args += ["parallel.strategy=ddp", "model.preset=debug", "--verify", "2", "--out", str(tmp_path)]
     assert run(args) == 0

@@ -104,9 +104,7 @@ def test_a_folder_that_takes_nothing_is_refused_before_anything_runs(tmp_path: P
             save([], folder, None)
 
 
-def test_memory_that_ran_out_in_an_earlier_run_is_not_this_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_runs_post_mortem_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "oom").mkdir()
     (tmp_path / "oom/rank0.json").write_text("{}")
     failed = subprocess.CompletedProcess([], 2, "", "error: no such data\n  fix: name another\n")

@@ -443,9 +443,7 @@ def test_plan_loss_goes_round_what_cannot_be_traced(on_a_cpu: Ask) -> None:
 
 
 @pytest.mark.slow
-def test_a_shim_that_crashes_its_process_leaves_cpu_fakes_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shim_that_crashes_its_process_leaves_cpu_fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nif 'shardkit.plan.worker' in sys.orig_argv and sys.orig_argv[-1] == 'cuda': os.abort()\n"
     )

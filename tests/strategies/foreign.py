@@ -127,34 +127,27 @@ class Branched(NextToken):
 
 
 class Plain(NextToken):
-    """Every rank calls every block."""
+    """Calls the blocks that `choose` returns; without it, every rank calls every block."""
 
-    def __init__(self) -> None:
+    def __init__(self, choose: Callable[[Plain, torch.Tensor], Any] = lambda model, tokens: model.blocks) -> None:
         super().__init__()
-        self.blocks, self.calls = nn.ModuleList([Expert() for _ in range(4)]), 0
-
-    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
-        return list(self.blocks)
+        self.blocks, self.calls, self.choose = nn.ModuleList([Expert() for _ in range(4)]), 0, choose
 
     def hidden(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        for block in self.chosen(tokens):
+        for block in self.choose(self, tokens):
             x = x + block(x)
         return x
 
 
-class Leaver(Plain):
+def leaving(model: Plain, tokens: torch.Tensor) -> Any:
     """Ranks leave the model at different depths: the number of blocks follows the data."""
-
-    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
-        return list(self.blocks[: 2 + int(tokens[0, 0]) % 3])
+    return model.blocks[: 2 + int(tokens[0, 0]) % 3]
 
 
-class Late(Plain):
-    """Calls another block, and as many, where the first token is above 30: no engine would notice."""
-
-    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
-        return [*self.blocks[:2], self.blocks[3 if int(tokens[0, 0]) > 30 else 2]]
+def another(model: Plain, tokens: torch.Tensor) -> Any:
+    """Another block, and as many, where the first token is above 30: no engine would notice."""
+    return [*model.blocks[:2], model.blocks[3 if int(tokens[0, 0]) > 30 else 2]]
 
 
 def tokens(step: int, rows: int) -> torch.Tensor:
@@ -221,25 +214,19 @@ def _first(batch: Any) -> torch.Tensor:
     return next(iter(batch.values())) if isinstance(batch, dict) else batch
 
 
-class Together(Plain):
+def together(model: Plain, tokens: torch.Tensor) -> Any:
     """Every rank leaves the model after the same block, from the third step on before the last."""
-
-    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
-        return list(self.blocks[: 4 if self.calls < 4 else 3])
+    return model.blocks[: 4 if model.calls < 4 else 3]
 
 
-class EarlyBlock(Plain):
+def early(model: Plain, tokens: torch.Tensor) -> Any:
     """The last block is called in every other micro-batch, and never in the last one of a step."""
-
-    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
-        return list(self.blocks[: 3 + self.calls % 2])
+    return model.blocks[: 3 + model.calls % 2]
 
 
-class EarlyReentrant(EarlyBlock):
+def early_reentrant(model: Plain, tokens: torch.Tensor) -> Any:
     """The same with reentrant checkpoints, each of which ends a backward of its own."""
-
-    def chosen(self, tokens: torch.Tensor) -> list[Any]:
-        return [partial(checkpoint, block, use_reentrant=True) for block in super().chosen(tokens)]
+    return [partial(checkpoint, block, use_reentrant=True) for block in early(model, tokens)]
 
 
 def on_one_rank(step: int, rows: int) -> torch.Tensor:
@@ -286,7 +273,7 @@ class RareExperts(NextToken):
 
 
 def late(step: int, rows: int) -> torch.Tensor:
-    """Only the fourth step's tokens let one rank of `Late` call another block."""
+    """Only the fourth step's tokens let one rank call another block."""
     found = tokens(step, rows)
     if step == 3:
         found[0, 0] = 35
@@ -624,8 +611,8 @@ BF16 = {"precision.mode": "bf16"}
 CASES: dict[str, dict[str, Any]] = {
     # The ranks use different parts.
     "nested": {"build": Experts}, "top": {"build": TopExperts}, "named": {"build": NamedExperts},
-    "leaver": {"build": Leaver}, "together": {"build": Together, "steps": 6},
-    "late": {"build": Late, "batches": late, "steps": 5},
+    "leaver": {"build": partial(Plain, leaving)}, "together": {"build": partial(Plain, together), "steps": 6},
+    "late": {"build": partial(Plain, another), "batches": late, "steps": 5},
     "top, by class": {"build": TopExperts, "block_classes": (ExpertLayer,)},
     "top, not looked for": {"build": TopExperts, "parallel.find_unused": False},
     "named, looked for": {"build": NamedExperts, "parallel.find_unused": True},
@@ -636,8 +623,8 @@ CASES: dict[str, dict[str, Any]] = {
     "branch, idle": {"build": Branched, "batches": in_two_of_three},
     "branch, late": {"build": Branched, "batches": later_on_one_rank},
     # The last micro-batches of all ranks leave a block out.
-    "early": {"build": EarlyBlock, "micro_batches": 0},
-    "early, reentrant": {"build": EarlyReentrant, "micro_batches": 0},
+    "early": {"build": partial(Plain, early), "micro_batches": 0},
+    "early, reentrant": {"build": partial(Plain, early_reentrant), "micro_batches": 0},
     # No rank uses an expert in some steps.
     "idle": {"build": Experts, "batches": idle, "steps": 6},
     "idle, accumulated": {"build": Experts, "batches": idle, "steps": 6, "micro_batches": 2},

@@ -279,9 +279,7 @@ class Waiting(Timed):
 
 
 @pytest.mark.parametrize(("engine", "n"), [(Timed, 1), (Timed, 3), (Waiting, 2)])
-def test_forward_backward_and_update_follow_one_another(
-    engine: type[Timed], n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_phases_of_a_step_follow_one_another(engine: type[Timed], n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     timed: Any = engine(clock)
     monkeypatch.setattr(step, "time", clock)

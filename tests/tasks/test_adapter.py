@@ -104,9 +104,7 @@ def test_rslora_is_pefts(root: Path, alone: dict[str, Curve]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategies", [["zero3"], ["ddp", "fsdp", "zero2"]])
-def test_activation_policies_give_the_same_gradients(
-    strategies: list[str], root: Path, alone: dict[str, Curve]
-) -> None:
+def test_policies_give_the_same_gradients(strategies: list[str], root: Path, alone: dict[str, Curve]) -> None:
     found = run_ranks(2, "tests.tasks.adapters:under_policies", strategies=strategies, root=str(root))[0]
     assert len(found) == len(strategies) * len(adapters.POLICIES)
     compare({("llama", f"{name} {policy}"): curve for (name, policy), curve in found.items()}, alone)

@@ -101,9 +101,7 @@ def test_a_folder_that_is_quantised_already_is_refused_by_its_method(method: str
         ({}, {"model_type": "gpt2", "n_layer": 1}, "GPT2LMHeadModel has no linear layers", "remove model.quantize"),
     ],
 )
-def test_layers_that_cannot_be_packed_are_named(
-    quantize: dict[str, Any], model: dict[str, Any], cause: str, fix: str
-) -> None:
+def test_unpackable_layers_are_named(quantize: dict[str, Any], model: dict[str, Any], cause: str, fix: str) -> None:
     keys = {
         "task.name": "hf_causal_lm",
         "adapter.type": "lora",

@@ -34,9 +34,7 @@ def record(step: int, **more: float) -> dict[str, float]:
     return {"step": step, "loss": 2.0, "tokens_per_s": 1000.0, **more}
 
 
-def test_a_log_gets_a_line_every_few_steps_that_names_the_worst_and_the_slow(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_log_gets_a_line_every_few_steps_with_the_worst_and_the_slow(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [gpu_row(0), gpu_row(1, 5 * 2**30, "node2"), replace(gpu_row(2), busy_s=0.9)]
     shown = RunProgress(20, 0, 10, None, None)
     for step in range(1, 21):
@@ -50,9 +48,7 @@ def test_a_log_gets_a_line_every_few_steps_that_names_the_worst_and_the_slow(
     assert all(line.isprintable() for line in lines)
 
 
-def test_slow_steps_get_a_line_each_half_minute(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_steps_get_a_line_every_30_s(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
     shown = RunProgress(100, 0, 50)

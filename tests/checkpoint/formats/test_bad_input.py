@@ -102,9 +102,7 @@ def test_values_that_a_smaller_type_cannot_hold(tmp_path: Path, capsys: pytest.C
     convert(tmp_path / "m.pt", "safetensors", tmp_path / "out", dtype="bf16")
 
 
-def test_a_shard_that_the_index_names_is_missing(
-    plain_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shard_of_the_index_is_missing(plain_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert(plain_file, "safetensors", tmp_path / "st", max_shard_size="5KB")
     (tmp_path / "st" / "model-00002-of-00003.safetensors").unlink()
     assert "00002-of-00003" in fails(capsys, tmp_path / "st", "--to", "torch", "--out", tmp_path / "out")

@@ -107,9 +107,7 @@ def test_a_model_that_cannot_be_built_is_exported_without_its_config(runs_root: 
 
 
 @pytest.mark.slow
-def test_only_the_config_of_the_named_run_is_code(
-    runs_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_named_runs_config_is_code(runs_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     monkeypatch.syspath_prepend(tmp_path)
     hostile = "task: {factory: 'planted:Task'}\n"
@@ -133,9 +131,7 @@ def test_only_the_config_of_the_named_run_is_code(
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_adapters_of_experts_are_exported_in_the_type_that_is_asked_for(
-    dtype: torch.dtype | None, tmp_path: Path
-) -> None:
+def test_adapters_of_experts_are_exported_in_the_type_asked_for(dtype: torch.dtype | None, tmp_path: Path) -> None:
     factors = {part: torch.arange(12.0).view(3, *shape) for part, shape in (("A", (2, 2)), ("B", (2, 2)))}
     saved = {f"model.experts.down_proj.lora_{part}.default.weight": tensor for part, tensor in factors.items()}
 

@@ -63,9 +63,7 @@ def test_a_pickle_in_a_checkpoint_of_ours_is_not_opened(name: str, saved: Path, 
 
 
 @pytest.mark.parametrize("target", ["optim_states", "model_states"])
-def test_a_hostile_deepspeed_folder(
-    target: str, foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_zero(target: str, foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(foreign_root / "zero2-fp32" / "global_step3", tmp_path / "ds")
     file = next(folder.glob(f"*_{target}.pt"))
     torch.save({"optimizer_state_dict": {"zero_stage": Bomb(tmp_path / "was_here")}}, file)
@@ -73,9 +71,7 @@ def test_a_hostile_deepspeed_folder(
 
 
 @pytest.mark.parametrize("position", ["instead", "inside", "in a data file"])
-def test_a_hostile_dcp_folder(
-    position: str, foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_dcp(position: str, foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(foreign_root / "dcp", tmp_path / "dcp")
     bomb = Bomb(tmp_path / "was_here")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -92,9 +88,7 @@ def test_a_hostile_dcp_folder(
     assert "posix.mkdir" in refused(folder, tmp_path / "out", capsys)
 
 
-def test_dcp_metadata_cannot_name_a_file_elsewhere(
-    foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dcp_names_no_file_elsewhere(foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(foreign_root / "dcp", tmp_path / "dcp")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
