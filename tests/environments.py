@@ -53,7 +53,10 @@ def python_with(pinned: dict[str, str]) -> Path:
     installed, tools = folder / ".installed", " ".join([*exactly, *TOOLS])
     if not installed.exists() or installed.read_text() != tools:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        others = [line for line in _requirements() if re.split("[>=<]", line)[0] not in pinned]
+        parser = configparser.ConfigParser()
+        parser.read(REPO / "setup.cfg")
+        requirements = parser["options"]["install_requires"].split()
+        others = [line for line in requirements if re.split("[>=<]", line)[0] not in pinned]
         # A pip that builds DeepSpeed in isolation; torch before it, whose setup.py imports it.
         for packages in (["pip>=25.3"], exactly[:1], [*exactly, *others, *TOOLS]):
             # These versions on purpose, whatever constraints pip is configured with.
@@ -65,12 +68,6 @@ def python_with(pinned: dict[str, str]) -> Path:
         subprocess.run([str(interpreter), "-c", build], check=True, env=_environment(interpreter))
         (folder / ".built").touch()
     return interpreter
-
-
-def _requirements() -> list[str]:
-    parser = configparser.ConfigParser()
-    parser.read(REPO / "setup.cfg")
-    return parser["options"]["install_requires"].split()
 
 
 def _environment(interpreter: Path) -> dict[str, str]:

@@ -183,14 +183,10 @@ def _is_tests(pid: int, before: set[int]) -> bool | None:
 def _is_marked(pid: int) -> bool | None:
     """Whether a process has this one's mark; `None` while it has no variables, as in the middle of `exec`."""
     try:
-        variables = _variables(pid)
+        variables = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:  # it has ended, or is another user's
         return False
     return f"{MARK}={os.getpid()}".encode() in variables.split(b"\0") if variables else None
-
-
-def _variables(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def _command_line(pid: int) -> str:

@@ -12,11 +12,12 @@ import tarfile
 import zipfile
 from dataclasses import dataclass
 from email.parser import Parser
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 
 from tests.ranks import REPO
+from tests.texts import copy_checkout
 
 LINKED = ("launch", "configs", "slurm")
 
@@ -29,21 +30,6 @@ class Built:
     sdist: Path
     wheel: Path
     wheel_from_tree: Path
-
-
-def source_files() -> list[PurePosixPath]:
-    """Files of this checkout that git tracks or would track; links are entries of their own."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
-    return [PurePosixPath(name) for name in listed.split("\0") if name and os.path.lexists(REPO / name)]
-
-
-def copy_tree(target: Path) -> Path:
-    for name in source_files():
-        path = target / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPO / name, path, follow_symlinks=False)
-    return target
 
 
 def expected_in_wheel(tree: Path) -> set[str]:
@@ -68,7 +54,7 @@ def build(tree: Path, out: Path, *options: str) -> list[Path]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     base = tmp_path_factory.mktemp("packaging")
-    tree = copy_tree(base / "tree")
+    tree = copy_checkout(base / "tree")
     wheel, sdist = build(tree, base / "both")  # the wheel is built from the sdist
     for left in ("build", "shardkit.egg-info"):
         shutil.rmtree(tree / left, ignore_errors=True)

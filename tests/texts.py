@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+
+from tests.ranks import REPO
 
 
 def write_numbers(folder: Path, files: int = 20) -> Path:
@@ -29,3 +34,14 @@ def write_program(path: Path, text: str) -> str:
     write_files(path.parent, {path.name: text})
     path.chmod(0o755)
     return str(path)
+
+
+def copy_checkout(folder: Path) -> Path:
+    """The files of this checkout that git tracks or would track; links are entries of their own."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if os.path.lexists(REPO / name):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, folder / name, follow_symlinks=False)
+    return folder

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ import pytest
 
 from benchmarks.common import REPO, output_of
 from benchmarks.peers_env import installed
+from tests.texts import copy_checkout
 
 SEED, COUNT = 1, 12
 COSMIC_RAY = "8.7.0"
@@ -113,15 +113,9 @@ def changed_line(original: str, mutated: str) -> str:
 
 @contextmanager
 def a_copy() -> Iterator[Path]:
-    """A temporary copy of the files that git tracks."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, check=True, stdout=subprocess.PIPE, text=True).stdout
+    """A temporary copy of the checkout."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder)
-        for name in filter(None, listed.split("\0")):
-            if os.path.lexists(REPO / name):
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(REPO / name, copy / name, follow_symlinks=False)
-        yield copy
+        yield copy_checkout(Path(folder))
 
 
 def put(copy: Path, module: str, source: str) -> None:

@@ -28,13 +28,15 @@ def config(device: str) -> RunConfig:
     return RunConfig(run=RunSection(device=device))
 
 
-def test_more_ranks_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused_but_a_task_that_srun_gave_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    env = RankEnv(0, 4, 0, 4, 0, 1, "torchelastic")
-    with pytest.raises(LaunchError, match="4 ranks on this machine, but torch sees 2 GPU"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    env = RankEnv(3, 8, 3, 4, 0, 2, "slurm")
+    with pytest.raises(LaunchError, match="4 ranks on this machine, but torch sees 1 GPU"):
         choose_device(config("auto"), env)
     assert choose_device(config("cpu"), env).type == "cpu"
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "h100:1")
+    assert choose_device(config("auto"), env) == torch.device("cuda", 0)
 
 
 def test_auto_takes_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,16 +68,6 @@ def test_a_group_of_the_callers_own_is_used_and_kept() -> None:
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
-
-
-def test_a_task_that_srun_gave_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    env = RankEnv(3, 8, 3, 4, 0, 2, "slurm")
-    with pytest.raises(LaunchError, match="4 ranks on this machine, but torch sees 1 GPU"):
-        choose_device(config("auto"), env)
-    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "h100:1")
-    assert choose_device(config("auto"), env) == torch.device("cuda", 0)
 
 
 LONG_S = 300

@@ -147,18 +147,24 @@ def partly_frozen(config: ModelConfig = UNEVEN) -> Transformer:
 def _measure(settings: dict[str, Any], rank: int, world: int, frozen: bool) -> dict[str, int]:
     with start(None, settings) as job:
         wrap(job, UNEVEN, partly_frozen if frozen else Transformer)
-        counted: dict[str, int] = {}
-        take_step = job.strategy.step
-
-        def step(max_norm: float | None) -> Update:
-            counted.clear()
-            counted.update(count_storages(job.strategy.state_tensors()))
-            return take_step(max_norm)
-
-        job.strategy.step = step
+        counted = count_before_update(job)
         for index in range(2):
             job.step(micro_batches(index, rank, world), loss_fn, n_targets)
     gc.collect()
+    return counted
+
+
+def count_before_update(job: Job) -> dict[str, int]:
+    """Bytes of each kind of state after the last backward of the last step."""
+    counted: dict[str, int] = {}
+    take_step = job.strategy.step
+
+    def step(request: Any) -> Update:
+        counted.clear()
+        counted.update(count_storages(job.strategy.state_tensors()))
+        return take_step(request)
+
+    job.strategy.step = step
     return counted
 
 

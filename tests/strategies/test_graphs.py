@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from tests.strategies.graphs.campaign import Campaign, Verdict, judge
-from tests.strategies.graphs.case import FEATURES, Case, draw, in_one_process
+from tests.strategies.graphs.case import FEATURES, draw, in_one_process
 from tests.strategies.graphs.engines import ENGINES, Arm, Report
 from tests.strategies.graphs.pool import Pool
 from tests.strategies.graphs.refusals import REASONS, reason
@@ -47,12 +47,6 @@ FRESH, FRESH_MINUTES = "SHARDKIT_GRAPHS", 10.0
 """The variable with the seeds of the release tier, FIRST:LAST; unset = from the time on, for these minutes."""
 
 
-def pairs(seeds: range, engines: Sequence[str]) -> Iterator[tuple[Case, str]]:
-    for seed in seeds:
-        for engine in engines:
-            yield draw(seed), engine
-
-
 def told(verdicts: list[Verdict]) -> str:
     return "\n".join(verdict.line for verdict in verdicts if verdict.outcome not in ("equal", "refused"))
 
@@ -60,7 +54,7 @@ def told(verdicts: list[Verdict]) -> str:
 @pytest.mark.timeout(600)  # DeepSpeed's CPU optimizer may have to be compiled
 def test_random_graphs_train_as_in_one_process_or_are_refused() -> None:
     campaign = Campaign(limit_s=90)
-    campaign.run_pairs([*pairs(SEEDS, SHARED), *((draw(*drawn), "fsdp") for drawn in ALWAYS)])
+    campaign.run_pairs([*product(map(draw, SEEDS), SHARED), *((draw(*drawn), "fsdp") for drawn in ALWAYS)])
     assert not told(campaign.verdicts), told(campaign.verdicts)
     for engine, counts in campaign.counts().items():
         assert counts["refused"] <= 1, f"{engine} refuses too many: {counts}"
@@ -82,7 +76,9 @@ def test_fresh_random_graphs_train_as_in_one_process_or_are_refused() -> None:
     seeds = range(int(first), int(last or int(first) + 1000))
     print(f"graphs from seed {first} on ({FRESH}={first}:LAST draws them again)")
     campaign = Campaign(limit_s=90)
-    campaign.run_pairs(pairs(seeds, [*ENGINES]), until=None if last else time.monotonic() + 60 * FRESH_MINUTES)
+    campaign.run_pairs(
+        product(map(draw, seeds), ENGINES), until=None if last else time.monotonic() + 60 * FRESH_MINUTES
+    )
     print(campaign.counts())
     assert not told(campaign.verdicts), told(campaign.verdicts)
 

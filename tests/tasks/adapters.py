@@ -15,8 +15,7 @@ from shardkit.checkpoint import frozen_base
 from shardkit.errors import ShardkitError
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
-from shardkit.strategies.base import Update
-from tests.strategies.cases import count_storages, on_cpus
+from tests.strategies.cases import count_before_update, on_cpus
 from tests.texts import write_words
 
 STEPS, GLOBAL_BATCH, LENGTH, RANK, ALPHA = 4, 8, 24, 4, 12
@@ -196,15 +195,8 @@ def offloaded(root: str) -> tuple[Curve, dict[str, int]]:
 
 
 def _measured(keys: dict[str, Any]) -> tuple[Curve, dict[str, int]]:
-    counted: dict[str, int] = {}
     with start(None, keys) as job:
-        trainer, take_step = Trainer(job), job.strategy.step
-
-        def step(max_norm: float | None) -> Update:
-            counted.update(count_storages(job.strategy.state_tensors()))
-            return take_step(max_norm)
-
-        job.strategy.step = step
+        trainer, counted = Trainer(job), count_before_update(job)
         return [(r["loss"], r["grad_norm"]) for r in trainer.recorded_steps()], counted
 
 

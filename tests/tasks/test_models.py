@@ -64,8 +64,14 @@ def test_a_vocabulary_that_does_not_cover_the_data_is_refused(key: str, tmp_path
 
 
 SMALL: dict[str, dict[str, Any]] = {
-    "gpt2": {"model.preset": "gpt2-debug", "train.max_steps": 60, "train.seq_len": 128},
-    "bert": {"model.preset": "bert-debug", "train.max_steps": 60, "train.seq_len": 128, "parallel.strategy": "fsdp"},
+    "gpt2": {"model.preset": "gpt2-debug", "train.max_steps": 60, "train.seq_len": 128, "data.cache_dir": None},
+    "bert": {
+        "model.preset": "bert-debug",
+        "train.max_steps": 60,
+        "train.seq_len": 128,
+        "data.cache_dir": None,
+        "parallel.strategy": "fsdp",
+    },
     "vit": {"model.preset": "vit-debug", "train.max_steps": 120, "data.workers": 0},
     "swin2sr": {"model.preset": "swin2sr-debug", "train.max_steps": 120, "data.crop_size": 48, "data.workers": 0},
 }
@@ -76,11 +82,9 @@ SMALL: dict[str, dict[str, Any]] = {
 def test_the_shipped_config_learns(name: str, tmp_path: Path) -> None:
     settings = {
         "run.dir": str(tmp_path / "run"), "run.device": "cpu", "precision.mode": "fp32", "optim.lr": 2e-3,
-        "optim.warmup_steps": 10, "train.eval_every": None, "train.eval_samples": 64, "data.cache_dir": None,
+        "optim.warmup_steps": 10, "train.eval_every": None, "train.eval_samples": 64,
         "checkpoint.at_end": False, **SMALL[name],
     }  # fmt: skip
-    if name in ("vit", "swin2sr"):
-        del settings["data.cache_dir"]
     with start(load_config(REPO / "configs" / f"{name}.yaml", settings)) as job:
         trainer = Trainer(job)
         records = list(trainer.steps())

@@ -38,6 +38,10 @@ def load_checked(keys: dict[str, Any]) -> Any:
     return load_task(config)
 
 
+QLORA: dict[str, Any] = {"task.name": "hf_causal_lm", "adapter.type": "lora", "model.quantize": {"bits": 4}}
+ON_NVME = {"parallel.strategy": "zero3", "parallel.offload_param": "nvme", "parallel.nvme_path": "/scratch"}
+
+
 def refused(keys: dict[str, Any]) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         load_checked(keys)
@@ -50,11 +54,7 @@ def refused(keys: dict[str, Any]) -> ConfigError:
     [
         ({"adapter.type": "none"}, "nothing could train", "adapter.type=lora"),
         ({"compile.enabled": True}, "compile.enabled=true", "compile.enabled=false"),
-        (
-            {"parallel.strategy": "zero3", "parallel.offload_param": "nvme", "parallel.nvme_path": "/scratch"},
-            "model.quantize with parallel.offload_param=nvme",
-            "parallel.offload_param=cpu",
-        ),
+        (ON_NVME, "model.quantize with parallel.offload_param=nvme", "parallel.offload_param=cpu"),
         ({"model.quantize": {"bits": 8}}, "model.quantize.bits=8 is not supported", "bits: 4"),
         ({"model.quantize": {"type": "int8"}}, "model.quantize.type=int8 is not supported", "remove type"),
         ({"model.quantize": {"bits": 3}}, "bits", "the default is"),
@@ -63,8 +63,7 @@ def refused(keys: dict[str, Any]) -> ConfigError:
     ],
 )
 def test_settings_outside_of_it_are_refused_by_name(keys: dict[str, Any], cause: str, fix: str, tmp_path: Path) -> None:
-    quantized_keys = {"task.name": "hf_causal_lm", "model.hf.model_type": "llama", "adapter.type": "lora"}
-    error = refused({**quantized_keys, "model.quantize": {"bits": 4}, **keys})
+    error = refused({**QLORA, "model.hf.model_type": "llama", **keys})
     assert cause in error.cause and fix in error.fix
 
 
@@ -73,21 +72,15 @@ def test_a_missing_bitsandbytes_is_named_before_ranks_join(monkeypatch: pytest.M
     monkeypatch.setattr(
         capability.importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name)
     )
-    keys = {"task.name": "hf_causal_lm", "model.hf.model_type": "llama", "adapter.type": "lora"}
-    error = refused({**keys, "model.quantize": {"bits": 4}})
-    assert error.cause == "model.quantize needs bitsandbytes, which is not installed"
-    assert "shardkit[quantize]" in error.fix
+    error = refused({**QLORA, "model.hf.model_type": "llama"})
+    assert "needs bitsandbytes" in error.cause and "shardkit[quantize]" in error.fix
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
 def test_a_folder_that_is_quantised_already_is_refused_by_its_method(method: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama", "quantization_config": {"quant_method": method}})
-    )
-    error = refused(
-        {"task.name": "hf_causal_lm", "model.hf_config": str(tmp_path), "adapter.type": "lora",
-         "model.quantize": {"bits": 4}}
-    )  # fmt: skip
+    about = {"model_type": "llama", "quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    error = refused({**QLORA, "model.hf_config": str(tmp_path)})
     assert f"is of a quantised model ({method})" in error.cause and "16-bit model" in error.fix
 
 
@@ -102,13 +95,8 @@ def test_a_folder_that_is_quantised_already_is_refused_by_its_method(method: str
     ],
 )
 def test_unpackable_layers_are_named(quantize: dict[str, Any], model: dict[str, Any], cause: str, fix: str) -> None:
-    keys = {
-        "task.name": "hf_causal_lm",
-        "adapter.type": "lora",
-        "model.quantize": {"bits": 4, **quantize},
-        "model.hf": model if "model_type" in model else {"model_type": "llama", **quantized.MODEL, **model},
-    }
-    error = refused(keys)
+    hf = model if "model_type" in model else {"model_type": "llama", **quantized.MODEL, **model}
+    error = refused({**QLORA, "model.quantize": {"bits": 4, **quantize}, "model.hf": hf})
     assert cause in error.cause and fix in error.fix
 
 
