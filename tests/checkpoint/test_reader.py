@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit.checkpoint.native import reader as reader_module
-from shardkit.checkpoint.native.manifest import BLOCK_BYTES, CorruptCheckpoint
+from shardkit.checkpoint.native.manifest import BLOCK_BYTES, CorruptCheckpoint, RunState
 from shardkit.checkpoint.native.reader import CheckpointReader
+from shardkit.checkpoint.save import Checkpointer
+from shardkit.config.schema import CheckpointConfig
 from shardkit.errors import CheckpointError
 from tests.checkpoint import fakes
 
@@ -37,10 +39,6 @@ def test_every_range_is_what_was_written(saved: Path, whole: fakes.Plain, data: 
 @pytest.fixture
 def large(tmp_path: Path, alone: None) -> tuple[Path, torch.Tensor]:
     """A checkpoint with a tensor of one chunk and eight blocks, and the tensor."""
-    from shardkit.checkpoint.native.manifest import RunState
-    from shardkit.checkpoint.save import Checkpointer
-    from shardkit.config.schema import CheckpointConfig
-
     plain = fakes.Plain(n_elements=8 * BLOCK_BYTES // 4)
     plain.wholes["model.0"].copy_(torch.arange(plain.wholes["model.0"].numel()))
     checkpoints = Checkpointer(plain, fakes.world(), CheckpointConfig(), tmp_path)

@@ -103,10 +103,8 @@ def fields(found: dict[str, Any], above: str = "") -> Iterator[str]:
     for key, value in found.items():
         yield key
         if isinstance(value, dict) and above not in ("state", "phases"):
-            inner = (
-                next(iter(value.values())) if key in ("state", "phases") else value
-            )  # one category or phase is enough
-            yield from fields(inner, key)
+            # One category or phase is enough.
+            yield from fields(next(iter(value.values())) if key in ("state", "phases") else value, key)
 
 
 def test_every_field_of_memory_jsonl_is_documented() -> None:

@@ -195,7 +195,7 @@ def train(
             for step in range(steps):
                 mine = _rows(batches(step, ROWS), rank, world)
                 parts = [_rows(mine, index, micro_batches) for index in range(micro_batches)]
-                done = job.step(parts, loss, lambda batch: _first(batch).numel())
+                done = job.step(parts, loss, count)
                 found.append(done.loss)
             return [*found, done.grad_norm]
     except ConfigError as error:
@@ -210,8 +210,8 @@ def _rows(batch: Any, rank: int, world: int) -> Any:
     return batch.chunk(world)[rank]
 
 
-def _first(batch: Any) -> torch.Tensor:
-    return next(iter(batch.values())) if isinstance(batch, dict) else batch
+def count(batch: Any) -> int:
+    return (next(iter(batch.values())) if isinstance(batch, dict) else batch).numel()
 
 
 def together(model: Plain, tokens: torch.Tensor) -> Any:
@@ -369,14 +369,6 @@ class Preprocessed(Plain):
 
     def prepare(self, batch: torch.Tensor) -> torch.Tensor:
         return batch.roll(self.shift, 1)
-
-
-def prepared(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return next_token(model, model.prepare(batch))
-
-
-def round_the_call(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return next_token(lambda tokens: model.head(model.embed(tokens)), batch)
 
 
 def normal(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
@@ -632,8 +624,9 @@ CASES: dict[str, dict[str, Any]] = {
     "rare": {"build": RareExperts, "batches": idle, "steps": 6, "micro_batches": 0},
     # Types and calls.
     "mixed": {"build": Mixed, **BF16}, "mixed, autocast": {"build": Mixed, **BF16, "precision.autocast": True},
-    "prepared": {"build": Preprocessed, "loss": prepared, "init": normal},
-    "round": {"build": Plain, "loss": round_the_call},
+    "prepared": {"build": Preprocessed, "loss": lambda model, batch: next_token(model, model.prepare(batch)),
+                 "init": normal},
+    "round": {"build": Plain, "loss": lambda model, batch: next_token(lambda x: model.head(model.embed(x)), batch)},
     # Unusual parameters; "drawn": by their names.
     "sparse": {"build": Sparse, **PLAIN_SGD}, "bag": {"build": SparseBag, **PLAIN_SGD},
     "complex": {"build": Complex, **PLAIN_SGD}, "expanded": {"build": Expanded, **PLAIN_SGD},

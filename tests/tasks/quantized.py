@@ -15,6 +15,7 @@ from shardkit.models.quantized import QuantizedLinear
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from tests.strategies.cases import PARTITION_ALL, count_storages
+from tests.tasks.adapters import plain_loop
 from tests.texts import write_words
 
 STEPS, BATCH, LENGTH = 3, 8, 16
@@ -104,18 +105,7 @@ def bnb_alone(root: str, kind: str = "nf4", double: bool = False) -> list[tuple[
     assert all(".lora_" in name for name in trained)
     for name, param in trained.items():
         weights.fill(name, param.shape, param.data.view(-1))
-    optimizer = torch.optim.AdamW(trained.values(), lr=2e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    curve = []
-    for step in range(STEPS):
-        batch = torch.utils.data.default_collate([samples[step * BATCH + i] for i in range(BATCH)])
-        n_targets = task.n_targets(batch)
-        loss = task.loss(adapted, batch)
-        (loss * (1 / n_targets)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
-        curve.append((loss.item() / n_targets, norm.item()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return curve
+    return plain_loop(trained.values(), samples, lambda batch: task.loss(adapted, batch), STEPS, BATCH)
 
 
 def stopped(root: str, strategy: str) -> list[float]:
