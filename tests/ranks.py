@@ -168,7 +168,9 @@ def _collect(folder: Path, exits: list[int | None], timeout: float) -> list[Any]
     failures = [pickle.loads(path.read_bytes()) for path in folder.glob("*.failed")]
     if failures:
         _, rank, text, pickled = min(failures, key=lambda item: float(item[0]))
-        raise RankError(rank, f"rank {rank} of {world} failed:\n{text}") from _unpickled(pickled)
+        raise RankError(rank, f"rank {rank} of {world} failed:\n{text}") from (
+            pickle.loads(pickled) if pickled else None
+        )
     running = [rank for rank, code in enumerate(exits) if code is None]
     if running:
         files = {rank: folder / f"{rank}.stack" for rank in running}
@@ -176,16 +178,6 @@ def _collect(folder: Path, exits: list[int | None], timeout: float) -> list[Any]
         stacks = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in told.items())
         raise RankError(running[0], f"ranks {running} of {world} did not end within {timeout} s\n{stacks}")
     return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world)]
-
-
-def _unpickled(data: bytes | None) -> BaseException | None:
-    if data is None:
-        return None
-    try:
-        error = pickle.loads(data)
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None
 
 
 class _Job(NamedTuple):
@@ -213,6 +205,7 @@ def _main(rank: int, job: _Job) -> None:
         except BaseException as error:
             try:
                 pickled = pickle.dumps(error)
+                pickle.loads(pickled)
             except Exception:
                 pickled = None
             _write(f"{folder}/{rank}.failed", pickle.dumps((time.monotonic(), rank, traceback.format_exc(), pickled)))

@@ -120,16 +120,14 @@ def exists(dotted: str) -> bool:
     return False
 
 
-NO_PATHS = frozenset(
-    [
-        "configs/NAME.yaml", "shardkit/strategies/NAME.py", "benchmarks/results/NAME.json",
-        "benchmarks/results/gpu_PART.json", "examples/nlp_example.py", "examples/pytorch/basics/transformer.py",
-        "launch/test_launcher.py", "slurm/test_interruptions.py", "slurm/test_submit.py", "shardkit.own",
-        "shardkit.script", "shardkit.lock", "tests/test_half.py", "configs/a.yaml", "slurm/a.sbatch",
-        "shardkit.memory.__file__", "shardkit.errors.NoSuchError", "shardkit.nowhere", "shardkit/oom_other.py",
-        "shardkit.__file__", "shardkit.egg",
-    ]
-)  # fmt: skip
+NO_PATHS = {
+    "configs/NAME.yaml", "shardkit/strategies/NAME.py", "benchmarks/results/NAME.json",
+    "benchmarks/results/gpu_PART.json", "examples/nlp_example.py", "examples/pytorch/basics/transformer.py",
+    "launch/test_launcher.py", "slurm/test_interruptions.py", "slurm/test_submit.py", "shardkit.own",
+    "shardkit.script", "shardkit.lock", "tests/test_half.py", "configs/a.yaml", "slurm/a.sbatch",
+    "shardkit.memory.__file__", "shardkit.errors.NoSuchError", "shardkit.nowhere", "shardkit/oom_other.py",
+    "shardkit.__file__", "shardkit.egg",
+}  # fmt: skip
 """Text that looks like a path or a module: placeholders, files of other projects, names that tests make up."""
 
 

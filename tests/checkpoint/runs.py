@@ -35,16 +35,14 @@ class Killed(Exception):
     """Stands for a kill: nothing of the trainer's own code runs after it but `finally`."""
 
 
-def train(
-    case: str, root: str, run: str, stop_after: int | None = None, **extra: Any
-) -> list[tuple[int, float, float]]:
+def train(case: str, root: str, run: str, stop: int | None = None, **extra: Any) -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of the steps taken now."""
     world, taken = dist.get_world_size(), []
     try:
         with start(None, settings(case, world, root, run, **extra)) as job:
             for record in Trainer(job).recorded_steps():
                 taken.append((int(record["step"]), record["loss"], record["grad_norm"]))
-                if record["step"] == stop_after:
+                if record["step"] == stop:
                     raise Killed
     except Killed:
         pass

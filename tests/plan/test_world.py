@@ -12,12 +12,12 @@ from types import FrameType, ModuleType
 import pytest
 
 from shardkit.config.load import load_config
-from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError
 from shardkit.plan.client import Planner
 from shardkit.plan.simulate.unplannable import refuse_value
 from shardkit.plan.target import choose_target
 from tests.commands import environment, python_m
+from tests.plan.test_plan import config
 from tests.ranks import REPO
 
 _PROGRAM = """
@@ -43,10 +43,6 @@ def run_program(folder: Path, code: str) -> str:
     (folder / "program.py").write_text(_PROGRAM + code)
     done = python_m(f"{folder}/program.py", code=0)
     return done.stdout
-
-
-def config(*overrides: str) -> RunConfig:
-    return load_config(None, ["model.preset=debug", *overrides]).config
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from tests.strategies.graphs.campaign import Campaign, Verdict, judge
+from tests.strategies.graphs.campaign import Campaign, judge
 from tests.strategies.graphs.case import FEATURES, draw, in_one_process
 from tests.strategies.graphs.engines import ENGINES, Arm, Report
 from tests.strategies.graphs.pool import Pool
@@ -47,15 +47,11 @@ FRESH, FRESH_MINUTES = "SHARDKIT_GRAPHS", 10.0
 """The variable with the seeds of the release tier, FIRST:LAST; unset = from the time on, for these minutes."""
 
 
-def told(verdicts: list[Verdict]) -> str:
-    return "\n".join(verdict.line for verdict in verdicts if verdict.outcome not in ("equal", "refused"))
-
-
 @pytest.mark.timeout(600)  # DeepSpeed's CPU optimizer may have to be compiled
 def test_random_graphs_train_as_in_one_process_or_are_refused() -> None:
     campaign = Campaign(limit_s=90)
     campaign.run_pairs([*product(map(draw, SEEDS), SHARED), *((draw(*drawn), "fsdp") for drawn in ALWAYS)])
-    assert not told(campaign.verdicts), told(campaign.verdicts)
+    assert not campaign.faults("equal", "refused")
     for engine, counts in campaign.counts().items():
         assert counts["refused"] <= 1, f"{engine} refuses too many: {counts}"
 
@@ -66,7 +62,7 @@ def test_graphs_that_were_wrong_once() -> None:
     campaign = Campaign(limit_s=90)
     campaign.run_pairs((draw(seed, features), engine) for seed, features, engine, _ in FOUND)
     campaign.run([draw(*drawn) for drawn in ALWAYS], ["ddp", "zero2", "zero3"])
-    assert not told(campaign.verdicts), told(campaign.verdicts)
+    assert not campaign.faults("equal", "refused")
 
 
 @pytest.mark.release
@@ -80,7 +76,7 @@ def test_fresh_random_graphs_train_as_in_one_process_or_are_refused() -> None:
         product(map(draw, seeds), ENGINES), until=None if last else time.monotonic() + 60 * FRESH_MINUTES
     )
     print(campaign.counts())
-    assert not told(campaign.verdicts), told(campaign.verdicts)
+    assert not campaign.faults("equal", "refused")
 
 
 def test_ranks_that_hang_or_fail_are_replaced_and_the_next_graph_trains() -> None:

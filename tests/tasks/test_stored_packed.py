@@ -93,6 +93,7 @@ def text(value: str) -> torch.Tensor:
 
 
 STATE = ".quant_state.bitsandbytes__nf4"
+OTHER_BLOCKS = '{"quant_type": "nf4", "blocksize": 128, "shape": [64, 64]}'
 
 
 @pytest.mark.parametrize(
@@ -101,10 +102,7 @@ STATE = ".quant_state.bitsandbytes__nf4"
         (lambda t, n: t.update({n + STATE: text('{"quant_type": "nf4"')}), "not as bitsandbytes saves it"),
         (lambda t, n: t.update({n + STATE: text("[" * 4000)}), "not as bitsandbytes saves it"),
         (lambda t, n: t.update({n + STATE: text(" " * 5000)}), "not as bitsandbytes saves it"),
-        (
-            lambda t, n: t.update({n + STATE: text('{"quant_type": "nf4", "blocksize": 128, "shape": [64, 64]}')}),
-            "was packed with blocksize=128, not 64",
-        ),
+        (lambda t, n: t.update({n + STATE: text(OTHER_BLOCKS)}), "was packed with blocksize=128, not 64"),
         (lambda t, n: t.update({n + ".absmax": t[n + ".absmax"][:-1].clone()}), "absmax in .* not as bitsandbytes"),
         (lambda t, n: t.update({n: t[n][:-1].clone()}), "not as bitsandbytes saves it"),
         (lambda t, n: t[n + ".quant_map"].mul_(2), "has other numbers than those of nf4"),
@@ -148,13 +146,12 @@ def test_settings_that_differ_from_the_folders_are_refused_with_the_folders(
 
 
 def cases_over(root: Path, strategy: str) -> dict[str, dict[str, Any]]:
-    cases = {}
-    for name, quantize in (("plain", {"bits": 4}), ("double", DOUBLE)):
-        stored = str(root / name)
-        cases[f"{strategy} {name}"] = {
-            "model.quantize": quantize, "model.init_from": stored, "model.hf_config": stored,
-        }  # fmt: skip
-    return cases
+    return {
+        f"{strategy} {name}": {
+            "model.quantize": quantize, "model.init_from": f"{root}/{name}", "model.hf_config": f"{root}/{name}",
+        }
+        for name, quantize in (("plain", {"bits": 4}), ("double", DOUBLE))
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -130,6 +130,10 @@ class Campaign:
         self.verdicts.append(verdict)
         self.say(verdict.line)
 
+    def faults(self, *allowed: str) -> str:
+        """The verdicts that are not allowed."""
+        return "\n".join(verdict.line for verdict in self.verdicts if verdict.outcome not in allowed)
+
     def counts(self) -> dict[str, dict[str, int]]:
         """engine → outcome → number of cases."""
         found: dict[str, Counter[str]] = {}

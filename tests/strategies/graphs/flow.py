@@ -20,7 +20,6 @@ from .model import (
     KeywordBlock,
     RecursiveBlock,
     TupleBlock,
-    call_block,
     feature,
 )
 from .sharing import Adapter
@@ -109,7 +108,7 @@ def gradient_penalty(graph: Graph, draws: Random) -> None:
         graph.critic = Adapter()
 
     def penalty(x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        scores = graph.critic(x) if index is None else call_block(graph.blocks[index], x, choice)
+        scores = graph.critic(x) if index is None else graph.blocks[index].call(x, choice)
         (slope,) = torch.autograd.grad(scores.pow(2).sum(), x, create_graph=True)
         return 0.01 * slope.pow(2).sum()
 
@@ -125,7 +124,7 @@ def refined_by_gradient(graph: Graph, draws: Random) -> None:
 
     def leave(x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         leaf = x.detach().requires_grad_()
-        energy = graph.energy(leaf) if index is None else call_block(graph.blocks[index], leaf, choice)
+        energy = graph.energy(leaf) if index is None else graph.blocks[index].call(leaf, choice)
         (slope,) = torch.autograd.grad(energy.pow(2).sum(), leaf, create_graph=index is None)
         return x - 0.05 * slope
 
@@ -141,7 +140,7 @@ def teacher_without_gradients(graph: Graph, draws: Random) -> None:
         given = x.detach()
         with torch.no_grad():
             for block in graph.blocks:
-                given = call_block(block, 0.9 * given, choice)
+                given = block.call(0.9 * given, choice)
         taught[:] = [given]
         return x
 

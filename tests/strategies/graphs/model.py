@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -91,47 +90,47 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         return self.body(x, choice)
 
+    def call(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        """How a graph calls its blocks of this class."""
+        return self(x, choice)
+
 
 class TupleBlock(Block):
     def forward(self, state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         return self.body(*state), state[1]
+
+    def call(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        return self((x, choice))[0]
 
 
 class DictBlock(Block):
     def forward(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return state | {"hidden": self.body(state["hidden"], state["choice"])}
 
+    def call(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        return self({"hidden": x, "choice": choice})["hidden"]
+
 
 class DataclassBlock(Block):
     def forward(self, state: State) -> State:
         return State(self.body(state.hidden, state.choice), state.choice)
+
+    def call(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        return self(State(x, choice)).hidden
 
 
 class KeywordBlock(Block):
     def forward(self, *, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         return self.body(hidden, choice)
 
+    def call(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        return self(hidden=x, choice=choice)
+
 
 class RecursiveBlock(Block):
     def forward(self, x: torch.Tensor, choice: torch.Tensor, depth: int = 1) -> torch.Tensor:
         x = self.body(x, choice)
         return self(x, choice, depth - 1) if depth else x
-
-
-CALLS: dict[type[Block], Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    Block: lambda block, x, choice: block(x, choice),
-    TupleBlock: lambda block, x, choice: block((x, choice))[0],
-    DictBlock: lambda block, x, choice: block({"hidden": x, "choice": choice})["hidden"],
-    DataclassBlock: lambda block, x, choice: block(State(x, choice)).hidden,
-    KeywordBlock: lambda block, x, choice: block(hidden=x, choice=choice),
-    RecursiveBlock: lambda block, x, choice: block(x, choice),
-}
-"""How a graph calls its blocks of each class; engines make subclasses of these."""
-
-
-def call_block(block: nn.Module, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-    kind = next(kind for kind in type(block).__mro__ if kind in CALLS)
-    return CALLS[kind](block, x, choice)
 
 
 Build = Callable[["Graph", random.Random], None]
@@ -200,7 +199,7 @@ class Graph(nn.Module):
     def through(self, x: torch.Tensor, choice: torch.Tensor, step: int) -> torch.Tensor:
         """All blocks in order."""
         for index in self.order:
-            call: BlockCall = partial(call_block, self.blocks[index])
+            call: BlockCall = self.blocks[index].call
             for around in self.arounds:
                 call = around(index, step, call)
             before, x = x, call(x, choice)

@@ -10,7 +10,6 @@ import time
 from multiprocessing import connection
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.ranks import _context, _end, _Job, _main
@@ -45,7 +44,7 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def run(self, payload: Any) -> list[Report | None]:

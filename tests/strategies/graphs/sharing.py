@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .model import WIDTH, Graph, call_block, feature
+from .model import WIDTH, Graph, feature
 
 
 class Adapter(nn.Module):
@@ -154,9 +154,7 @@ def container_list(graph: Graph, draws: Random) -> None:
     graph.afters.append(lambda index, x, before: x * graph.blocks.gain)
 
 
-def hold(
-    graph: Graph, draws: Random, name: str, made: Callable[[list[torch.Tensor]], Any], gain: Any, turn: Any
-) -> None:
+def hold(graph: Graph, draws: Random, name: str, made: Callable[[Any], Any], gain: Any, turn: Any) -> None:
     """A table of two parameters, in the model or in blocks."""
 
     def applied(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -187,4 +185,4 @@ def parameter_dict(graph: Graph, draws: Random) -> None:
 def block_by_another_name(graph: Graph, draws: Random) -> None:
     """A block that is called once more after all others, by another name."""
     graph.again = draws.choice(list(graph.blocks))
-    graph.leaves.append(lambda x, choice: call_block(graph.again, x, choice))
+    graph.leaves.append(lambda x, choice: graph.again.call(x, choice))
