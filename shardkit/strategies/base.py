@@ -60,8 +60,8 @@ class Update:
     """The figures of one step."""
 
     grad_norm: torch.Tensor  # global norm of the gradient before clipping; 0-d, not synced to the host
-    # False if loss scaling skipped the update, on every rank. Without loss scaling the device decides by the norm, and
-    # a norm that is not finite ends the run: True then.
+    # False if loss scaling skipped the update, on every rank. Without loss scaling the device decides by the norm, for
+    # which the host does not wait: True then.
     updated: bool
     # further figures by name, 0-d and not synced to the host; rank 0 writes its own to the step's line of
     # `metrics.jsonl`.
