@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import touched
 from tests.commands import environment
 from tests.ranks import REPO
 
@@ -95,3 +96,12 @@ def test_more_than_three_unstable_tests_fail(tmp_path: Path) -> None:
     for seen, code in (("test_a.py::test_a\ntest_c.py::test_c\n", 0), ("test_c.py::test_c\ntest_d.py::test_d\n", 1)):
         (tmp_path / "build" / "unstable.txt").write_text(seen)
         assert again(tmp_path, "--list").returncode == code
+
+
+def test_a_change_touches_the_tests_that_cover_it(request: pytest.FixtureRequest) -> None:
+    assert touched.touches({"shardkit/oom/shortage.py"}, {"shardkit/oom"})
+    assert touched.touches({"setup.cfg"}, {"setup.cfg"})
+    assert not touched.touches({"shardkit/oom_other.py", "docs/oom.md"}, {"shardkit/oom"})
+    assert {"tests/test_again.py", "constraints.txt"} <= touched._covered(request.node)
+    for path in (*touched.CARD, *touched.VERSIONS):
+        assert (touched.REPO / path).exists(), path

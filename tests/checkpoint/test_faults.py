@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from shardkit.checkpoint import manage
-from shardkit.checkpoint.native import layout
+from shardkit.checkpoint.native import layout, manifest
 from shardkit.checkpoint.native import writer as writer_module
 from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer
@@ -356,3 +357,16 @@ def _look(root: Path, word: Path) -> int:
 )
 def test_killed_during_saves(kills: int, async_save: bool, tmp_path: Path) -> None:
     kill_during_saves(tmp_path / "checkpoints", kills, seed=int(async_save), async_save=async_save)
+
+
+def test_a_later_schema_is_refused_by_name_and_left_alone(saved: Path) -> None:
+    file = saved / "step_00000003" / manifest.FILE_NAME
+    body = json.loads(file.read_bytes())["manifest"]
+    text = manifest._canonical({**body, "schema": manifest.SCHEMA + 1, "versions": {"shardkit": "9.1"}})
+    file.write_text(f'{{"digest":"{manifest._digest(text)}","manifest":{text}}}')
+    checkpoints = fakes.checkpointer(saved, fakes.Plain())
+    with pytest.raises(CheckpointError, match=f"has schema {manifest.SCHEMA + 1}, this version reads") as caught:
+        checkpoints.resume(saved)
+    checkpoints.close()
+    assert "use shardkit 9.1" in caught.value.fix
+    assert file.parent.is_dir(), "the checkpoint before it is no replacement for one that is intact"

@@ -1,17 +1,20 @@
-"""A run that was stopped and resumed is the run that was not, bit for bit; and what a resume refuses."""
+"""A run that was stopped and resumed is the run that was not, bit for bit, generators too; what a resume refuses."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from shardkit.checkpoint import rng
 from shardkit.checkpoint.native import layout
 from shardkit.checkpoint.native.manifest import BLOCK_BYTES
 from shardkit.config.load import load_config
@@ -270,3 +273,31 @@ def test_a_signal_during_an_evaluation_ends_it_on_every_rank_and_saves_that_step
         assert (steps, signal_name, has_val_loss) == (2, "SIGUSR2", False)
         assert read <= 4
     assert layout.step_of(layout.checkpoints(tmp_path / "checkpoints")[0]) == 2
+
+
+CPU = torch.device("cpu")
+
+
+def draw() -> list[float]:
+    # Gaussians too: Python and NumPy keep half of a pair back.
+    return [
+        random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(())),
+        float(torch.nn.functional.dropout(torch.ones(64)).sum()),
+    ]  # fmt: skip
+
+
+def test_restored_generators_repeat_what_they_drew() -> None:
+    draw()
+    states = rng.capture(CPU)
+    first = [draw(), draw()]
+    rng.restore(states, CPU)
+    assert [draw(), draw()] == first
+
+
+def test_reseeding_depends_on_rank_and_step_and_repeats() -> None:
+    seen = []
+    for rank, step in ((0, 10), (1, 10), (0, 11), (0, 10)):
+        rng.reseed(5, rank, step)
+        seen.append(tuple(draw()))
+    assert seen[0] == seen[3]
+    assert len(set(seen)) == 3

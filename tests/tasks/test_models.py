@@ -1,4 +1,4 @@
-"""The built-in tasks on transformers models, under every strategy."""
+"""The built-in tasks on transformers models, under every strategy; their losses are those that were recorded."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from shardkit.run.trainer import Trainer
 from shardkit.tasks.load import load_task
 from tests.ranks import REPO, run_ranks
 from tests.tasks import cases
+from tests.tasks.golden import differences, golden, measured
 from tests.texts import write_words
 
 STRATEGIES = ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
@@ -97,3 +98,7 @@ def test_the_shipped_config_learns(name: str, tmp_path: Path) -> None:
         assert records[-1]["val_accuracy"] > 2 * baseline["accuracy_by_chance"]
     else:
         assert records[-1]["val_psnr"] > 15
+
+
+def test_the_losses_are_the_golden_ones() -> None:
+    assert differences(measured(), golden()) == []
