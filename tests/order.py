@@ -17,7 +17,6 @@ LONG = [
     "tests/launch/test_slurm.py", "tests/docs",
     "tests/checkpoint/test_matrix.py", "tests/faults/test_memory.py", "tests/strategies/test_parity.py",
     "tests/checkpoint/formats/test_bad_input.py", "tests/config/test_load.py", "tests/checkpoint/test_manage.py",
-    "tests/strategies/test_features.py",
     "tests/activation/test_strategies.py", "tests/launch/test_doctor.py", "tests/tasks/test_models.py",
 ]  # fmt: skip
 """Folders and files that take more than 8 s, the longest first: started early, they leave

@@ -19,7 +19,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "unused_params": {}, "compile": {"compile.enabled": True},
     "compile_model": {"compile.enabled": True, "compile.scope": "model"},
 }  # fmt: skip
-"""Others are trained by tests/strategies/test_features.py and tests/activation/test_strategies.py."""
+"""Others are trained by tests/strategies/test_parity.py and tests/activation/test_strategies.py."""
 STEPS, ROWS, LENGTH, VOCAB, WIDTH = 4, 4, 12, 32, 16
 
 

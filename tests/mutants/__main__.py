@@ -60,14 +60,14 @@ CHOSEN: dict[str, list[str]] = {
     "shardkit/strategies/step.py": [
         "tests/strategies/test_step.py",
         "tests/run/test_own_loop.py",
-        f"{PARITY}::test_every_strategy_gives_the_losses_of_one_process[2-sgd_unclipped]",
+        f"{PARITY}::test_every_engine_with_each_setting",
         "tests/run/test_gradients.py::test_a_gradient_that_is_not_finite_never_reaches_a_checkpoint",
     ],
     "shardkit/strategies/fsdp.py": [
         "tests/strategies/test_fsdp.py",
         "tests/strategies/test_graphs.py::test_random_graphs_train_as_in_one_process_or_are_refused",
-        f"{PARITY}::test_every_strategy_gives_the_losses_of_one_process",
-        f"{PARITY}::test_offload_gives_the_losses_of_one_process",
+        f"{PARITY}::test_every_engine_and_feature",
+        f"{PARITY}::test_offloaded_engines",
         f"{FOREIGN}::test_experts_chosen_by_the_data_train_as_in_one_process_or_are_refused_by_name",
         f"{FOREIGN}::test_unusual_parameters_train_as_in_one_process_or_are_refused_when_the_model_is_wrapped",
         f"{FOREIGN}::test_checkpoints_of_uncommon_weights_travel[one number]",

@@ -33,6 +33,13 @@ def test_copies_and_splits_by_hand_make_the_full_tensor(tmp_path: Path, parts: l
     assert torch.equal(tensor, FULL) and differing == []
 
 
+def test_a_number_may_be_held_as_a_tensor_of_one(tmp_path: Path) -> None:
+    for parts in ([torch.tensor(3.0), torch.tensor(3.0)], [torch.ones(1) * 3, torch.ones(1) * 3]):
+        tensor, differing = pieces.assemble(str(tmp_path), written(tmp_path, parts), ())
+        assert torch.equal(tensor, torch.tensor(3.0)) and differing == []
+        pieces._MAPS.clear()
+
+
 def test_a_copy_that_differs_names_its_rank(tmp_path: Path) -> None:
     _, differing = pieces.assemble(str(tmp_path), written(tmp_path, [FULL, FULL, FULL + 1e-7 * FULL]), (4, 6))
     assert differing == [2]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -180,27 +181,41 @@ def count_storages(state: Any) -> dict[str, int]:
     return out
 
 
-FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {}, "tied": {}, "frozen": {}, "checkpointed": {"activation.policy": "full"},
-    "bf16": {"precision.mode": "bf16"},
-}  # fmt: skip
+@dataclass(frozen=True)
+class Ragged:
+    """The job as a case of `graphs.campaign`: a model with a feature, and settings beside the optimizer's."""
 
+    optimizer: str = "adamw_clipped"
+    feature: str = "plain"
+    extra: tuple[tuple[str, Any], ...] = ()
+    seed: int = 0
+    steps: ClassVar[int] = 5
+    rows: ClassVar[int] = GLOBAL_BATCH // ACCUM
+    prebuilt: ClassVar[bool] = False
+    resumes: ClassVar[bool] = False
 
-def feature_losses(names: list[str], features: list[str]) -> dict[str, dict[str, list[float]]]:
-    """feature -> strategy -> losses, with AdamW and clipping."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    out: dict[str, dict[str, list[float]]] = {feature: {} for feature in features}
-    for feature in features:
-        model = MODEL.model_copy(update={"tie_weights": feature == "tied"})
-        build = _frozen if feature == "frozen" else Transformer
-        for name in names:
-            curve = train(overrides(name, world, **FEATURE_SETTINGS[feature]), rank, world, 5, model, build)
-            out[feature][name] = [loss for loss, _ in curve]
-    return out
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"train.grad_accum_steps": ACCUM, **OPTIMIZERS[self.optimizer], **dict(self.extra)}
 
+    def build(self) -> Transformer:
+        model = Transformer(MODEL.model_copy(update={"tie_weights": self.feature == "tied"}))
+        generator = torch.Generator().manual_seed(self.seed)
+        for name, parameter in model.named_parameters():
+            init_parameter(MODEL, name, parameter, generator)
+        if self.feature == "frozen":
+            model.tok_emb.requires_grad_(False)
+            model.blocks[0].requires_grad_(False)
+        return model
 
-def _frozen(config: ModelConfig) -> Transformer:
-    model = Transformer(config)
-    model.tok_emb.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
-    return model
+    def batches(self, step: int, rank: int, world: int) -> list[Any]:
+        return micro_batches(step, rank, world, self.settings["train.grad_accum_steps"])
+
+    def all_batches(self, step: int, world: int) -> list[Any]:
+        return self.batches(step, 0, 1)
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        return loss_fn(model, batch)
+
+    def n_targets(self, batch: Any) -> int:
+        return n_targets(batch)

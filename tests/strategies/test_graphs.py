@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -79,18 +80,20 @@ def test_fresh_random_graphs_train_as_in_one_process_or_are_refused() -> None:
     assert not campaign.faults("equal", "refused")
 
 
-def test_ranks_that_hang_or_fail_are_replaced_and_the_next_graph_trains() -> None:
+def test_ranks_that_hang_or_fail_are_replaced_and_the_next_graph_trains(tmp_path: Path) -> None:
     case = draw(0, ())
     unknown = replace(case, settings={**case.settings, "optim.name": "no such optimizer"})
     with Pool(2, limit_s=60) as pool:
-        assert [report is not None and report.refused for report in pool.run(Arm(unknown, "ddp"))] == [True, True]
-        trained = pool.run(Arm(case, "ddp"))
+        assert [
+            report is not None and report.refused for report in pool.run(Arm(unknown, "ddp", tmp_path / "unknown"))
+        ] == [True, True]
+        trained = pool.run(Arm(case, "ddp", tmp_path / "trained"))
         assert judge(trained, in_one_process(case)) == ("equal", "")
         pool.limit_s = 0.0
-        late = pool.run(Arm(case, "ddp"))
+        late = pool.run(Arm(case, "ddp", tmp_path / "late"))
         assert judge(late, in_one_process(case), pool.stacks)[0] == "hang"
         pool.limit_s = 60.0
-        assert judge(pool.run(Arm(case, "ddp")), in_one_process(case)) == ("equal", "")
+        assert judge(pool.run(Arm(case, "ddp", tmp_path / "next")), in_one_process(case)) == ("equal", "")
         assert pool.starts == 2, "a refusal before anything was joined leaves the ranks as they were"
 
 

@@ -1,57 +1,62 @@
-"""The same losses whatever the strategy and the world size."""
+"""Every engine computes each gradient and weight of one process in plain torch, in ragged and accumulated batches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from tests.ranks import run_ranks
-from tests.strategies import cases
+from tests.strategies.cases import OPTIMIZERS, Ragged
+from tests.strategies.graphs.campaign import Campaign
 
-Curves = dict[str, cases.Curve]
+TWO_RANKS = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+OFFLOADED = ["fsdp+offload", "zero1+offload", "zero2+offload", "zero3+offload"]
+FEATURES = ["tied", "frozen"]
+SETTINGS: list[dict[str, Any]] = [
+    {"precision.mode": "bf16"},
+    *({"activation.policy": policy} for policy in ("full", "selective", "selective_op")),
+    {"activation.policy": "every_k", "activation.every_k": 2},
+    {"train.grad_accum_steps": 1},
+    {"train.grad_accum_steps": 3, "precision.mode": "bf16", "activation.policy": "full"},
+]
 
-
-@pytest.fixture(scope="module")
-def single() -> Curves:
-    return {
-        name: run_ranks(1, "tests.strategies.cases:curves", names=["single"], optimizer=name)[0]["single"]
-        for name in cases.OPTIMIZERS
-    }
-
-
-def test_the_job_itself_is_telling(single: Curves) -> None:
-    for curve in single.values():
-        assert len(curve) >= 8
-        assert curve[0][0] - curve[-1][0] >= 0.3, "the loss must fall, or parity says nothing"
-    clipped = [norm > 0.5 for _, norm in single["adamw_clipped"]]
-    assert sum(clipped) >= len(clipped) / 2
+pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize(
-    ("world", "optimizer"),
-    [
-        pytest.param(world, optimizer, marks=() if world != 3 and optimizer == "adamw_clipped" else pytest.mark.slow)
-        for world in (2, 3, 4)
-        for optimizer in cases.OPTIMIZERS
-    ],
-)
-def test_every_strategy_gives_the_losses_of_one_process(world: int, optimizer: str, single: Curves) -> None:
-    names = ["ddp", "fsdp", "zero1", "zero2", "zero3"] if world < 4 else ["hsdp"]
-    compare(world, names, optimizer, single)
+def with_settings(extra: dict[str, Any]) -> Ragged:
+    return Ragged(extra=tuple(extra.items()))
 
 
-OFFLOAD = {
-    1: ["ddp", "fsdp", "zero2+optimizer", "zero3+optimizer+param"],
-    2: ["zero1+optimizer", "zero2+optimizer", "zero3+optimizer", "zero3+optimizer+param", "fsdp+optimizer+param"],
-}
+def assert_equal(cases: Sequence[Ragged], engines: Sequence[str], world: int = 2) -> None:
+    campaign = Campaign(limit_s=120, world=world)
+    campaign.run(cases, engines)
+    assert len(campaign.verdicts) == len(cases) * len(engines)
+    wrong = [verdict.line for verdict in campaign.verdicts if verdict.outcome != "equal"]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_engine_and_feature() -> None:
+    assert_equal([Ragged(), *(Ragged(feature=name) for name in FEATURES), with_settings(SETTINGS[0])], TWO_RANKS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", OFFLOAD)
-def test_offload_gives_the_losses_of_one_process(world: int, single: Curves) -> None:
-    compare(world, OFFLOAD[world], "adamw_clipped", single)
+def test_every_engine_with_each_setting() -> None:
+    assert_equal([*map(with_settings, SETTINGS[1:]), Ragged("sgd_unclipped")], TWO_RANKS)
 
 
-def compare(world: int, names: list[str], optimizer: str, single: Curves) -> None:
-    for rank_result in run_ranks(world, "tests.strategies.cases:curves", names=names, optimizer=optimizer):
-        for name, curve in rank_result.items():
-            cases.assert_curve(curve, single[optimizer], name)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "engines"), [(3, TWO_RANKS), (4, ["hsdp"])])
+def test_three_ranks_and_replicas_of_shards(world: int, engines: list[str]) -> None:
+    features = [Ragged(feature=name) for name in FEATURES]
+    assert_equal([*map(Ragged, OPTIMIZERS), *features, *map(with_settings, SETTINGS)], engines, world)
+
+
+@pytest.mark.slow
+def test_offloaded_engines() -> None:
+    assert_equal([Ragged()], OFFLOADED)
+
+
+@pytest.mark.slow
+def test_one_rank() -> None:
+    assert_equal([Ragged()], ["ddp", "fsdp", "zero2+offload", "zero3+offload"], world=1)

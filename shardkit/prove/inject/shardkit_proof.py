@@ -47,6 +47,7 @@ class ProofRecorder:
         self.awaits_save = plan.get("until") == "save"
         self.is_saving = False
         self.n_calls = 0
+        self.compute = ""  # a type of 16 bits in which modules compute, whatever the weights' type
         self.batches: dict[str, list[Any]] = {}  # loader, or `calls` → packed batches
         self.batch_writer: Any = None
         self.outputs: list[Any] = []  # graph nodes of the losses that the outermost module returned
@@ -169,6 +170,9 @@ class ProofRecorder:
         if before:
             stored = {**stored, **self._source(f"step{before}", "after")}
         engine, missing, unverified = self.engine(), [], []
+        if "step1" not in self.sources:
+            self.sources["step1"] = pieces.read(self.source, "step1")
+        compute = next((record["compute"] for record in self.sources["step1"].values() if record.get("compute")), None)
         generator = torch.Generator().manual_seed(self.index + 1)
         with torch.no_grad(), self.gathered(False, is_written=True):
             for name, parameter in self.named().items():
@@ -180,7 +184,8 @@ class ProofRecorder:
                 if any(tuple(piece["local"]) != shape and piece["offset"] is None for piece in stored[name].values()):
                     unverified += [] if _is_equal(parameter, tensor) or self.index else [name]
                 if moved and tensor.is_floating_point():
-                    tensor = _moved(tensor, parameter.dtype, generator)
+                    # An ulp in fp32 is lost where autocast or FSDP casts the weight to 16 bits.
+                    tensor = _moved(tensor, getattr(torch, compute) if compute else parameter.dtype, generator)
                 if engine is not None:
                     _set_deepspeed_weight(parameter, tensor)
                 else:
@@ -353,7 +358,7 @@ class ProofRecorder:
         record["orphans"] = orphans if self.trained else []
         record["after"] = {} if step.get("gradients_only") else self.weights(frozen=False)
         record["notes"], record["draws"] = sorted(self.notes), self.draws
-        record["yielded"], record["calls"] = self.yielded, self.n_calls
+        record["yielded"], record["calls"], record["compute"] = self.yielded, self.n_calls, self.compute
         if self.batch_writer is not None:
             self.batch_writer.publish(self.batches)
         if self.index + 1 == len(self.steps) and not self.awaits_save:  # the samplers are spent by that
@@ -555,6 +560,11 @@ class ProofRecorder:
 
         def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
             is_recomputed = torch._C._current_graph_task_id() != -1
+            if self.is_inside and not self.compute and not torch.compiler.is_compiling():
+                output = call(module, *args, **kwargs)
+                if isinstance(output, torch.Tensor) and output.dtype in (torch.bfloat16, torch.float16):
+                    self.compute = str(output.dtype).removeprefix("torch.")
+                return output
             if self.is_inside or is_recomputed or not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return call(module, *args, **kwargs)
             if not self.is_active() or not any(parameter.requires_grad for parameter in module.parameters()):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,16 +12,16 @@ import torch.nn.functional as F
 
 from shardkit.config.load import load_config
 from shardkit.parallel.optim import make_optimizer
+from shardkit.parallel.precision import autocast_forward
 
 from . import flow, layers  # noqa: F401 - features in this order: those of sharing, which flow imports, come first
 from .model import CORES, FEATURES, LENGTH, VOCAB, Block, Graph
+from .proof import begin, recorder
 
-ROWS = 4
-"""Rows of a micro-batch, of all ranks together."""
 SAVED_AT = 3
 Batch = dict[str, Any]
 Curve = list[tuple[float, float]]
-"""Loss and gradient norm of each step; then a mark of each weight, where a case compares weights."""
+"""Loss and gradient norm of each step."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Case:
         features: their names, in the order in which they act.
         settings: keys of the run's config beside the engine's.
         prebuilt: the model is given to `Job.wrap` as a module, not as a function.
-        compares_weights: after the last step, too; such a case is not resumed.
+        rows: of a micro-batch, of all ranks together.
+        resumes: some of the cases are saved and resumed under another engine.
     """
 
     seed: int
@@ -40,7 +41,8 @@ class Case:
     settings: dict[str, Any]
     prebuilt: bool
     steps: ClassVar[int] = 6
-    compares_weights: ClassVar[bool] = False
+    rows: ClassVar[int] = 4
+    resumes: ClassVar[bool] = True
 
     @property
     def accumulation(self) -> int:
@@ -60,10 +62,12 @@ class Case:
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         batches = []
         for _ in range(self.accumulation):
-            tokens = (torch.randint(0, VOCAB, (ROWS, 1), generator=generator) + 5 * torch.arange(LENGTH + 1)) % VOCAB
-            targets, lengths = tokens[:, 1:].clone(), torch.randint(1, LENGTH + 1, (ROWS, 1), generator=generator)
+            tokens = (
+                torch.randint(0, VOCAB, (self.rows, 1), generator=generator) + 5 * torch.arange(LENGTH + 1)
+            ) % VOCAB
+            targets, lengths = tokens[:, 1:].clone(), torch.randint(1, LENGTH + 1, (self.rows, 1), generator=generator)
             targets[torch.arange(LENGTH) >= lengths] = -100
-            choice = torch.randint(0, 12, (ROWS,), generator=generator)
+            choice = torch.randint(0, 12, (self.rows,), generator=generator)
             whole = {"tokens": tokens[:, :-1].contiguous(), "targets": targets, "choice": choice}
             batches.append({key: tensor.chunk(world)[rank] for key, tensor in whole.items()} | {"step": step})
         return batches
@@ -113,21 +117,30 @@ def _settings(draws: random.Random) -> dict[str, Any]:
     return settings
 
 
-def mark(name: str, start: int, values: torch.Tensor) -> float:
-    """A number for a range of a weight: the sum over all ranges tells whether any element is another one."""
-    index = torch.arange(start, start + values.numel(), dtype=torch.float64)
-    weights = torch.cos(index * 0.7 + zlib.crc32(name.encode()) % 1000)
-    return float((values.double().flatten() * weights).sum())
+def in_one_process(case: Any, world: int = 1, ranks: Path | None = None, n_steps: int | None = None) -> Curve:
+    """The curve of plain torch over what `world` ranks train; of shardkit only autocast and the optimizer's groups.
+
+    `ranks`: the folder of their records. Each step then begins with their weights, and its update is that of their
+    gradients; it is recorded beside theirs, and once more from weights moved by an ulp.
+    """
+    if ranks is None:
+        return _train(case, world, case.steps)
+    n_steps = case.steps if n_steps is None else n_steps
+    curve = _train(case, world, n_steps, recorder(ranks.parent / "process", n_steps, ranks))
+    _train(case, world, n_steps, recorder(ranks.parent / "process", n_steps, ranks, moved=True))
+    return curve
 
 
-def in_one_process(case: Any, world: int = 1) -> Curve:
-    """The curve of plain torch over what `world` ranks train; of shardkit only the choice of the optimizer's groups."""
+def _train(case: Any, world: int, n_steps: int, recorder: Any = None) -> Curve:
     config = load_config(None, {**case.settings, "run.device": "cpu"}).config
     model = case.build()
+    if recorder is not None:
+        begin(recorder, model)
+    autocast_forward(model, torch.device("cpu"), config.precision)
     optimizer = make_optimizer(config.optim, model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     curve = []
-    for step in range(case.steps):
+    for step in range(n_steps):
         batches = case.all_batches(step, world)
         count = sum(map(case.n_targets, batches))
         total = 0.0
@@ -135,11 +148,14 @@ def in_one_process(case: Any, world: int = 1) -> Curve:
             loss = case.loss(model, batch) / count
             loss.backward()
             total += loss.item()
+        if recorder is not None:
+            recorder.before_step(None)
         limit = config.train.max_norm
         norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
         optimizer.step()
+        if recorder is not None:
+            recorder.record["norms"].append(norm.item())
+            recorder.end_step()
         optimizer.zero_grad()
         curve.append((total, norm.item()))
-    if case.compares_weights:
-        curve += [(mark(name, 0, param.detach()), 1.0) for name, param in sorted(model.named_parameters())]
     return curve

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import shutil
 import signal
 import sys
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,37 +27,54 @@ from shardkit.run.job import Job, start
 from tests.ranks import REPO
 from tests.strategies.cases import on_cpus
 
-from .case import ROWS, SAVED_AT, Curve, mark
+from .case import SAVED_AT, Curve
+from .proof import recorder, watch
 
 ENGINES: dict[str, dict[str, Any]] = {
     **{name: on_cpus(name) for name in ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")},
     "fsdp+offload": on_cpus("fsdp+param+optimizer"),
+    "zero1+offload": on_cpus("zero1+optimizer"),
     "zero2+offload": on_cpus("zero2+optimizer"),
     "zero3+offload": on_cpus("zero3+param+optimizer"),
 }
 WORLDS = {"hsdp": 4}
-"""Ranks of an engine; 2 of those that are not named."""
+"""Ranks of an engine, where the campaign's number does not do."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A case under an engine; with `then` it is saved after half of the steps and resumed under that engine."""
+    """A case under an engine, recorded in a folder; with `then` it is saved after half of the steps and resumed under
+    that engine."""
 
     case: Any
     engine: str
+    folder: Path
     then: str | None = None
-    folder: str = ""
+
+    @property
+    def records(self) -> Path:
+        return self.folder / "ranks"
 
     @property
     def compiles(self) -> bool:
         return any("zero" in name and "offload" in name for name in (self.engine, self.then or ""))
 
     def run(self, curve: Curve) -> None:
-        try:
-            _train(self, curve)
-        finally:
-            if self.folder and dist.get_rank() == 0:
-                shutil.rmtree(self.folder, ignore_errors=True)
+        record, saved = recorder(self.records, self.case.steps), str(self.folder / "saved")
+        switch = self.case.steps if self.then is None else SAVED_AT
+        with _job(self, self.engine, record) as job:
+            _steps(job, self.case, range(switch), curve)
+            if self.then is None:
+                return
+            checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, saved, timeout_s=60)
+            checkpoints.save(RunState(step=SAVED_AT, seed=0))
+            checkpoints.close()
+        gc.collect()
+        with _job(self, self.then, record) as job:
+            checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, saved, timeout_s=60)
+            assert checkpoints.resume(saved) is not None, "the checkpoint is there"
+            _steps(job, self.case, range(SAVED_AT, self.case.steps), curve)
+            checkpoints.close()
 
     def __str__(self) -> str:
         return f"{self.engine}{f' → {self.then}' if self.then else ''} {self.case}"
@@ -85,7 +101,7 @@ class Report:
 
 def settings(arm: Arm, engine: str) -> dict[str, Any]:
     found = {**arm.case.settings, **ENGINES[engine]}
-    found["train.micro_batch_size"] = ROWS // WORLDS.get(engine, 2)
+    found["train.micro_batch_size"] = arm.case.rows // dist.get_world_size()
     if "fsdp" not in engine and engine != "hsdp":
         found.pop("parallel.reshard_after_forward", None)
         found.pop("parallel.no_sync", None)
@@ -93,9 +109,10 @@ def settings(arm: Arm, engine: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _job(arm: Arm, engine: str) -> Iterator[Job]:
+def _job(arm: Arm, engine: str, recorder: Any) -> Iterator[Job]:
     with start(None, settings(arm, engine)) as job:
         job.wrap(arm.case.build() if arm.case.prebuilt else arm.case.build)
+        watch(recorder, job)
         yield job
 
 
@@ -103,36 +120,6 @@ def _steps(job: Job, case: Any, steps: range, curve: Curve) -> None:
     for step in steps:
         taken = job.step(case.batches(step, job.world.rank, job.world.size), case.loss, case.n_targets)
         curve.append((taken.loss, taken.grad_norm))
-
-
-def _marks(job: Job, case: Any) -> Iterator[tuple[float, float]]:
-    """Of each weight, over all ranks."""
-    own: Counter[str] = Counter()
-    for shard in job.strategy.shards():
-        if shard.name.startswith("model.") and not shard.replica:
-            name = shard.name.removeprefix("model.")
-            own[name] += mark(name, shard.start, shard.local)
-    names = [name for name, _ in sorted(case.build().named_parameters())]
-    return ((total, 1.0) for total in job.world.sum([float(own[name]) for name in names]))
-
-
-def _train(arm: Arm, curve: Curve) -> None:
-    if arm.then is None:
-        with _job(arm, arm.engine) as job:
-            _steps(job, arm.case, range(arm.case.steps), curve)
-            if arm.case.compares_weights:
-                curve += _marks(job, arm.case)
-        return
-    for engine, steps in ((arm.engine, range(SAVED_AT)), (arm.then, range(SAVED_AT, arm.case.steps))):
-        with _job(arm, engine) as job:
-            checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, arm.folder, timeout_s=60)
-            if steps.start:
-                assert checkpoints.resume(arm.folder) is not None, "the checkpoint is there"
-            _steps(job, arm.case, steps, curve)
-            if not steps.start:
-                checkpoints.save(RunState(step=SAVED_AT, seed=0))
-            checkpoints.close()
-        gc.collect()
 
 
 def _report(payload: Any) -> Report:

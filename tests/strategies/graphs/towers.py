@@ -122,7 +122,8 @@ class Case:
     settings: dict[str, Any]
     prebuilt: ClassVar[bool] = False
     steps: ClassVar[int] = 5
-    compares_weights: ClassVar[bool] = True
+    rows: ClassVar[int] = 4
+    resumes: ClassVar[bool] = False
 
     def build(self) -> Towers:
         with torch.random.fork_rng(devices=[]):
