@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from tests.strategies.cases import OPTIMIZERS, Ragged
 from tests.strategies.graphs.campaign import Campaign
@@ -34,6 +36,22 @@ def assert_equal(cases: Sequence[Ragged], engines: Sequence[str], world: int = 2
     assert len(campaign.verdicts) == len(cases) * len(engines)
     wrong = [verdict.line for verdict in campaign.verdicts if verdict.outcome != "equal"]
     assert not wrong, "\n".join(wrong)
+
+
+@dataclass(frozen=True)
+class Nudged(Ragged):
+    """Its ranks have another gradient of one number, too small for the loss and the norm to show."""
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        first = next(iter(model.parameters())).flatten()[0]
+        return super().loss(model, batch) + 1e-3 * first * torch.distributed.is_initialized()
+
+
+def test_another_gradient_of_one_number_is_wrong() -> None:
+    campaign = Campaign(limit_s=120)
+    campaign.run([Nudged()], ["ddp"])
+    (verdict,) = campaign.verdicts
+    assert verdict.outcome == "wrong" and "step 1: 1 of 29 gradients differ" in verdict.words, verdict.line
 
 
 def test_every_engine_and_feature() -> None:
