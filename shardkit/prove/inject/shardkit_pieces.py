@@ -142,10 +142,12 @@ def assemble(folder: str, pieces: dict[int, Any], shape: tuple[int, ...]) -> tup
     """The full tensor and the ranks whose copies differ; (None, []) if the pieces do not make that shape."""
     present = {rank: piece for rank, piece in pieces.items() if piece is not None}
     if not shape:  # engines that shard hold a number as a tensor of one
-        one = {"shape": (1,), "local": (1,)}
-        ones = {rank: piece if piece["local"] else {**piece, **one} for rank, piece in present.items()}
-        number, differ = assemble(folder, ones, (1,))
-        return (None if number is None else number.reshape(())), differ
+        vectors = {
+            rank: piece if piece["local"] else {**piece, "shape": (1,), "local": (1,)}
+            for rank, piece in present.items()
+        }
+        vector, ranks = assemble(folder, vectors, (1,))
+        return (None if vector is None else vector.reshape(())), ranks
     offsets = places(present, shape) if present else None
     if offsets is None:
         return None, []
