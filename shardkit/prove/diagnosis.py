@@ -12,6 +12,8 @@ from .inject import shardkit_pieces as pieces
 
 NEAR = 2e-3
 """How near a factor is to a number that has a name."""
+NEAR_EACH_OTHER = 2e-2
+"""How near the factors of several parameters are to one: in 16 bits each is off by its own rounding."""
 UNNAMED = "a constant factor"
 
 
@@ -70,7 +72,7 @@ def explain(tensors: Tensors, counts: Counts) -> tuple[str, str, float | None]:
         word = counts.word(factor)
         if parallel.numel() == 1 and word == UNNAMED:  # any two numbers are multiples
             return "other", "another number", None
-        return "sign" if abs(factor + 1) < NEAR else "factor", f"x{factor:.6g}: {word}", factor
+        return "sign" if factor < 0 else "factor", f"x{factor:.6g}: {word}", factor
     if tensors.before is not None:
         _, remaining = ratio(parallel - reference, tensors.before.double())
         if remaining < 1e-2 * tensors.distance:
@@ -144,4 +146,4 @@ def common_factor(differences: Mapping[str, Difference]) -> float | None:
     if not factors or len(known_factors) < len(factors):
         return None
     middle = known_factors[len(known_factors) // 2]
-    return middle if all(abs(factor / middle - 1) < NEAR for factor in known_factors) else None
+    return middle if all(abs(factor / middle - 1) < NEAR_EACH_OTHER for factor in known_factors) else None

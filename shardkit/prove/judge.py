@@ -144,7 +144,7 @@ class Judge:
         is_ambiguous = factor is not None and abs(factor * counts.ranks - 1) < 2e-3 and self.proof.is_replay
         if kinds <= NO_INTERACTION and not is_ambiguous and plain is None:
             return self._not_same(lines, word, reasons=(self._cause(wrong, factor, counts),), **details)
-        table, reason = self._table(number, plain)
+        table, reason = self._table(number, plain, [d.name for d in wrong])
         if table is None and plain is not None:
             return self._not_same(lines, "micro-batches", reasons=(self._uncounted_words(),), **details)
         if table is None:
@@ -212,16 +212,18 @@ class Judge:
         return f"backward {numbers} of a step leaves nothing in the gradient, in one process too"
 
     def _stay_equal(self, number: int, wrong: Sequence[Difference]) -> bool:
-        """Whether the ranks' copies of weights are equal after a step with gradients that were not."""
-        after = self.proof.ranks(number, "after")
+        """Whether the ranks' copies of weights stay equal from a step on with gradients that are not."""
         names = [d.name for d in wrong if d.kind in ("not summed", "copies differ") and d.name in self.shapes]
-        full = {name: after.full(name, self.shapes[name]) for name in names}
+        # The first step of Adam is as large for all gradients of one sign: the later ones are looked at, too.
+        afters = [self.proof.ranks(n, "after") for n in range(number, len(self.proof.parallel.steps) + 1)]
+        if any(after.full(name, self.shapes[name])[1] for after in afters for name in names):
+            return False
+        full = {name: afters[0].full(name, self.shapes[name])[0] for name in names}
         before = {name: self.proof.weights_before(number, name, self.shapes[name]) for name in names}
-        have_moved = any(
+        return any(
             weight is not None and tensor is not None and not torch.equal(weight, tensor)
-            for (tensor, _), weight in zip(full.values(), before.values(), strict=True)
+            for tensor, weight in zip(full.values(), before.values(), strict=True)
         )
-        return have_moved and not any(differing for _, differing in full.values())
 
     def _cause(self, wrong: Sequence[Difference], factor: float | None, counts: Counts) -> str:
         if factor is not None:
@@ -254,19 +256,23 @@ class Judge:
 
     def _has_same_batches(self, number: int) -> bool:
         """Whether each call of one process's module has the rows of each rank's call: nothing is batched otherwise."""
-        process = [sorted(row["row"] for row in batch) for batch in self.proof.side(f"step{number}").records[0]["rows"]]
+        records = self.proof.side(f"step{number}").records
+        key = rows.key_of(self.proof.parallel.record(f"step{number}"), records)
+        process = [sorted(row[key] for row in batch) for batch in records[0]["rows"]]
         sizes = list(map(len, process))
         kind = self.kinds[number][0]
         for record in self.proof.parallel.record(f"step{number}").values():
-            batches = [sorted(row["row"] for row in batch) for batch in record["rows"]]
+            batches = [sorted(row[key] for row in batch) for batch in record["rows"]]
             if kind == rows.SPLIT and list(map(len, batches)) != sizes:
                 return False
             if kind != rows.SPLIT and batches != process:
                 return False
         return True
 
-    def _table(self, number: int, plain: dict[str, torch.Tensor] | None) -> tuple[weights.WeightTable | None, str]:
-        """The weight table of a step, or why there is none."""
+    def _table(
+        self, number: int, plain: dict[str, torch.Tensor] | None, wrong: Sequence[str]
+    ) -> tuple[weights.WeightTable | None, str]:
+        """The weight table of the parameters that are wrong in a step, or why there is none."""
         proof, feed = self.proof, self.proof.feed
         if feed is None or proof.process_loader is None:
             if feed is None or feed.kind != "rows":
@@ -297,9 +303,12 @@ class Judge:
             return None, f"one process makes too few steps to weigh {len(parts)} micro-batches"
         columns = [weights.added(proof.side(step.name)) or proof.side(step.name) for step in steps]
         moved = proof.side(f"moved{number}") if f"moved{number}" in proof.taken else None
+        shapes = {name: self.shapes[name] for name in wrong if name in self.shapes}
+        if sum(map(math.prod, shapes.values())) < 8 * len(parts):  # any few numbers are a sum of many gradients
+            shapes = self.shapes
         table = weights.make(
             parts, columns, proof.ranks(number), proof.side(f"step{number}"), moved, ALLOWED,
-            [self._targets(number, part) for part in parts], self.shapes, plain,
+            [self._targets(number, part) for part in parts], shapes, plain,
         )  # fmt: skip
         return table, "no gradient of a micro-batch was recorded"
 

@@ -135,7 +135,7 @@ def _of_files(parallel: RecordedRun, verdict: ProofVerdict) -> ProofVerdict:
     named = ["start", *(f"step{number}" for number in range(1, n_steps + 1))]
     further = parallel.record("further")
     records = [parallel.record(name) for name in named if parallel.record(name)]
-    if further and n_steps >= len(parallel.steps):
+    if further and n_steps > len(parallel.steps):
         records.append(further)
     memory, trained = saved.in_memory(parallel.folder, records)
     files, unread = saved.findings(parallel.folder.parent, memory, trained)

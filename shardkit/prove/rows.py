@@ -119,8 +119,11 @@ def compare(parallel: Records, reference: Records) -> tuple[str, str]:
         rank: record for rank, record in parallel.items() if any(row["tokens"] for row in chain(*record["rows"]))
     }
     parallel = with_tokens or parallel  # a later stage of a pipeline is fed activations
-    ranks = Counter(row["row"] for record in parallel.values() for row in chain(*record["rows"]))
-    process = Counter(row["row"] for record in reference.values() for row in chain(*record["rows"]))
+    key = key_of(parallel, reference)
+    process = Counter(row[key] for record in reference.values() for row in chain(*record["rows"]))
+    by_rank = {rank: [row[key] for row in chain(*record["rows"])] for rank, record in parallel.items()}
+    with_rows = [numbers for numbers in by_rank.values() if any(row in process for row in numbers)]
+    ranks = Counter(chain(*(with_rows or by_rank.values())))  # without stages that are fed numbers
     if ranks == process:
         return SAME, ""
     ratios = {ranks[row] / process[row] for row in process}
@@ -137,6 +140,15 @@ def compare(parallel: Records, reference: Records) -> tuple[str, str]:
     return DIFFERENT, (
         f"{n_missing} of {process.total()} rows of one process are missing, {n_others} are others or repeated"
     )
+
+
+def key_of(parallel: Records, reference: Records) -> str:
+    """The hash by which both runs' rows are compared: without labels where only one run's modules are given them."""
+    with_labels = {
+        any(row["targets"] is not None for record in side.values() for row in chain(*record["rows"]))
+        for side in (parallel, reference)
+    }
+    return "row" if len(with_labels) == 1 else "inputs"
 
 
 def repeated(feed: Feed, steps: Sequence[Records], start: Records) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .compare import Ranks
 from .inject import shardkit_pieces as pieces
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+State = dict[str, torch.Tensor]
 WRAPPERS = re.compile(
     r"(^|\.)(module|model|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|state_dict)(?=\.)"
 )
@@ -36,14 +38,22 @@ def findings(folder: Path, memory: Mapping[str, torch.Tensor], trained: set[str]
     """What the files below a run's overlay hold of the weights in memory, and words on files that cannot be read."""
     found_files, unread = [], []
     by_key = {_plain(name): name for name in memory}
+    groups: dict[str, list[tuple[str, State]]] = {}  # files that differ in numbers alone: the ranks', perhaps
     for path, load in _files(folder):
         try:
             tensors = {by_key[_plain(key)]: tensor for key, tensor in load().items() if _plain(key) in by_key}
         except Exception as error:  # any reader's errors: the file is the program's
             unread.append(f"{path} cannot be read: {type(error).__name__}")
             continue
-        if not tensors.keys() & trained:
-            continue
+        if tensors.keys() & trained:
+            groups.setdefault(re.sub(r"\d+", "#", path), []).append((path, tensors))
+    files: list[tuple[str, State]] = []
+    for members in groups.values():
+        united = _united(members, memory, trained)
+        if united is None:
+            unread.append(f"{members[0][0]} and its like hold parts of tensors, whose places are not known")
+        files += united or []
+    for path, tensors in files:
         wrong, n_equal, n_shapes = [], 0, 0
         for name, tensor in tensors.items():
             expected = memory[name]
@@ -60,6 +70,44 @@ def findings(folder: Path, memory: Mapping[str, torch.Tensor], trained: set[str]
         wrong += [(name, "not in the file") for name in sorted(trained - tensors.keys())]
         found_files.append(Finding(path, n_equal, tuple(wrong), is_foreign))
     return found_files, unread
+
+
+def _united(
+    members: list[tuple[str, State]], memory: Mapping[str, torch.Tensor], trained: set[str]
+) -> list[tuple[str, State]] | None:
+    """Files of single ranks as one, those of a whole model by themselves; None if parts cannot be put together."""
+    if len(members) == 1 or all(
+        trained <= tensors.keys() and all(tensors[name].shape == memory[name].shape for name in trained)
+        for _, tensors in members
+    ):
+        return members
+    members = sorted(members, key=lambda member: [int(number) for number in re.findall(r"\d+", member[0])])
+    state: State = {}
+    for name in dict.fromkeys(chain.from_iterable(tensors for _, tensors in members)):
+        copies = [tensors[name] for _, tensors in members if name in tensors]
+        expected = memory[name].to(copies[0].dtype)
+        full = [copy for copy in copies if copy.shape == expected.shape]
+        if len(full) == len(copies):
+            state[name] = next((copy for copy in copies if not torch.equal(copy, expected)), expected)
+        elif _fit_together(copies, expected):
+            state[name] = expected
+        else:
+            return None
+    return [(f"{members[0][0]} with {len(members) - 1} more", state)]
+
+
+def _fit_together(parts: list[torch.Tensor], full: torch.Tensor) -> bool:
+    """Whether parts in the order of the ranks, perhaps with replicas, are a full tensor."""
+    distinct = [part for i, part in enumerate(parts) if not any(torch.equal(part, other) for other in parts[:i])]
+    for some in (parts, distinct):
+        if torch.equal(torch.cat([part.reshape(-1) for part in some]), full.reshape(-1)):
+            return True
+        for dim in range(1, full.dim()):
+            if all(part.dim() == full.dim() for part in some) and len({part.shape[:dim] for part in some}) == 1:
+                sizes = [part.size(dim) for part in some]
+                if sum(sizes) == full.size(dim) and all(map(torch.equal, some, full.split(sizes, dim))):
+                    return True
+    return False
 
 
 def _plain(key: str) -> str:

@@ -46,8 +46,8 @@ class WeightTable:
     @property
     def is_sum_loss(self) -> bool:
         """Whether one process adds up what ranks average: a loss that is a sum over rows."""
-        n_ranks = len({rank for rank, _ in self.parts})
-        return abs(sum(self.process) / n_ranks - 1) < 1e-2
+        n_ranks = len({rank for rank, _ in self.parts})  # that have rows of their own
+        return n_ranks > 1 and abs(sum(self.process) / n_ranks - 1) < 1e-2
 
     def lines(self) -> list[str]:
         lines = []

@@ -44,6 +44,7 @@ CASES: list[tuple[Callable[[torch.Tensor], list[torch.Tensor | None]], Any, str,
     (lambda g: [2 * g, 2 * g], None, "factor", "x2: multiplied by 2, the number of ranks"),
     (lambda g: [g / 3, g / 3], None, "factor", "divided by 3, the micro-batches of a step"),
     (lambda g: [-g, -g], None, "sign", "the sign is turned"),
+    (lambda g: [-1.003 * g] * 2, None, "sign", "x-1.003"),
     (lambda g: [g[:4], 0 * g[4:]], HALVES, "shard", "zero on the parts of rank 1"),
     (lambda g: [g[:4], 2 * g[4:]], HALVES, "shard", "each rank's part by another factor"),
     (lambda g: [torch.cat([g[:4], 0 * g[4:]])] * 2, None, "shard", "zero in 4 of 8 of dimension 0"),
@@ -66,4 +67,5 @@ def test_a_factor_is_common_only_if_all_have_it() -> None:
     two, three = Difference("a", "factor", "x2", factor=2.0), Difference("b", "factor", "x3", factor=3.0)
     assert common_factor({"a": two, "b": two}) == 2
     assert common_factor({"a": two, "b": three}) is None
+    assert common_factor({"a": two, "b": Difference("b", "factor", "x2.01", factor=2.01)}) is not None  # of bf16
     assert common_factor({"a": two, "b": Difference("b", "", "")}) == 2  # the right ones do not count

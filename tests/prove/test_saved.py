@@ -67,6 +67,35 @@ def changed(state: State, change: str) -> State:
     return state
 
 
+def by_ranks(folder: Path, states: list[State]) -> None:
+    for rank, state in enumerate(states):
+        torch.save(state, folder / f"part{rank}.pt")
+
+
+def halves(state: State, dim: int) -> list[State]:
+    cut = {"layers.0.weight": state["layers.0.weight"].chunk(2, dim)}
+    return [{name: cut.get(name, (t, t))[rank] for name, t in state.items()} for rank in range(2)]
+
+
+@pytest.mark.parametrize(("states", "words"), [
+    ([{"head.bias": MEMORY["head.bias"]}, {k: t for k, t in MEMORY.items() if k != "head.bias"}], ""),  # stages
+    (halves(MEMORY, 0), ""), (halves(MEMORY, 1), ""), (halves(MEMORY, 1)[:1] * 2 + halves(MEMORY, 1)[1:] * 2, ""),
+    ([{"head.bias": MEMORY["head.bias"]}, {"layers.0.weight": MEMORY["layers.0.weight"]}], "not in the file"),
+    ([halves(MEMORY, 0)[0], {**halves(MEMORY, 0)[1], "head.bias": torch.zeros(3)}], "are zero"),
+    (halves(MEMORY, 0)[::-1], None),
+])  # fmt: skip
+def test_files_of_single_ranks_are_judged_together(tmp_path: Path, states: list[State], words: str | None) -> None:
+    """Stages and shards; of parts that do not fit in the order of the ranks nobody knows the places."""
+    upper = tmp_path / "upper" / "0"
+    upper.mkdir(parents=True)
+    (tmp_path / "overlays.json").write_text(json.dumps({"overlays": ["/home/me"], "read_only": []}))
+    by_ranks(upper, states)
+    found, unread = findings(tmp_path, MEMORY, TRAINED)
+    assert len(found) == (words is not None) and bool(unread) == (words is None)
+    for finding in found:
+        assert bool(finding.wrong) == bool(words) and all(str(words) in each for _, each in finding.wrong)
+
+
 @pytest.mark.parametrize("write", [torch_file, safetensors_shards, distributed_checkpoint])
 @pytest.mark.parametrize(("change", "words"), [
     ("", ""), ("half", "saved as (3, 4)"), ("zeros", "are zero"), ("missing", "not in the file"),

@@ -40,3 +40,8 @@ def test_rows_interact_where_one_process_is_no_sum_of_its_rows() -> None:
 
 def test_a_sum_loss_adds_up_where_ranks_average() -> None:
     assert table([0.25] * 4, [0.5] * 4).is_sum_loss and not table([0.125] * 4, [0.25] * 4).is_sum_loss
+
+
+def test_one_process_adds_up_nothing_where_ranks_share_their_rows() -> None:
+    """Two stages of a pipeline, of which one has half of its gradient."""
+    assert not WeightTable(((0, 0),), (0.7,), (1.0,), 0.3, 0.0, 1e-5, (None,)).is_sum_loss

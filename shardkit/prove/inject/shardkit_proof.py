@@ -45,7 +45,7 @@ class ProofRecorder:
         self.fed_batches = {int(number): sources for number, sources in plan.get("batches", {}).items()}
         self.fed_calls: list[Any] = plan.get("calls", [])
         self.awaits_save = plan.get("until") == "save"
-        self.is_saving = False
+        self.n_further = 0  # steps after those of the plan
         self.n_calls = 0
         self.compute = ""  # a type of 16 bits in which modules compute, whatever the weights' type
         self.batches: dict[str, list[Any]] = {}  # loader, or `calls` → packed batches
@@ -375,10 +375,16 @@ class ProofRecorder:
             self._load(bool(self.step.get("moved")))
 
     def _has_saved(self) -> bool:
-        return os.path.exists(os.path.join(self.folder, "save"))
+        """Whether a rank has saved in an earlier step than the one that ends. In the same step another rank may
+        still have a part to save, and all ranks have to end after the same step."""
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(self.folder, "save")) as file:
+            n_steps = file.read()
+            return bool(n_steps) and int(n_steps) < self.index + self.n_further
+        return False
 
     def after_further_step(self) -> None:
         """A step after those of the plan: the weights are kept until the program saves them."""
+        self.n_further += 1
         self.watch_saves()
         if self._has_saved():
             self._end()
@@ -389,7 +395,7 @@ class ProofRecorder:
         """Tell all ranks of the first save of any after the first step, with the number of steps before it."""
         if self.awaits_save and self.index and os.getpid() == self.pid:
             with contextlib.suppress(FileExistsError), open(os.path.join(self.folder, "save"), "x") as file:
-                file.write(str(self.index))
+                file.write(str(self.index + self.n_further))
 
     def watch_saves(self) -> None:
         def watched(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -403,9 +409,11 @@ class ProofRecorder:
 
         if not hasattr(torch.save, "of_proof"):
             torch.save = watched(torch.save)
-        module: Any = sys.modules.get("safetensors.torch")
-        if module is not None and not hasattr(module.serialize_file, "of_proof"):
-            module.serialize_file = watched(module.serialize_file)
+        with contextlib.suppress(ImportError):  # programs import it when they save
+            import safetensors.torch as module
+
+            if not hasattr(module.serialize_file, "of_proof"):
+                module.serialize_file = watched(module.serialize_file)
 
     def _end(self) -> None:
         """Wait for the other ranks, which may still need this one, and end the process."""
@@ -766,7 +774,8 @@ def _moved(tensor: Any, dtype: Any, generator: Any) -> Any:
 
 
 def rows_of(args: Any, kwargs: Any) -> list[dict[str, Any]]:
-    """For each row of a forward's input: a hash without padding, the number of targets, and its tokens sorted."""
+    """For each row of a forward's input: a hash without padding, one without labels, the number of targets, and
+    its sorted tokens."""
     named: list[tuple[str, Any]] = []
 
     def collect(name: str, argument: Any) -> None:
@@ -792,7 +801,8 @@ def rows_of(args: Any, kwargs: Any) -> list[dict[str, Any]]:
     n_rows = named[0][1].size(0) if named else 0
     rows = []
     for row in range(n_rows):
-        digest, targets, tokens = hashlib.blake2b(digest_size=6), None, []
+        digest, inputs, targets = hashlib.blake2b(digest_size=6), hashlib.blake2b(digest_size=6), None
+        tokens: dict[bool, list[int]] = {True: [], False: []}  # of labels, and others
         for name, tensor in named:
             if tensor.size(0) != n_rows:
                 continue
@@ -807,9 +817,15 @@ def rows_of(args: Any, kwargs: Any) -> list[dict[str, Any]]:
                     part = part[: int((part != part[-1]).nonzero()[-1]) + 2]
                 elif mask is None:
                     part = part[:1]
-                tokens += part.tolist()
-            digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy())
-        rows.append({"row": digest.hexdigest(), "targets": targets, "tokens": sorted(tokens)})
+                tokens[name in WITHOUT_PADDING] += part.tolist()
+            content = part.contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(content)
+            if name not in WITHOUT_PADDING:
+                inputs.update(content)
+        rows.append({
+            "row": digest.hexdigest(), "inputs": inputs.hexdigest(), "targets": targets,
+            "tokens": sorted(tokens[False] or tokens[True]),
+        })  # fmt: skip
     return rows
 
 
