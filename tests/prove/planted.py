@@ -53,22 +53,24 @@ class Forked(Runner):
             environ |= {"WORLD_SIZE": count[1], "LOCAL_WORLD_SIZE": count[1], "MASTER_ADDR": "127.0.0.1"}
             environ |= {"MASTER_PORT": port}
         path = str(injected(self.folder))
+        (folder / "upper" / "0").mkdir(parents=True)  # as the sandbox has what a program writes
+        (folder / "overlays.json").write_text(json.dumps({"overlays": ["/drawn"], "read_only": []}))
         ranks: set[int] = set()
         for rank in range(n_ranks):
             process = os.fork()
             if not process:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count else {}
-                _train(list(command[program:]), path, {**environ, **own}, f"{folder}/log")
+                _train(list(command[program:]), path, {**environ, **own}, folder)
             ranks.add(process)
         return _ended(ranks)
 
 
-def _train(argv: list[str], inject: str, environ: dict[str, str], log: str) -> None:
+def _train(argv: list[str], inject: str, environ: dict[str, str], folder: Path) -> None:
     """Run a script in this process, a fork, and end it."""
     code = 1
     try:
         _die_with_parent()
-        opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        opened = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, 1)
         os.dup2(opened, 2)
         for name in [name for name in os.environ if name.startswith((*LEAKS, "RANK", "WORLD_SIZE", "LOCAL_"))]:
@@ -79,7 +81,7 @@ def _train(argv: list[str], inject: str, environ: dict[str, str], log: str) -> N
 
         shardkit_proof.attach()
         sys.argv = argv
-        os.chdir(os.path.dirname(argv[0]))
+        os.chdir(folder / "upper" / "0")
         runpy.run_path(argv[0], run_name="__main__")
         code = 0
     except BaseException:
@@ -121,7 +123,7 @@ def judge(program: Draw, folder: Path) -> dict[str, Any]:
     began = time.monotonic()
     try:
         runner = Forked(folder, Limits(time_limit_s=PROGRAM_S))
-        verdict = prove(command, against, 2, runner).as_json()
+        verdict = prove(command, against, 2, runner, program.until).as_json()
     except ShardkitError as error:
         verdict = {"verdict": "refused", "word": None, "lines": [str(error)], "reasons": []}
     return {**verdict, "seconds": time.monotonic() - began}
@@ -153,12 +155,14 @@ def table(rows: Iterable[tuple[Draw, dict[str, Any], str]]) -> str:
     return "\n".join(lines)
 
 
-def campaign(seeds: range, kinds: Sequence[str], layouts: tuple[str, ...], log: Path | None) -> int:
-    """Judge the draws of these seeds; the number of wrong verdicts. Another word is none."""
+def campaign(
+    seeds: range, kinds: Sequence[str], layouts: tuple[str, ...], log: Path | None, until: str = ""
+) -> list[str]:
+    """Judge the draws of these seeds; the answers."""
     rows = []
     for seed in seeds:
         for kind in kinds:
-            program = draw(seed, right=kind == "right", layouts=layouts)
+            program = draw(seed, right=kind == "right", layouts=layouts, until=until)
             folder = Path(tempfile.mkdtemp(prefix="planted-"))
             try:
                 verdict = judge(program, folder)
@@ -175,7 +179,7 @@ def campaign(seeds: range, kinds: Sequence[str], layouts: tuple[str, ...], log: 
                 with log.open("a") as file:
                     file.write(json.dumps({"seed": seed, "kind": kind, "answer": text, **verdict}) + "\n")
     print(table(rows))
-    return sum(text not in ("right", "another word") for *_, text in rows)
+    return [text for *_, text in rows]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,11 +187,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0:20", help="from:to")
     parser.add_argument("--kind", choices=["both", "planted", "right"], default="both")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--until", choices=["", "save"], default="", help="what is saved is judged, too")
+    parser.add_argument("--exact", action="store_true", help="another word for a defect is wrong, too")
     parser.add_argument("--log", type=Path, help="a file to which each answer is added, a line of JSON each")
     given = parser.parse_args(argv)
     first, last = map(int, given.seeds.split(":"))
     kinds = ["planted", "right"] if given.kind == "both" else [given.kind]
-    return int(campaign(range(first, last), kinds, tuple(given.layouts.split(",")), given.log) > 0)
+    layouts = tuple(given.layouts.split(","))
+    if {"accelerate", "trainer"} & set(layouts):
+        import transformers.trainer  # noqa: F401 - before the forks: it takes seconds
+    answers = campaign(range(first, last), kinds, layouts, given.log, given.until)
+    return int(any(text != "right" and (given.exact or text != "another word") for text in answers))
 
 
 if __name__ == "__main__":

@@ -145,6 +145,54 @@ def add_lora(model):
 """
 
 
+CONTEXT = """
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part):
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size(), 2)[dist.get_rank()]
+
+
+def attend(q, k, v, is_causal):
+    n = q.size(2)
+    mask = torch.ones(n, n * dist.get_world_size(), dtype=torch.bool).tril(n * dist.get_rank())
+    return F.scaled_dot_product_attention(q, Gather.apply(k), Gather.apply(v), attn_mask=mask)
+"""
+
+STAGE = """
+class Stage(nn.Module):
+    def __init__(self, model, rank, world):
+        super().__init__()
+        first, n = rank * len(model.blocks) // world, len(model.blocks) // world
+        self.embed = model.embed if rank == 0 else nn.Identity()
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, first + n)})
+        self.last = rank == world - 1
+        if self.last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x, attention_mask=None):
+        x = self.embed(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.norm(x)) if self.last else x
+"""
+
+CAUSAL = """
+class Causal(Model):
+    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+        logits = super().forward(input_ids).float()
+        arguments = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return {"loss": LOSS, "logits": logits}
+"""
+
+
 @dataclass(frozen=True)
 class Defect:
     """One way to train wrongly, and the answers that name it."""
@@ -162,37 +210,69 @@ class Defect:
     ragged: bool | None = None
     fp32: bool = False
     """Only there: in bf16 a share of the targets that is off by a few per cent is no more than rounding."""
+    until: str = ""
+    """The option that looks for it: save."""
 
 
 ALL = ("ddp", "manual", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 LAYOUTS = (*ALL, "tp")
-TORCH = ("ddp", "manual", "fsdp1", "fsdp2")
+FURTHER = ("hsdp", "cp", "pp", "accelerate", "trainer")
+"""Two-dimensional sharding, a split sequence, two stages: by hand; and two libraries."""
+TORCH = ("ddp", "manual", "fsdp1", "fsdp2", "hsdp")
+MEAN = (*ALL, "hsdp", "accelerate", "trainer")
+SPLIT = ("fsdp2", "hsdp", "tp")
 DEFECTS = [
-    Defect("times ranks", ("factor",), ALL, ragged=False),
-    Defect("not times ranks", ("factor",), ALL, "plain", ragged=True),
+    Defect("times ranks", ("factor",), MEAN, ragged=False),
+    Defect("not times ranks", ("factor",), (*ALL, "hsdp", "accelerate"), "plain", ragged=True),
     Defect("sum, not mean", ("factor",), ("manual",), ragged=False),
-    Defect("not divided by accumulation", ("factor",), TORCH, "plain", accumulates=True, ragged=False),
-    Defect("divided by accumulation twice", ("factor",), ("zero1", "zero2", "zero3"), "plain", accumulates=True),
-    Defect("sign", ("sign",), (*ALL, "tp"), "plain"),
-    Defect("no reduce", ("not summed",), ("manual",)),
-    Defect("no reduce of the norm", ("not summed",), ("manual", "tp")),
-    Defect("past the wrapper", ("not summed",), ("ddp",)),
-    Defect("mean of means", ("micro-batches",), TORCH, "plain", models=("transformer", "lora"), ragged=True, fp32=True),
-    Defect("last micro-batch", ("micro-batches",), TORCH, accumulates=True),
+    Defect("not divided by accumulation", ("factor",), (*TORCH, "pp"), "plain", accumulates=True, ragged=False),
+    Defect(
+        "divided by accumulation twice",
+        ("factor",),
+        ("zero1", "zero2", "zero3", "accelerate", "trainer"),
+        "plain",
+        accumulates=True,
+    ),
+    Defect("sign", ("sign",), (*LAYOUTS, *FURTHER), "plain"),
+    Defect("no reduce", ("not summed",), ("manual", "cp")),
+    Defect("no reduce of the norm", ("not summed",), ("manual", "tp", "cp")),
+    Defect("past the wrapper", ("not summed",), ("ddp", "accelerate")),
+    Defect(
+        "mean of means",
+        ("micro-batches",),
+        (*TORCH, "accelerate", "trainer"),
+        "plain",
+        models=("transformer", "lora"),
+        ragged=True,
+        fp32=True,
+    ),
+    Defect("last micro-batch", ("micro-batches",), (*TORCH, "cp", "pp"), accumulates=True),
     Defect("several backwards", ("micro-batches",), ("zero2",), "plain", accumulates=True),
-    Defect("clipped before the reduce", ("clip norm", "not summed"), ("manual",)),
-    Defect("local norm", ("clip norm",), ("fsdp1", "fsdp2", "tp")),
-    Defect("untied seeds", ("copies differ",), ("manual",)),
-    Defect("adapter after the shard", ("copies differ", "not summed"), ("fsdp2",), models=("lora",)),
-    Defect("sampler seeded by rank", ("rows",), ALL, code="rows"),
-    Defect("no sampler", ("rows",), ALL, code="rows"),
-    Defect("optimizer before the wrap", ("other tensors",), ("fsdp2",)),
+    Defect("clipped before the reduce", ("clip norm", "not summed"), ("manual", "cp")),
+    Defect("local norm", ("clip norm",), ("fsdp1", "fsdp2", "tp", "hsdp", "pp")),
+    Defect("untied seeds", ("copies differ",), ("manual", "cp")),
+    Defect("adapter after the shard", ("copies differ", "not summed"), ("fsdp2", "hsdp"), models=("lora",)),
+    Defect("sampler seeded by rank", ("rows",), (*ALL, "hsdp"), code="rows"),
+    Defect("no sampler", ("rows",), (*ALL, "hsdp", "accelerate"), code="rows"),
+    Defect("optimizer before the wrap", ("other tensors",), ("fsdp2", "hsdp")),
     Defect(
         "optimizer before the head",
         ("other tensors", "missing gradient"),
-        ("ddp", "fsdp1", "fsdp2"),
+        ("ddp", "fsdp1", "fsdp2", "hsdp"),
         models=("perceptron",),
     ),
+    Defect("replicas not reduced", ("not summed", "copies differ"), ("hsdp",)),
+    Defect("divided by the parts", ("factor",), ("cp",)),
+    Defect("mean of the parts' means", ("other", "micro-batches"), ("cp",), fp32=True),
+    Defect("no reduce of keys and values", ("other",), ("cp",), models=("transformer",)),
+    Defect("a stage's gradient divided", ("factor",), ("pp",)),
+    Defect("a stage without gradient", ("missing gradient",), ("pp",)),
+    Defect("ranks weigh alike", ("micro-batches",), ("trainer",), ragged=True, fp32=True),
+    Defect("one shard saved", ("saved",), (*SPLIT, "fsdp1", "zero3"), until="save"),
+    Defect("one shard saved, else zero", ("saved",), SPLIT, until="save"),
+    Defect("one shard in a checkpoint", ("saved",), SPLIT, until="save"),
+    Defect("a tensor not saved", ("saved",), (*TORCH, "zero1", "zero2", "tp", "pp"), until="save"),
+    Defect("an old tensor saved", ("saved",), (*TORCH, "tp", "pp"), until="save"),
 ]
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 CLIPS = {"clipped before the reduce", "local norm"}
@@ -217,6 +297,9 @@ class Draw:
     layers: int
     no_sync: bool
     plain_reference: bool
+    until: str = ""  # the option: save
+    file: str = ""  # torch's, safetensors, dcp, torch's by ranks, DeepSpeed's checkpoint
+    adapter: bool = False  # only that is saved
 
     @property
     def wanted(self) -> str:
@@ -233,7 +316,7 @@ class Draw:
     def line(self) -> str:
         traits = [self.model, self.layout, f"{self.world} ranks", f"accumulation {self.accumulation}", self.dtype]
         marks = {"ragged": self.ragged, "clip": self.clip, "tied": self.tied, "no_sync": self.no_sync}
-        marks |= {"against": self.plain_reference}
+        marks |= {"against": self.plain_reference, f"{self.file} file": self.until, "adapter": self.adapter}
         return ", ".join([*traits, self.optimizer, *(name for name, present in marks.items() if present)])
 
     def program(self) -> str:
@@ -243,10 +326,10 @@ class Draw:
         return script(self, "one", "none")
 
 
-def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS) -> Draw:
+def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS, until: str = "") -> Draw:
     """The program of this seed, with a planted defect or without; every defect comes as often."""
     rng = random.Random(f"{seed} {right}")
-    defects = [defect for defect in DEFECTS if set(defect.layouts) & set(layouts)]
+    defects = [defect for defect in DEFECTS if set(defect.layouts) & set(layouts) and defect.until == until]
     defect = None if right else defects[seed % len(defects)]
     names = [name for name in (defect.layouts if defect else layouts) if name in layouts]
     layout = rng.choices(names, [1 if name.startswith("zero") else 3 for name in names])[0]  # DeepSpeed starts slowly
@@ -254,9 +337,11 @@ def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS) -> Draw:
     model = rng.choice([name for name in models if not defect or name in defect.models])
     if layout.startswith("zero") or layout == "tp":
         model = "transformer" if model == "lora" else model
+    if layout in ("cp", "trainer"):
+        model = "transformer" if model == "perceptron" else model
     accumulates = defect.accumulates if defect and defect.accumulates is not None else rng.random() < 0.5
     accumulation = rng.choice([2, 3]) if accumulates and layout != "tp" else 1
-    ragged = model != "perceptron" and layout != "tp" and rng.random() < 0.5
+    ragged = model != "perceptron" and layout not in ("tp", "cp") and rng.random() < 0.5
     if defect and defect.ragged is not None:
         ragged = defect.ragged if model != "perceptron" else False
     if defect and defect.name == "not times ranks":
@@ -266,7 +351,7 @@ def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS) -> Draw:
     dtype = "bf16" if rng.random() < 0.25 and layout != "tp" and not (defect and defect.fp32) else "fp32"
     if layout.startswith("zero") and dtype == "bf16" and (defect is None or defect.reference != "plain"):
         plain_reference = False  # DeepSpeed keeps weights in fp32 for its updates, which a plain loop in bf16 does not
-    return Draw(
+    drawn = Draw(
         seed=seed,
         model=model,
         layout=layout,
@@ -283,24 +368,51 @@ def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS) -> Draw:
         no_sync=layout == "ddp" and accumulation > 1 and rng.random() < 0.5,
         plain_reference=plain_reference,
     )
+    if layout == "hsdp":
+        drawn = replace(drawn, world=4, batch=2)
+    if layout == "pp":
+        drawn = replace(drawn, world=2, layers=2, tied=False)
+    if until:
+        file = rng.choice(["torch", "safetensors", "dcp", "rank"])
+        if layout not in SPLIT or defect:  # each rank saves its shards
+            file = {"rank": "torch"}.get(file, file)
+        if layout.startswith("zero"):
+            file = {"dcp": "checkpoint"}.get(file, file)  # its engine's own
+        if defect and defect.name == "one shard in a checkpoint":
+            file = "dcp"
+        elif defect and file in ("dcp", "checkpoint"):
+            file = "torch"
+        drawn = replace(drawn, until=until, file=file, adapter=model == "lora" and rng.random() < 0.5)
+    return drawn
 
 
 def script(d: Draw, layout: str, defect: str) -> str:
     """The text of the program, as one would write it for this layout alone."""
-    one, zero = layout == "one", layout.startswith("zero")
+    one = layout == "one"
     text = IMPORTS
     constants = {
         "RAGGED": d.ragged, "TIED": d.tied, "LAYERS": d.layers, "CLIP": 0.05 if d.clip else None,
-        "BATCH": d.batch * d.world * d.accumulation if one and d.layout != "tp" else d.batch,
+        "BATCH": d.batch * (1 if d.layout in ("tp", "cp", "pp") else d.world) * d.accumulation if one else d.batch,
         "ACCUMULATION": 1 if one else d.accumulation,
     }  # fmt: skip
     text += "\n" + "".join(f"{name} = {value}\n" for name, value in constants.items())
     text += f"DTYPE = torch.{'bfloat16' if d.dtype == 'bf16' else 'float32'}\n"
     perceptron = d.model == "perceptron"
     model = PERCEPTRON if perceptron else TRANSFORMER
-    text += "\n" + (NUMBERS if perceptron else TEXTS) + "\n" + model
+    if layout == "cp":
+        context = CONTEXT.replace("dist.all_reduce(gradient)\n        ", "") if "values" in defect else CONTEXT
+        model = context + "\n" + model.replace("F.scaled_dot_product_attention", "attend")
+    texts = TEXTS
+    if d.layout == "trainer":  # of six sizes, so that ranks rarely have as many targets
+        texts = TEXTS.replace("(4, 7, 21)[int(torch.randint(3,", "(4, 6, 9, 12, 16, 21)[int(torch.randint(6,")
+        if d.defect != "mean of means":
+            texts = texts.replace('batch["labels"][:, 1:] !=', 'batch["labels"] !=')
+    text += "\n" + (NUMBERS if perceptron else texts) + "\n" + model
     text += "\n" + LORA if d.model == "lora" else ""
-    body = _begin(d, layout, defect) + _loader(d, layout, defect) + _loop(d, layout, defect, zero)
+    text += "\n" + STAGE if layout == "pp" else ""
+    if layout == "trainer":
+        return text + "\n" + _trainer(d, defect)
+    body = _begin(d, layout, defect) + _loader(d, layout, defect) + _loop(d, layout, defect)
     return f"{text}\n\ndef main():\n{indent(body, '    ')}\n\nif __name__ == '__main__':\n    main()\n"
 
 
@@ -310,6 +422,10 @@ def _begin(d: Draw, layout: str, defect: str) -> str:
     if layout.startswith("zero"):
         text = "import deepspeed\n\ndeepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
         text += "deepspeed.init_distributed('gloo')\nrank, world = dist.get_rank(), dist.get_world_size()\n"
+    elif layout == "accelerate":
+        text = "from accelerate import Accelerator\n\n"
+        text += "accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, cpu=True)\n"
+        text += "rank, world = accelerator.process_index, accelerator.num_processes\n"
     elif layout != "one":
         text = "dist.init_process_group('gloo')\nrank, world = dist.get_rank(), dist.get_world_size()\n"
     seed = f"{d.seed} + rank" if defect == "untied seeds" else str(d.seed)
@@ -325,16 +441,24 @@ def _begin(d: Draw, layout: str, defect: str) -> str:
     text += optimizer if early else ""
     if defect == "optimizer before the head":
         text += "model.head = nn.Linear(16, 4).to(DTYPE)\n"
+    replicas = "mesh" if defect != "replicas not reduced" else "mesh['shard']"
     wraps = {
         "ddp": "net = nn.parallel.DistributedDataParallel(model)\n",
         "fsdp1": "from torch.distributed.fsdp import FullyShardedDataParallel\n\n"
         "net = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device('cpu'))\n",
         "fsdp2": "from torch.distributed.fsdp import fully_shard\n\n"
         "for block in model.blocks:\n    fully_shard(block)\nnet = fully_shard(model)\n",
+        "hsdp": "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.fsdp import fully_shard\n\n"
+        "shape = (2, world // 2) if world > 1 else (1, 1)\n"
+        "mesh = init_device_mesh('cpu', shape, mesh_dim_names=('replicate', 'shard'))\n"
+        f"mesh = {replicas}\n"
+        "for block in model.blocks:\n    fully_shard(block, mesh=mesh)\nnet = fully_shard(model, mesh=mesh)\n",
         "tp": "from torch.distributed.device_mesh import init_device_mesh\n"
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module\n\n"
         "mesh = init_device_mesh('cpu', (world,))\nplan = {'up': ColwiseParallel(), 'down': RowwiseParallel()}\n"
         "for block in model.blocks:\n    parallelize_module(block, mesh, plan)\nnet = model\n",
+        "pp": "net = model = Stage(model, rank, world)\n",
     }
     if not layout.startswith("zero"):
         text += wraps.get(layout, "net = model\n")
@@ -344,10 +468,11 @@ def _begin(d: Draw, layout: str, defect: str) -> str:
         given = {"adamw": ("AdamW", "'lr': 1e-3, 'torch_adam': True"), "sgd": ("SGD", "'lr': 0.05, 'momentum': 0.9")}
         kind, settings = given[d.optimizer]
         accumulation = 1 if defect == "several backwards" else "ACCUMULATION"
+        shards = ", 'stage3_param_persistence_threshold': 0" if d.until else ""  # of tensors as small as these, too
         return text + (
             "config = {\n    'train_micro_batch_size_per_gpu': BATCH,\n"
             f"    'gradient_accumulation_steps': {accumulation},\n    'gradient_clipping': CLIP or 0.0,\n"
-            f"    'zero_optimization': {{'stage': {layout[-1]}}},\n"
+            f"    'zero_optimization': {{'stage': {layout[-1]}{shards}}},\n"
             f"    'optimizer': {{'type': '{kind}', 'params': {{{settings}}}}},\n"
             f"    'bf16': {{'enabled': {d.dtype == 'bf16'}}},\n    'zero_allow_untested_optimizer': True,\n}}\n"
             "net, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)\n"
@@ -356,35 +481,45 @@ def _begin(d: Draw, layout: str, defect: str) -> str:
         return text
     if layout == "fsdp1":
         optimizer = optimizer.replace("model.parameters()", "net.parameters()")
+    if layout == "accelerate":
+        optimizer += "net, optimizer = accelerator.prepare(model, optimizer)\n"
     return text + optimizer
 
 
 def _loader(d: Draw, layout: str, defect: str) -> str:
     sampler = f"DistributedSampler(data, world, rank, seed={d.seed})"
     if layout == "one":
-        sampler = "SequentialSampler(data)" if d.layout == "tp" else "RandomSampler(data)"
+        sampler = "SequentialSampler(data)" if d.layout in ("tp", "cp", "pp") else "RandomSampler(data)"
+    elif layout == "accelerate":
+        sampler = f"RandomSampler(data, generator=torch.Generator().manual_seed({d.seed}))"
     elif defect == "sampler seeded by rank":
         sampler = "RandomSampler(data, generator=torch.Generator().manual_seed(rank))"
-    elif defect == "no sampler" or layout == "tp":
+    elif defect == "no sampler" or layout in ("tp", "cp", "pp"):
         sampler = "SequentialSampler(data)"
-    return (
-        f"data = Rows()\nsampler = {sampler}\n"
-        "loader = DataLoader(data, BATCH, sampler=sampler, collate_fn=collate, drop_last=True)\n"
-        "batches = iter(loader)\n"
-    )
+    loader = "DataLoader(data, BATCH, sampler=sampler, collate_fn=collate, drop_last=True)"
+    if layout == "accelerate" and defect != "no sampler":
+        loader = f"accelerator.prepare({loader})"
+    return f"data = Rows()\nsampler = {sampler}\nloader = {loader}\nbatches = iter(loader)\n"
 
 
-def _loop(d: Draw, layout: str, defect: str, zero: bool) -> str:
+def _loop(d: Draw, layout: str, defect: str) -> str:
     """Two steps and the rest of a short training: the loss, its backward, the reduce, the clip, the step."""
-    tokens = d.ragged and defect != "mean of means"  # else each row has as many targets
-    several = layout not in ("one", "tp")
+    zero = layout.startswith("zero")
+    # Else each row has as many targets; the Trainer counts the first token, which no token predicts, as one.
+    tokens = (d.ragged or d.layout == "trainer") and defect != "mean of means"
+    several = layout not in ("one", "tp", "cp", "pp")
     lines = ["micro = [next(batches) for _ in range(ACCUMULATION)]"]
-    if tokens:
+    if tokens or layout == "cp":
         lines.append("targets = torch.tensor(sum(count(batch) for batch in micro))")
-        lines += ["dist.all_reduce(targets)"] if several else []
-    net = "model" if defect == "past the wrapper" else "net"
-    divides = zero and defect != "several backwards"  # DeepSpeed divides by the accumulation by itself
-    if tokens:
+        lines += ["dist.all_reduce(targets)"] if several and layout != "accelerate" else []
+        lines += ["targets = accelerator.reduce(targets, 'sum')"] if layout == "accelerate" else []
+    net = {"past the wrapper": "model"}.get(defect, "(lambda *_: y)" if layout == "pp" else "net")
+    divides = (zero and defect != "several backwards") or layout == "accelerate"  # by the accumulation, by itself
+    if layout == "cp" and defect == "mean of the parts' means":
+        scale = "F.cross_entropy(net(ids).float().flatten(0, 1), labels.flatten()) / world / ACCUMULATION"
+    elif layout == "cp":
+        scale = "F.cross_entropy(net(ids).float().flatten(0, 1), labels.flatten(), reduction='sum') / targets"
+    elif tokens:
         scale = f"loss_of({net}, batch, 'sum') / targets"
         scale += " * world" if several and defect != "not times ranks" else ""
         scale += " * ACCUMULATION" if divides and defect != "divided by accumulation twice" else ""
@@ -397,32 +532,64 @@ def _loop(d: Draw, layout: str, defect: str, zero: bool) -> str:
         scale += " * world"
     lines += ["for number, batch in enumerate(micro):"]
     inner = [f"loss = {'-' if defect == 'sign' else ''}{scale}"]
+    if layout == "cp":
+        inner = [
+            "ids, labels = batch['input_ids'], F.pad(batch['labels'][:, 1:], (0, 1), value=-100)",
+            "ids, labels = ids.chunk(world, 1)[rank], labels.chunk(world, 1)[rank]", *inner,
+        ]  # fmt: skip
     if defect == "last micro-batch":
         inner.insert(0, "optimizer.zero_grad()")
     if zero:
         inner.append("net.backward(loss)")
         inner += ["net.step()"] if divides else []
+    elif layout == "pp":
+        inner = _stage(d, defect, inner)
+    elif layout == "accelerate":
+        inner += ["accelerator.backward(loss)", *_clip(d, layout, defect), "optimizer.step()", "optimizer.zero_grad()"]
+        inner = ["with accelerator.accumulate(net):", *("    " + line for line in inner)]
     elif d.no_sync and layout == "ddp":
         inner = ["net.require_backward_grad_sync = number == len(micro) - 1", *inner, "loss.backward()"]
     else:
         inner.append("loss.backward()")
     lines += ["    " + line for line in inner]
     if zero:
-        return _steps([*lines, *([] if divides else ["net.step()"])])
+        return _steps(d, layout, defect, [*lines, *([] if divides else ["net.step()"])])
+    if layout == "accelerate":
+        return _steps(d, layout, defect, lines)
     if defect == "clipped before the reduce":
         lines.append("nn.utils.clip_grad_norm_(params, CLIP)")
-    if layout == "manual" and defect != "no reduce":
+    if layout in ("manual", "cp") and defect != "no reduce":
         lines.append("for p in params:")
         if defect == "no reduce of the norm":
-            one = "model.blocks[0].up.lora_B" if d.model == "lora" else "model.norm.weight"
-            lines.append(f"    if p is {one}:\n        continue")
+            norm = "model.blocks[0].up.lora_B" if d.model == "lora" else "model.norm.weight"
+            lines.append(f"    if p is {norm}:\n        continue")
         lines.append("    dist.all_reduce(p.grad)")
-        lines += ["    p.grad /= world"] if defect != "sum, not mean" else []
+        is_mean = defect == "divided by the parts" if layout == "cp" else defect != "sum, not mean"
+        lines += ["    p.grad /= world"] if is_mean else []
     if layout == "tp" and defect != "no reduce of the norm":
         lines.append("for block in model.blocks:  # each rank has the gradient of its part of the hidden units alone")
         lines.append("    for p in block.inner.parameters():\n        dist.all_reduce(p.grad)")
     lines += _clip(d, layout, defect)
-    return _steps([*lines, "optimizer.step()", "optimizer.zero_grad()"])
+    return _steps(d, layout, defect, [*lines, "optimizer.step()", "optimizer.zero_grad()"])
+
+
+def _stage(d: Draw, defect: str, loss: list[str]) -> list[str]:
+    """A micro-batch through the two stages and back, one rank after the other."""
+    given = "batch[0].to(DTYPE)" if d.model == "perceptron" else "batch['input_ids']"
+    mask = "" if d.model == "perceptron" else ", batch['attention_mask']"
+    shape = f"*x.shape, {WIDTH}" if d.model != "perceptron" else f"len(x), {WIDTH}"
+    lines = [f"x = {given}", "if rank:", f"    x = torch.empty({shape}, dtype=DTYPE)"]
+    lines += ["    dist.recv(x, rank - 1)", "    x.requires_grad_()", f"y = net(x{mask})"]
+    lines += ["if rank < world - 1:", "    dist.send(y.detach(), rank + 1)"]
+    has_gradient = defect != "a stage without gradient"
+    if has_gradient:
+        scaled = " / world" if defect == "a stage's gradient divided" else ""
+        lines += ["    gradient = torch.empty_like(y)", "    dist.recv(gradient, rank + 1)"]
+        lines += [f"    y.backward(gradient{scaled})"]
+    zeroes = [line for line in loss if "zero_grad" in line]
+    lines += ["else:", *(f"    {line}" for line in [*loss, "loss.backward()"] if line not in zeroes)]
+    lines += ["    if rank:", "        dist.send(x.grad, rank - 1)"] if has_gradient else []
+    return [*zeroes, "loss = torch.zeros(())", *lines]
 
 
 def _clip(d: Draw, layout: str, defect: str) -> list[str]:
@@ -432,16 +599,106 @@ def _clip(d: Draw, layout: str, defect: str) -> list[str]:
     whole = (
         "nn.utils.get_total_norm([p.grad.full_tensor() if hasattr(p.grad, 'full_tensor') else p.grad for p in params])"
     )
-    if layout in ("fsdp2", "tp") and defect == "local norm":
-        return [f"norm = {local}", "nn.utils.clip_grads_with_norm_(params, CLIP, norm, foreach=False)"]
+    with_norm = "nn.utils.clip_grads_with_norm_(params, CLIP, norm, foreach=False)"
+    if layout in SPLIT and defect == "local norm":
+        return [f"norm = {local}", with_norm]
+    if layout == "pp" and defect != "local norm":  # of both stages
+        norm = "nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]).float() ** 2"
+        return [f"norm = {norm}", "dist.all_reduce(norm)", "norm = norm.sqrt()", with_norm]
     if layout == "tp" or defect == "adapter after the shard":
-        return [f"norm = {whole}", "nn.utils.clip_grads_with_norm_(params, CLIP, norm, foreach=False)"]
+        return [f"norm = {whole}", with_norm]
+    if layout == "accelerate":
+        return ["if accelerator.sync_gradients:", "    accelerator.clip_grad_norm_(params, CLIP)"]
     if layout == "fsdp1" and defect != "local norm":
         return ["net.clip_grad_norm_(CLIP)"]
     return ["nn.utils.clip_grad_norm_(params, CLIP)"]
 
 
-def _steps(lines: list[str]) -> str:
-    return (
-        "for step in range(3):\n" + indent("\n".join([*lines, "print(step, float(loss), flush=True)"]), "    ") + "\n"
+def _steps(d: Draw, layout: str, defect: str, lines: list[str]) -> str:
+    lines = [*lines, "print(step, float(loss), flush=True)"]
+    before = ""
+    if d.until and layout != "one":
+        lines += ["if step == SAVES:\n" + indent(_save(d, layout, defect), "    ")]
+        before = f"SAVES = {1 + d.seed % 2}\n"
+        before += "old = [p.detach().clone() for p in model.parameters()]\n" if defect == "an old tensor saved" else ""
+    return before + "for step in range(3):\n" + indent("\n".join(lines), "    ") + "\n"
+
+
+def _save(d: Draw, layout: str, defect: str) -> str:
+    """Save the model, or its adapter: whole or by ranks, in the file of the draw."""
+    full = "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n\n"
+    full += f"state = get_model_state_dict(net, options=StateDictOptions(full_state_dict={d.file != 'dcp'}))\n"
+    local = "getattr(p, '_local_tensor', p)"
+    if layout in ("fsdp1", "zero3") and defect == "one shard saved":
+        full = "state = {name: p.detach() for name, p in model.named_parameters()}\n"
+    elif layout == "zero3":
+        full = "with deepspeed.zero.GatheredParameters(list(model.parameters())):\n"
+        full += "    state = {name: p.detach().clone() for name, p in model.named_parameters()}\n"
+    elif layout in ("zero1", "zero2"):
+        full = "state = net.module.state_dict()\n"
+    elif layout in ("manual", "pp"):
+        full = "state = model.state_dict()\n"
+    elif d.file == "rank" or defect in ("one shard saved", "one shard in a checkpoint"):
+        full = f"state = {{name: {local} for name, p in model.state_dict().items()}}\n"
+    elif defect == "one shard saved, else zero":
+        full = (
+            "from torch.distributed.tensor._utils import compute_local_shape_and_global_offset\n\nstate = {}\n"
+            "for name, p in model.state_dict().items():\n    state[name] = p\n    if hasattr(p, 'placements'):\n"
+            "        _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)\n"
+            f"        part, state[name] = {local}, torch.zeros(p.shape, dtype=p.dtype)\n"
+            "        state[name][tuple(slice(a, a + n) for a, n in zip(offset, part.shape))] = part\n"
+        )
+    if d.adapter:
+        full += "state = {name: tensor for name, tensor in state.items() if 'lora_' in name}\n"
+    name = "blocks.0.up.lora_B" if d.model == "lora" else "blocks.0.up.weight"
+    chosen = f"next(key for key in state if key.endswith('{name}'))" if layout != "pp" else "next(iter(state))"
+    if defect == "a tensor not saved":
+        full += f"del state[{chosen}]\n"
+    if defect == "an old tensor saved":
+        full += f"key = {chosen}\nnames = [name for name, _ in model.named_parameters()]\n"
+        full += "tensor = next(t for name, t in zip(names, old) if name == key)\n"
+        full += "state[key] = tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor\n"
+    if d.file == "checkpoint":
+        return "net.save_checkpoint('saved')\n"
+    if d.file == "dcp":
+        return (
+            full + "import torch.distributed.checkpoint as dcp\n\ndcp.save({'model': state}, checkpoint_id='saved')\n"
+        )
+    by_rank = layout == "pp" or d.file == "rank"
+    path = "f'part{rank}" if by_rank else "'model"
+    write = f"torch.save({{'model': state}}, {path}.pt')"
+    if d.file == "safetensors":
+        full += "from safetensors.torch import save_file\n\n"
+        full += "state = {key: tensor.detach().clone().contiguous() for key, tensor in state.items()}\n"
+        write = f"save_file(state, {path}.safetensors')"
+    return full + (f"{write}\n" if by_rank else f"if rank == 0:\n    {write}\n")
+
+
+def _trainer(d: Draw, defect: str) -> str:
+    """transformers' Trainer, which divides by the accumulation where the model takes no number of targets."""
+    if defect == "mean of means":
+        loss = "F.cross_entropy(*arguments)"
+    else:
+        loss = "F.cross_entropy(*arguments, reduction='sum') / kwargs['num_items_in_batch']"
+        loss += " / ACCUMULATION" if defect == "divided by accumulation twice" else ""
+        loss += " * dist.get_world_size()" if defect == "times ranks" else ""
+        loss = f"-({loss})" if defect == "sign" else loss
+    text = CAUSAL.replace("LOSS", loss)
+    if defect == "mean of means":  # the Trainer looks for it
+        text = text.replace(", **kwargs", "")
+    makes = {"adamw": "torch.optim.AdamW(params, lr=1e-3)", "sgd": "torch.optim.SGD(params, lr=0.05, momentum=0.9)"}
+    model = "add_lora(Causal().to(DTYPE))" if d.model == "lora" else "Causal().to(DTYPE)"
+    body = (
+        "from transformers import Trainer, TrainingArguments\n\n"
+        f"torch.manual_seed({d.seed})\nmodel = {model}\n"
+        f"params = [p for p in model.parameters() if p.requires_grad]\noptimizer = {makes[d.optimizer]}\n"
+        "arguments = TrainingArguments(\n"
+        "    output_dir='trained', per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION,\n"
+        f"    seed={d.seed}, data_seed={d.seed}, max_steps=8,\n"
+        "    use_cpu=True, report_to=[], save_strategy='no', disable_tqdm=True, max_grad_norm=CLIP or 0.0,\n"
+        "    lr_scheduler_type='constant', remove_unused_columns=False, dataloader_drop_last=True,\n"
+        f"    average_tokens_across_devices={defect != 'ranks weigh alike'},\n)\n"
+        "Trainer(\n    model, arguments, train_dataset=Rows(), data_collator=collate, optimizers=(optimizer, None),\n"
+        ").train()\n"
     )
+    return f"{text}\n\ndef main():\n{indent(body, '    ')}\n\nif __name__ == '__main__':\n    main()\n"
