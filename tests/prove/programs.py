@@ -377,7 +377,8 @@ def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS, until: s
         if layout not in SPLIT or defect:  # each rank saves its shards
             file = {"rank": "torch"}.get(file, file)
         if layout.startswith("zero"):
-            file = {"dcp": "checkpoint"}.get(file, file)  # its engine's own
+            # Its engine's own; that of ZeRO-3 holds flat parts.
+            file = {"dcp": "torch" if layout == "zero3" else "checkpoint"}.get(file, file)
         if defect and defect.name == "one shard in a checkpoint":
             file = "dcp"
         elif defect and file in ("dcp", "checkpoint"):

@@ -74,20 +74,17 @@ def test_a_row_split_between_ranks_is_not_another_row() -> None:
 
 def test_a_later_stage_of_a_pipeline_sees_activations() -> None:
     stage = {"rows": [[{"row": "activation", "tokens": [], "targets": None}]]}
-    first = {"rows": [[{"row": "a", "tokens": [], "targets": None}]]}
+    first = {"rows": [[{"row": "a", "tokens": [], "targets": 1}]]}
     assert rows.compare({0: first, 1: stage}, {0: first})[0] == SAME
     assert rows.compare({0: first, 1: stage}, {0: record([[0], [1]], 2)})[0] == DIFFERENT
 
 
 def test_labels_that_only_one_program_gives_to_its_module_make_no_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(INJECT)
-    from shardkit.prove.inject.shardkit_proof import rows_of
-
-    trainer = {
-        0: {"rows": [rows_of((), {"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 3, dtype=torch.long)})]}
-    }
-    loop = {0: {"rows": [rows_of((torch.ones(2, 3),), {})]}}
-    other = {0: {"rows": [rows_of((torch.zeros(2, 3),), {})]}}
+    monkeypatch.syspath_prepend(str(INJECT))
+    rows_of = importlib.import_module("shardkit_proof").rows_of
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    trainer = {0: {"rows": [rows_of((), {"input_ids": ids, "labels": ids})]}}
+    loop, other = ({0: {"rows": [rows_of((tensor,), {})]}} for tensor in (ids, ids + 1))
     assert rows.compare(trainer, loop)[0] == SAME
     assert rows.compare(trainer, other)[0] == DIFFERENT
 
