@@ -135,10 +135,12 @@ class Judge:
                 "the ranks' gradients differ when the optimizer gets them, and their weights do not when it has stepped"
             )
             return self._cannot_tell(lines, f"{reason}: it adds them up by itself", "an optimizer of torch")
+        # In 16 bits a few numbers are soon a multiple of others: without a common factor that says little.
+        weak = {"other", "factor", "sign"} if "other" in kinds and factor is None else {"other"}
         word = (
             "sign"
             if factor is not None and factor < 0
-            else max(kinds, key=lambda kind: (kind != "other", sum(d.kind == kind for d in wrong)))
+            else max(kinds, key=lambda kind: (kind not in weak, sum(d.kind == kind for d in wrong), kind == "other"))
         )
         details: dict[str, Any] = {"parameter": wrong[-1].name, "factor": factor}
         is_ambiguous = factor is not None and abs(factor * counts.ranks - 1) < 2e-3 and self.proof.is_replay

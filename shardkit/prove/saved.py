@@ -103,10 +103,9 @@ def _fit_together(parts: list[torch.Tensor], full: torch.Tensor) -> bool:
         if torch.equal(torch.cat([part.reshape(-1) for part in some]), full.reshape(-1)):
             return True
         for dim in range(1, full.dim()):
-            if all(part.dim() == full.dim() for part in some) and len({part.shape[:dim] for part in some}) == 1:
-                sizes = [part.size(dim) for part in some]
-                if sum(sizes) == full.size(dim) and all(map(torch.equal, some, full.split(sizes, dim))):
-                    return True
+            others = {(part.dim(), part.shape[:dim] + part.shape[dim + 1 :]) for part in some}
+            if len(others) == 1 and some[0].dim() == full.dim() and torch.equal(torch.cat(some, dim), full):
+                return True
     return False
 
 
