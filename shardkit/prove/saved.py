@@ -98,13 +98,13 @@ def _united(
 
 def _fit_together(parts: list[torch.Tensor], full: torch.Tensor) -> bool:
     """Whether parts in the order of the ranks, perhaps with replicas, are a full tensor."""
-    distinct = [part for i, part in enumerate(parts) if not any(torch.equal(part, other) for other in parts[:i])]
-    for some in (parts, distinct):
-        if torch.equal(torch.cat([part.reshape(-1) for part in some]), full.reshape(-1)):
+    distinct = [part for i, part in enumerate(parts) if not any(torch.equal(part, before) for before in parts[:i])]
+    for sequence in (parts, distinct):
+        if torch.equal(torch.cat([part.reshape(-1) for part in sequence]), full.reshape(-1)):
             return True
         for dim in range(1, full.dim()):
-            others = {(part.dim(), part.shape[:dim] + part.shape[dim + 1 :]) for part in some}
-            if len(others) == 1 and some[0].dim() == full.dim() and torch.equal(torch.cat(some, dim), full):
+            shapes = {(part.dim(), part.shape[:dim] + part.shape[dim + 1 :]) for part in sequence}
+            if len(shapes) == 1 and sequence[0].dim() == full.dim() and torch.equal(torch.cat(sequence, dim), full):
                 return True
     return False
 
