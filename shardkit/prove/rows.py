@@ -122,8 +122,11 @@ def compare(parallel: Records, reference: Records) -> tuple[str, str]:
     key = key_of(parallel, reference)
     process = Counter(row[key] for record in reference.values() for row in chain(*record["rows"]))
     by_rank = {rank: [row[key] for row in chain(*record["rows"])] for rank, record in parallel.items()}
-    with_rows = [numbers for numbers in by_rank.values() if any(row in process for row in numbers)]
-    ranks = Counter(chain(*(with_rows or by_rank.values())))  # without stages that are fed numbers
+    fed = {rank for rank, hashes in by_rank.items() if any(row in process for row in hashes)}
+    names = {name for rank in fed for name in parallel[rank]["raw"]}
+    # Without later stages of a pipeline: they train other parameters than those that are fed rows.
+    stages = {rank for rank in by_rank.keys() - fed if fed and names.isdisjoint(parallel[rank]["raw"])}
+    ranks = Counter(chain(*(hashes for rank, hashes in by_rank.items() if rank not in stages)))
     if ranks == process:
         return SAME, ""
     ratios = {ranks[row] / process[row] for row in process}

@@ -17,7 +17,7 @@ def record(draws: list[list[int]], n_backwards: int, n_yielded: int | None = Non
     batches = [[{"row": str(row), "tokens": [row], "targets": 1} for row in draw] for draw in draws[:n_backwards]]
     return {
         "draws": {"0": draws}, "calls": n_backwards, "yielded": {"0": n_backwards if n_yielded is None else n_yielded},
-        "backwards": [None] * n_backwards, "rows": batches, "epoch": {"0": []}, **fields,
+        "backwards": [None] * n_backwards, "raw": {}, "rows": batches, "epoch": {"0": []}, **fields,
     }  # fmt: skip
 
 
@@ -67,15 +67,16 @@ def test_labels_are_tokens_or_one_class_a_row(
 
 def test_a_row_split_between_ranks_is_not_another_row() -> None:
     def part(name: str, tokens: list[int]) -> dict[str, Any]:
-        return {"rows": [[{"row": name, "tokens": tokens, "targets": 1}]]}
+        return {"raw": {}, "rows": [[{"row": name, "tokens": tokens, "targets": 1}]]}
 
     assert rows.compare({0: part("a", [1, 2]), 1: part("b", [3])}, {0: part("c", [1, 2, 3])})[0] == SPLIT
 
 
 def test_a_later_stage_of_a_pipeline_sees_activations() -> None:
-    stage = {"rows": [[{"row": "activation", "tokens": [], "targets": None}]]}
-    first = {"rows": [[{"row": "a", "tokens": [], "targets": 1}]]}
+    stage = {"raw": {"head": None}, "rows": [[{"row": "activation", "tokens": [], "targets": None}]]}
+    first = {"raw": {"embed": None}, "rows": [[{"row": "a", "tokens": [], "targets": 1}]]}
     assert rows.compare({0: first, 1: stage}, {0: first})[0] == SAME
+    assert rows.compare({0: first, 1: {**stage, "raw": first["raw"]}}, {0: first})[0] == DIFFERENT  # a rank's rows
     assert rows.compare({0: first, 1: stage}, {0: record([[0], [1]], 2)})[0] == DIFFERENT
 
 
@@ -83,8 +84,8 @@ def test_labels_that_only_one_program_gives_to_its_module_make_no_other_row(monk
     monkeypatch.syspath_prepend(str(INJECT))
     rows_of = importlib.import_module("shardkit_proof").rows_of
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    trainer = {0: {"rows": [rows_of((), {"input_ids": ids, "labels": ids})]}}
-    loop, other = ({0: {"rows": [rows_of((tensor,), {})]}} for tensor in (ids, ids + 1))
+    trainer = {0: {"raw": {}, "rows": [rows_of((), {"input_ids": ids, "labels": ids})]}}
+    loop, other = ({0: {"raw": {}, "rows": [rows_of((tensor,), {})]}} for tensor in (ids, ids + 1))
     assert rows.compare(trainer, loop)[0] == SAME
     assert rows.compare(trainer, other)[0] == DIFFERENT
 
