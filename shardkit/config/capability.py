@@ -112,6 +112,7 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             "remove memory.cap, or set compile.enabled=false",
         )
     mesh_shape(config, world_size, local_world_size)
+    _check_context(config, world_size, local_world_size)
     profiled = config.profile.ranks
     if config.profile.start is not None and profiled != "all" and max(profiled) >= world_size:
         raise ConfigError(
@@ -181,6 +182,28 @@ def mesh_shape(config: RunConfig, world_size: int, local_world_size: int) -> tup
             cause = f"parallel.{sizes[0]} does not divide the world size {world_size}"
         raise ConfigError(cause, fix)
     return replicate, shard
+
+
+def _check_context(config: RunConfig, world_size: int, local_world_size: int) -> None:
+    """Refuse `parallel.cp` that does not fit the ranks or the sequences."""
+    size, seq_len = config.parallel.cp, config.train.seq_len
+    if world_size % size:
+        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"parallel.cp={size} does not divide the {_ranks(world_size)}",
+            f"set parallel.cp to one of {', '.join(map(str, fits))}",
+        )
+    if local_world_size % size and not config.parallel.cp_across_nodes:
+        raise ConfigError(
+            f"parallel.cp={size}, but a node has {_ranks(local_world_size)}: some groups would reach across nodes, where "
+            "each layer waits for the network",
+            f"set parallel.cp to a divisor of {local_world_size}, or parallel.cp_across_nodes=true",
+        )
+    if seq_len % size and config.task.factory is None:
+        raise ConfigError(
+            f"parallel.cp={size} does not divide train.seq_len={seq_len}",
+            f"set train.seq_len={seq_len // size * size or size}",
+        )
 
 
 @dataclass(frozen=True)

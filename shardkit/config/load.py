@@ -77,6 +77,7 @@ def resolve_batch(config: RunConfig, world_size: int) -> int:
     train = config.train
     if train.global_batch_size is None:
         return train.grad_accum_steps or 1
+    world_size //= config.parallel.cp  # ranks that share sequences have the same samples
     pass_size = train.micro_batch_size * world_size
     steps, remainder = divmod(train.global_batch_size, pass_size)
     if remainder or not steps:
@@ -88,7 +89,7 @@ def resolve_batch(config: RunConfig, world_size: int) -> int:
         closest = min(fits, key=lambda size: abs(size - train.micro_batch_size), default=0)
         raise ConfigError(
             f"train.global_batch_size={train.global_batch_size} {cause} "
-            f"micro_batch_size × world size = {train.micro_batch_size} × {world_size} = {pass_size}",
+            f"micro_batch_size × data ranks = {train.micro_batch_size} × {world_size} = {pass_size}",
             f"set train.global_batch_size={near}" + (f", or train.micro_batch_size={closest}" if closest else ""),
         )
     if train.grad_accum_steps is not None and train.grad_accum_steps != steps:

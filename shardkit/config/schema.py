@@ -516,6 +516,14 @@ class ParallelConfig(Section):
     """Replica groups (hsdp); dp_replicate × dp_shard = world size."""
     dp_shard: int | None = Field(None, ge=1)
     """Ranks that share one copy of the state (hsdp); default: the ranks of one node."""
+    cp: Annotated[
+        int,
+        Capability("sequences split over ranks (`cp`)", {"single": "a single rank has nobody to share sequences with"}),
+    ] = Field(1, ge=1)
+    """Ranks that share the same samples, each with a part of every sequence (context parallelism); they are neighbours,
+    and data ranks = world size / cp."""
+    cp_across_nodes: bool = False
+    """Let the ranks that share sequences be on several nodes, where the exchanges in attention are slow."""
     no_sync: Annotated[
         bool | None,
         Capability(

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..parallel.compat import declares_no_masks, flash_by_documents
+from ..parallel.context import ATTRIBUTE, ContextParallel
 
 ATTENTION = "shardkit_documents"
 """Name of `attend` in transformers' table of attention functions. Its table of masks has no such name, so models make
@@ -54,11 +55,14 @@ def document_attention(
     dropout: float = 0.0,
     scale: float | None = None,  # factor of the scores; None = 1 / √width
     window: int | None = None,  # most tokens that a token attends to, itself included; None = no limit
+    context: ContextParallel | None = None,  # the ranks that hold the other positions of these rows
 ) -> torch.Tensor:
     """Causal attention of tokens to their own document alone; returns [rows, T, heads, width of a value]."""
     if torch.is_autocast_enabled(query.device.type):  # some models normalise queries and keys in fp32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if context is not None:  # after the cast: half the bytes
+        query, key, value = context.to_heads(query), context.to_heads(key), context.to_heads(value)
     rows = query.shape[:2]
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
     if window is not None and window >= documents.longest:
@@ -76,7 +80,8 @@ def document_attention(
         queries, keys, values = (torch.split(tensor, list(documents.lengths)) for tensor in (query, key, value))
         parts = zip(queries, keys, values, strict=True)
         out = torch.cat([_attend_to_itself(q, k, v, dropout, scale, window) for q, k, v in parts])
-    return out.view(*rows, *out.shape[1:])
+    out = out.view(*rows, *out.shape[1:])
+    return out if context is None else context.to_positions(out)
 
 
 def _attend_to_itself(
@@ -135,7 +140,8 @@ def attend(
     if documents is None:
         documents = BatchDocuments.whole_rows(query)
     documents.seen.add(id(module))
-    return document_attention(query, key, value, documents, dropout, scaling, sliding_window), None
+    context = getattr(module, ATTRIBUTE, None)
+    return document_attention(query, key, value, documents, dropout, scaling, sliding_window, context), None
 
 
 def register() -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..config.schema import ModelConfig
 from ..errors import ConfigError
+from ..parallel.context import ContextParallel
 from .cross_entropy import chunked_cross_entropy, summed_loss
 from .packed_attention import BatchDocuments, DocumentLayout, document_attention
 
@@ -43,6 +44,8 @@ class LayerNorm(_Undrawn, nn.LayerNorm):
 class Attention(nn.Module):
     """Causal multi-head self-attention, from [batch, seq, d_model] to the same shape."""
 
+    context_parallel: ContextParallel | None = None
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_heads = config.n_heads
@@ -56,7 +59,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if documents is not None:
             q, k, v = qkv.unbind(2)
-            heads = document_attention(q, k, v, documents, dropout)
+            heads = document_attention(q, k, v, documents, dropout, context=self.context_parallel)
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
             heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)

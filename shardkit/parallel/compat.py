@@ -42,6 +42,7 @@ GRAD_HOOKS = Feature("a model's own hooks of its parameters where these are buil
 EXPERTS = Feature("experts in 4 bits (model.quantize.experts)")
 PACKING = Feature("data.packing with transformers models")
 FLASH = Feature("fused attention by documents on GPUs (data.packing)")
+CONTEXT = Feature("parallel.cp")
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,7 +104,14 @@ _grad_hooks = GRAD_HOOKS.use("torch.Tensor._backward_hooks")
 _accumulated_hooks = GRAD_HOOKS.use("torch.Tensor._post_accumulate_grad_hooks")
 _not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
 
-_products = [KEEP_RESULTS.use("torch.ops.aten._scaled_mm")]
+# The functional collective, unlike the public one, can be kept by activation.policy=selective_op, and compiled.
+_exchange = CONTEXT.take("torch.ops._c10d_functional.all_to_all_single")
+_wait = CONTEXT.take("torch.ops._c10d_functional.wait_tensor")
+
+_products = [
+    KEEP_RESULTS.use("torch.ops.aten._scaled_mm"),
+    KEEP_RESULTS.use("torch.ops._c10d_functional.all_to_all_single"),
+]
 _attentions = [
     KEEP_RESULTS.use(f"torch.ops.aten.{name}")
     for name in (
@@ -135,6 +143,26 @@ def attentions() -> set[Any]:
 def _operators(names: Sequence[Private]) -> set[Any]:
     found = (_found(KEEP_RESULTS, private, f"keeping {private.path}") for private in names)
     return {op.default for op in found if op is not None}
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        ones = [1] * parts.shape[0]
+        exchanged: torch.Tensor = _wait(_exchange(parts, ones, ones, group))
+        return exchanged
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ones = [1] * grad.shape[0]
+        return _wait(_exchange(grad.contiguous(), ones, ones, ctx.group)), None
+
+
+def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send `parts[i]` to rank i of the group; returns [size, …], what the ranks sent, in their order. Differentiable."""
+    exchanged: torch.Tensor = _AllToAll.apply(parts, group.group_name)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 def schema(op: Any) -> Any:

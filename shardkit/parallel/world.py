@@ -24,6 +24,7 @@ from ..launch.local import rendezvous
 from ..launch.ranks.env import RankEnv, detect, flight_recorder, job_name
 from . import compat
 from .compat import FileStore, HashStore, PrefixStore, Store, TCPStore
+from .context import ContextParallel, Part, new_group
 
 _PATIENCE_S = 10.0
 """Seconds to wait for an answer from the address that rank 0 published, before a newer one is looked for."""
@@ -40,6 +41,7 @@ class World:
     # gloo group for the memory ledger, whose gathers must not interleave with the step's reduction
     ledger: dist.ProcessGroup
     foreign_groups: tuple[dist.ProcessGroup, ...] = ()  # groups that the caller had made before
+    context: ContextParallel | None = None  # the group that shares this rank's sequences; None = nobody does
 
     @property
     def rank(self) -> int:
@@ -48,6 +50,21 @@ class World:
     @property
     def size(self) -> int:
         return self.env.world_size
+
+    @property
+    def part(self) -> Part:
+        """The part of each sequence that this rank holds."""
+        return Part() if self.context is None else self.context.part
+
+    @property
+    def data_rank(self) -> int:
+        """Which samples this rank has: those of a group that shares sequences are the same."""
+        return self.rank // self.part.size
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks, or of groups that share sequences, with samples of their own."""
+        return self.size // self.part.size
 
     @property
     def is_main(self) -> bool:
@@ -150,7 +167,8 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
         control_group, ledger = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         if env.rank == 0:  # every rank has read the address
             rendezvous.withdraw(_meeting_place(config))
-        yield World(env, device, control_group, ledger, foreign_groups)
+        shared = new_group(env.rank, env.world_size, config.parallel.cp)
+        yield World(env, device, control_group, ledger, foreign_groups, shared)
         failed = False
     finally:
         if joined_here:

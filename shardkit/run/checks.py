@@ -32,6 +32,7 @@ from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.step import HostValue, one_number
 from ..tasks.base import Dataset, Task
+from ..tasks.load import collate_of
 from .block_calls import plain
 
 
@@ -415,18 +416,18 @@ def make_schedule(config: RunConfig, world: World, samples: Dataset) -> BatchSch
         raise DataError(
             f"train.micro_batch_size={train.micro_batch_size} is more than the {len(samples)} samples of the "
             "training split",
-            f"set it to {max(1, len(samples) // (accum * world.size))} or less, or use more data",
+            f"set it to {max(1, len(samples) // (accum * world.data_size))} or less, or use more data",
         )
     make_order = getattr(samples, "order", None)
     order: Order | None = make_order(train.seed, data.shuffle) if callable(make_order) else None
     try:
         return BatchSchedule(
             n_samples=len(samples) if order is None else order.n,
-            global_batch=train.micro_batch_size * accum * world.size,
+            global_batch=train.micro_batch_size * accum * world.data_size,
             micro_batch=train.micro_batch_size,
             accum=accum,
-            rank=world.rank,
-            world=world.size,
+            rank=world.data_rank,
+            world=world.data_size,
             seed=train.seed,
             shuffle=data.shuffle,
             drop_last=data.drop_last,
@@ -445,7 +446,7 @@ def make_loader(
     return StepLoader(
         samples,
         schedule,
-        getattr(task, "collate", None),
+        collate_of(task, world.part),
         state=state,
         n_steps=n_steps,
         workers=config.data.workers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..launch.failures import job_starts
 from ..parallel.blocks import release_graph_outputs
 from ..parallel.precision import to_device
 from ..tasks.base import Dataset, Task
-from ..tasks.load import Prompts
+from ..tasks.load import Prompts, collate_of
 from . import directory
 from .job import Job
 
@@ -67,8 +68,9 @@ def _sums(job: Job, task: Task, data: Dataset, limit: int, is_over: Callable[[],
     sums: dict[str, torch.Tensor] = {}
     count = 0.0
     measure = getattr(task, "measure", None) or (lambda model, batch: {"loss": task.loss(model, batch)})
-    collate = getattr(task, "collate", None)
-    for batch, is_filler in eval_batches(data, train.micro_batch_size, world.rank, world.size, limit, collate):
+    for batch, is_filler in eval_batches(
+        data, train.micro_batch_size, world.data_rank, world.data_size, limit, collate_of(task, world.part)
+    ):
         if is_over():
             model.train()
             return None
@@ -133,7 +135,8 @@ def write_samples(
     rows, _ = prompts.batch(job.config.train, world.size)
     answers: dict[int, list[int]] = {}
     job.model.eval()
-    with torch.no_grad(), job.strategy.evaluating():
+    whole = nullcontext() if world.context is None else world.context.whole_sequences()
+    with torch.no_grad(), job.strategy.evaluating(), whole:
         for begin in range(0, len(prompts.ids), rows * world.size):
             indices = range(begin + world.rank, begin + rows * world.size, world.size)
             answers |= _continue(job, task, prompts, indices, step, is_over)

@@ -135,8 +135,9 @@ class Job:
         with self.ledger.phase("wrap"):
             weights = Weights(self.config.train.seed, init_parameter, drawn)
             parallelize(
-                self.config, self.world.device, self.strategy, build, factory, weights, block_classes, attention_classes
-            )
+                self.config, self.world.device, self.strategy, build, factory, weights, block_classes,
+                attention_classes, self.world.context,
+            )  # fmt: skip
             self.world.set_timeout(self.config.run.init_timeout_s)  # groups that the engine made
             wrapped = self.strategy.model
             blocks = find_blocks(wrapped, block_classes)

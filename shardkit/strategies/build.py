@@ -18,6 +18,7 @@ from ..config.schema import RunConfig, StrategyName
 from ..errors import ConfigError
 from ..parallel.blocks import compile_blocks, find_blocks
 from ..parallel.compat import is_persistent
+from ..parallel.context import ContextParallel, split_sequences
 from ..parallel.precision import cast_parameters, convert_to_fp8
 from ..parallel.weights import Weights, refuse_uninitialised
 from ..parallel.world import World
@@ -34,11 +35,13 @@ def parallelize(
     weights: Weights,
     block_classes: Sequence[type[nn.Module]] = (),
     attention_classes: Sequence[type[nn.Module]] = (),
+    context: ContextParallel | None = None,
 ) -> None:
-    """Build, set dtypes, checkpoint activations, compile, shard, make the optimizer; the result is `strategy.model`."""
+    """Build, split sequences, set dtypes, checkpoint activations, compile, shard, make the optimizer: `strategy.model`."""
     model = weights.build(
         lambda: refuse_parameters(make_model(), strategy), strategy.construction(), strategy.facts.shards_state
     )
+    split_sequences(model, context)
     make_contiguous(model, strategy)
     model.train()
     prepare_batchnorm(model, config, device)

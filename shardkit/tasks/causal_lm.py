@@ -9,8 +9,9 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..data.text_data import TextData
-from ..data.windows import IGNORE_INDEX, documents_of
+from ..data.windows import IGNORE_INDEX, documents_of, split_rows
 from ..models.transformer import Block, Transformer, init_parameter, transformer_flops_per_token
+from ..parallel.context import Part, check_heads
 from .base import Dataset
 
 
@@ -38,6 +39,9 @@ class NextTokens:
     def n_positions(self, batch: dict[str, Any]) -> int:
         return int(batch["tokens"].numel())
 
+    def split_sequences(self, batch: dict[str, Any], part: Part) -> dict[str, Any]:
+        return split_rows(batch, part)
+
     def plan_batch(self, n: int) -> dict[str, Any]:
         return self.data.plan_batch(n)
 
@@ -60,6 +64,7 @@ class CausalLM(NextTokens):
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        check_heads(config.model.n_heads, config.parallel.cp, "model.n_heads")
         super().__init__(TextData(config, config.model.vocab_size, "model.vocab_size"))
 
     def build_model(self) -> Transformer:

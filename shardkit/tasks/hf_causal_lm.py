@@ -16,6 +16,7 @@ from ..models.cross_entropy import attach_loss, check_loss_fits
 from ..models.hf import HFModel, hf_flops_per_token, import_transformers
 from ..models.lora import AdaptedModel, hf_model
 from ..models.packed_attention import refuse_what_crosses_documents, register
+from ..parallel.context import ATTRIBUTE, check_heads
 from .causal_lm import NextTokens
 
 NO_CHUNKS = "set model.loss_chunk_size=0: whole logits, through the model's own forward"
@@ -28,7 +29,8 @@ class HFCausalLM(NextTokens):
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        packs = config.data.packing != "none"
+        self.splits = config.parallel.cp > 1
+        packs = config.data.packing != "none" or self.splits
         if packs:
             import_transformers("hf_causal_lm")
         attention = register() if packs else None
@@ -36,6 +38,9 @@ class HFCausalLM(NextTokens):
         self.adapter, self.resized = self.hf if isinstance(self.hf, AdaptedModel) else None, self.hf.resized
         if packs:
             refuse_what_crosses_documents(self.hf.reference)
+        if self.splits:
+            heads = self.hf.config.get_text_config().num_attention_heads
+            check_heads(heads, config.parallel.cp, "num_attention_heads")
         refuse_long_sequences(config, self.hf)
         if getattr(self.hf.config, "output_router_logits", False):
             raise ConfigError(
@@ -48,7 +53,11 @@ class HFCausalLM(NextTokens):
         self.block_classes = self.hf.block_classes
 
     def build_model(self) -> nn.Module:
-        return attach_loss(self.hf.build(), self.config.model.loss_chunk_size)
+        model = attach_loss(self.hf.build(), self.config.model.loss_chunk_size)
+        if self.splits:  # whichever of its modules calls `attend` finds its group
+            for module in model.modules():
+                setattr(module, ATTRIBUTE, None)
+        return model
 
     def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
         self.hf.init_parameter(fqn, full, generator)

@@ -10,15 +10,19 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from ..config.schema import RunConfig, TaskName, TrainConfig
+from ..data.loader import Collate
 from ..data.tokenizer import load_tokenizer, tokenizer_path
 from ..errors import ConfigError, ShardkitError
+from ..parallel.context import Part
 from .base import Task
 from .causal_lm import CausalLM
 from .hf_causal_lm import HFCausalLM
@@ -143,6 +147,29 @@ def _raised(spec: str, action: str, error: BaseException) -> ConfigError:
         f"task.factory={spec}: {action} at {location}: {type(error).__name__}{': ' + message if message else ''}",
         "correct that line; SHARDKIT_DEBUG=1 shows the whole traceback",
     )
+
+
+def collate_of(task: Task, part: Part) -> Collate:
+    """The function that makes a rank's micro-batch of samples: the whole one, or its part of each sequence."""
+    collate: Collate = getattr(task, "collate", None) or default_collate
+    return collate if part.size == 1 else partial(_collate_part, collate, splitting(task, part))
+
+
+def splitting(task: Task, part: Part) -> Callable[[Any], Any]:
+    """The function that takes a rank's part of each sequence of a micro-batch."""
+    if part.size == 1:
+        return lambda batch: batch
+    split = getattr(task, "split_sequences", None)
+    if split is None:
+        raise ConfigError(
+            f"parallel.cp={part.size}: {type(task).__name__} does not split the sequences of its batches",
+            "remove parallel.cp, or give the task split_sequences(batch, part) (docs/long.md)",
+        )
+    return partial(split, part=part)
+
+
+def _collate_part(collate: Collate, split: Callable[[Any], Any], samples: list[Any]) -> Any:
+    return split(collate(samples))
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from ...memory.tracing.compat import TRACKER
 from ...memory.tracing.events import EventLog, Peak, repeat_last_step
 from ...memory.tracing.traced_step import BETWEEN, Tracing
 from ...memory.tracing.tracker import TensorTracker
+from ...parallel.context import Part
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies.zero.config import build_ds_config
 from ...tasks.base import Batch, Task
-from ...tasks.load import Prompts, load_task, model_config, read_prompts
+from ...tasks.load import Prompts, load_task, model_config, read_prompts, splitting
 from ..simulate import shim
 from ..simulate.compat import PLANS, call_directly
 from ..simulate.fake_weights import FakeWeights, fake_world
@@ -236,15 +237,18 @@ def trace(
     speeds = scenario.speeds
     work = None if speeds is None else WorkCounter(config, log, speeds, scenario.device, target.ranks_per_node)
     task = load_task(config)
-    batch = sample_batch(task, config)
+    split = splitting(task, Part((target.rank or 0) % config.parallel.cp, config.parallel.cp))
+    batch = split(sample_batch(task, config))
     n_evaluated = min(config.train.micro_batch_size, config.train.eval_samples)
-    evaluated = sample_batch(task, config, n_evaluated) if n_evaluated else None
+    evaluated = split(sample_batch(task, config, n_evaluated)) if n_evaluated else None
     inputs = _Inputs(batch, float(task.n_targets(batch)), evaluated, read_prompts(config, task))
     zero = config.parallel.sharding.stage > 0
     weights = FakeWeights(config.train.seed, getattr(task, "init_parameter", None))
     tracker = TensorTracker(log, work.ran if work else None)
     with (
-        fake_world(scenario.device, target.world_size, target.ranks_per_node, target.rank or 0, zero=zero) as world,
+        fake_world(
+            scenario.device, target.world_size, target.ranks_per_node, target.rank or 0, zero, config.parallel.cp
+        ) as world,
         Tracing(tracker) as tracing,
     ):
         counts = _follow(config, scenario, world, task, inputs, weights, tracing, steps)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ...launch.ranks.env import RankEnv
+from ...parallel.context import new_group
 from ...parallel.draws import CHUNK, InitRecipe
 from ...parallel.weights import Weights
 from ...parallel.world import World
@@ -158,7 +159,7 @@ def _moved(tensor: torch.Tensor, device: torch.device, is_param: bool) -> Any:
 
 @contextmanager
 def fake_world(
-    device: torch.device, world_size: int, ranks_per_node: int, rank: int = 0, zero: bool = False
+    device: torch.device, world_size: int, ranks_per_node: int, rank: int = 0, zero: bool = False, cp: int = 1
 ) -> Iterator[World]:
     """Pretend to be one of `world_size` ranks, of DeepSpeed's too if `zero`; every tensor made inside is fake."""
     local = min(ranks_per_node, world_size)
@@ -177,7 +178,7 @@ def fake_world(
         if zero:
             stack.enter_context(compat.deepspeed_alone(_CPUAdam))
         stack.enter_context(compat.transformers_in_training())
-        yield _EqualRanks(env, device, group, group)
+        yield _EqualRanks(env, device, group, group, context=new_group(rank, world_size, cp))
 
 
 class _EqualRanks(World):
