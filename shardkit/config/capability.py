@@ -195,8 +195,8 @@ def _check_context(config: RunConfig, world_size: int, local_world_size: int) ->
         )
     if local_world_size % size and not config.parallel.cp_across_nodes:
         raise ConfigError(
-            f"parallel.cp={size}, but a node has {_ranks(local_world_size)}: some groups would reach across nodes, where "
-            "each layer waits for the network",
+            f"parallel.cp={size}, but a node has {_ranks(local_world_size)}: some groups would reach across nodes, and "
+            "each layer would wait for the network",
             f"set parallel.cp to a divisor of {local_world_size}, or parallel.cp_across_nodes=true",
         )
     if seq_len % size and config.task.factory is None:

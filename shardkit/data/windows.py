@@ -16,7 +16,6 @@ import torch
 from ..config.libraries import is_first_rank
 from ..config.schema import RunConfig
 from ..errors import ConfigError, DataError
-from ..parallel.context import Part
 from .corpus import CHUNK, SEPARATOR, Corpus, TokenSpan, open_corpus
 from .loader import generator_of
 from .store import Documents
@@ -373,16 +372,17 @@ def places(lengths: Sequence[int], rows: tuple[int, int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def split_rows(batch: dict[str, Any], part: Part) -> dict[str, Any]:
-    """A rank's part of each row of a micro-batch. Documents stay described by the whole rows: a rank's attention has
-    all positions of a share of the heads.
+def split_rows(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The positions rank, rank + size, rank + 2 · size, … of each row of a micro-batch: targets are spread evenly over
+    the ranks, wherever they stand. Documents stay described by the whole rows, since a rank's attention has all
+    positions of a share of the heads.
 
-    Rows are padded to a multiple of `part.size` with a document of token 0 that has no targets. Where there were no
+    Rows are padded to a multiple of `size` with a document of token 0 that has no targets. Where there were no
     documents, each row is one.
     """
     tokens, targets = batch["tokens"], batch["targets"]
     rows, length = tokens.shape
-    missing = -length % part.size
+    missing = -length % size
     lengths: list[int] = []
     end = 0
     for n in batch.get("lengths", [length] * rows):
@@ -390,12 +390,13 @@ def split_rows(batch: dict[str, Any], part: Part) -> dict[str, Any]:
         end += n
         if missing and end % length == 0:
             lengths.append(missing)
-    whole = {
+    padded = {
         "tokens": torch.nn.functional.pad(tokens, (0, missing)),
         "targets": torch.nn.functional.pad(targets, (0, missing), value=IGNORE_INDEX),
         **places(lengths, (rows, length + missing)),
     }
-    return {**whole, **{key: part.of(whole[key]) for key in ("tokens", "targets", "positions")}}
+    shares = {key: padded[key][:, rank::size].contiguous() for key in ("tokens", "targets", "positions")}
+    return {**padded, **shares}
 
 
 def plan_packed(n: int, seq_len: int, packing: Packing) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send `parts[i]` to rank i of the group; returns [size, …], what the ranks sent, in their order. Differentiable."""
+    """Send `parts[i]` to rank i of the group; returns [size, …], what each rank sent. Differentiable."""
     exchanged: torch.Tensor = _AllToAll.apply(parts, group.group_name)  # type: ignore[no-untyped-call]
     return exchanged
 

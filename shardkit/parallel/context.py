@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,32 +18,17 @@ from torch import nn
 from ..errors import ConfigError
 from .compat import all_to_all
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ATTRIBUTE = "context_parallel"
 """A module that declares this attribute (as None) computes attention for parts of sequences: it gets a
 `ContextParallel` there."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Which part of each sequence a rank holds: the positions rank, rank + size, rank + 2 · size, …"""
-
-    rank: int = 0
-    size: int = 1
-
-    def of(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's positions along `dim`, whose length is a multiple of `size`; contiguous."""
-        length = tensor.shape[dim]
-        if length % self.size:
-            raise ValueError(f"{length} positions are no multiple of parallel.cp={self.size}")
-        indices = torch.arange(self.rank, length, self.size, device=tensor.device)
-        return tensor.index_select(dim, indices)
-
-
 class ContextParallel:
     """The exchange of heads for positions within this rank's group."""
 
-    def __init__(self, part: Part, group: dist.ProcessGroup) -> None:
-        self.part, self.size, self._group = part, part.size, group
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self._group = rank, size, group
         self.active = True  # False while ranks compute whole sequences of their own
 
     def to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -72,6 +56,10 @@ class ContextParallel:
         received = all_to_all(parts.contiguous(), self._group)  # [rank of the heads, rows, T / size, heads, width]
         return received.permute(1, 2, 0, 3, 4).reshape(rows, length // self.size, heads * self.size, width)
 
+    def share(self, values: torch.Tensor) -> torch.Tensor:
+        """The share of [heads, …] that belongs to the heads of this rank."""
+        return values.chunk(self.size)[self.rank] if self.active else values
+
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
         """Let attention work without the group: every rank computes whole sequences of its own."""
@@ -89,17 +77,7 @@ def new_group(rank: int, world_size: int, size: int) -> ContextParallel | None:
     groups = [list(range(first, first + size)) for first in range(0, world_size, size)]
     group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
     assert group is not None
-    return ContextParallel(Part(rank % size, size), group)
-
-
-def check_heads(heads: int, size: int, key: str) -> None:
-    """Refuse heads of attention that cannot be dealt out to `parallel.cp` ranks evenly."""
-    if heads % size:
-        fits = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ConfigError(
-            f"parallel.cp={size} does not divide {key}={heads}: each rank computes attention for its share of the heads",
-            f"set parallel.cp to one of {', '.join(map(str, fits))}",
-        )
+    return ContextParallel(rank % size, size, group)
 
 
 def split_sequences(model: nn.Module, context: ContextParallel | None) -> None:
@@ -109,9 +87,15 @@ def split_sequences(model: nn.Module, context: ContextParallel | None) -> None:
     modules = [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
     if not modules:
         raise ConfigError(
-            f"parallel.cp={context.size}: no module of {type(model).__name__} knows how to compute attention for a part "
-            f"of a sequence (none has an attribute {ATTRIBUTE})",
+            f"parallel.cp={context.size}: no module of {type(model).__name__} can compute attention for a part of a "
+            f"sequence (none has an attribute {ATTRIBUTE})",
             "remove parallel.cp, or add the hook of docs/long.md to its attention",
+        )
+    mixing = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
+    if mixing:
+        raise ConfigError(
+            f"parallel.cp={context.size}: {mixing[0]} is a batch norm, which would see a part of each sequence",
+            "remove parallel.cp, or use another norm",
         )
     for module in modules:
         setattr(module, ATTRIBUTE, context)

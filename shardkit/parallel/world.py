@@ -24,7 +24,7 @@ from ..launch.local import rendezvous
 from ..launch.ranks.env import RankEnv, detect, flight_recorder, job_name
 from . import compat
 from .compat import FileStore, HashStore, PrefixStore, Store, TCPStore
-from .context import ContextParallel, Part, new_group
+from .context import ContextParallel, new_group
 
 _PATIENCE_S = 10.0
 """Seconds to wait for an answer from the address that rank 0 published, before a newer one is looked for."""
@@ -52,19 +52,14 @@ class World:
         return self.env.world_size
 
     @property
-    def part(self) -> Part:
-        """The part of each sequence that this rank holds."""
-        return Part() if self.context is None else self.context.part
-
-    @property
     def data_rank(self) -> int:
         """Which samples this rank has: those of a group that shares sequences are the same."""
-        return self.rank // self.part.size
+        return self.rank if self.context is None else self.rank // self.context.size
 
     @property
     def data_size(self) -> int:
         """Number of ranks, or of groups that share sequences, with samples of their own."""
-        return self.size // self.part.size
+        return self.size if self.context is None else self.size // self.context.size
 
     @property
     def is_main(self) -> bool:

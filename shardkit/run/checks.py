@@ -446,7 +446,7 @@ def make_loader(
     return StepLoader(
         samples,
         schedule,
-        collate_of(task, world.part),
+        collate_of(task, world.rank, config.parallel.cp),
         state=state,
         n_steps=n_steps,
         workers=config.data.workers,

@@ -68,8 +68,9 @@ def _sums(job: Job, task: Task, data: Dataset, limit: int, is_over: Callable[[],
     sums: dict[str, torch.Tensor] = {}
     count = 0.0
     measure = getattr(task, "measure", None) or (lambda model, batch: {"loss": task.loss(model, batch)})
+    collate = collate_of(task, world.rank, job.config.parallel.cp)
     for batch, is_filler in eval_batches(
-        data, train.micro_batch_size, world.data_rank, world.data_size, limit, collate_of(task, world.part)
+        data, train.micro_batch_size, world.data_rank, world.data_size, limit, collate
     ):
         if is_over():
             model.train()
@@ -135,8 +136,8 @@ def write_samples(
     rows, _ = prompts.batch(job.config.train, world.size)
     answers: dict[int, list[int]] = {}
     job.model.eval()
-    whole = nullcontext() if world.context is None else world.context.whole_sequences()
-    with torch.no_grad(), job.strategy.evaluating(), whole:
+    alone = nullcontext() if world.context is None else world.context.whole_sequences()
+    with torch.no_grad(), job.strategy.evaluating(), alone:
         for begin in range(0, len(prompts.ids), rows * world.size):
             indices = range(begin + world.rank, begin + rows * world.size, world.size)
             answers |= _continue(job, task, prompts, indices, step, is_over)

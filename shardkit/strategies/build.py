@@ -18,7 +18,7 @@ from ..config.schema import RunConfig, StrategyName
 from ..errors import ConfigError
 from ..parallel.blocks import compile_blocks, find_blocks
 from ..parallel.compat import is_persistent
-from ..parallel.context import ContextParallel, split_sequences
+from ..parallel.context import BATCH_NORMS, ContextParallel, split_sequences
 from ..parallel.precision import cast_parameters, convert_to_fp8
 from ..parallel.weights import Weights, refuse_uninitialised
 from ..parallel.world import World
@@ -37,7 +37,7 @@ def parallelize(
     attention_classes: Sequence[type[nn.Module]] = (),
     context: ContextParallel | None = None,
 ) -> None:
-    """Build, split sequences, set dtypes, checkpoint activations, compile, shard, make the optimizer: `strategy.model`."""
+    """Build, split sequences, set dtypes, checkpoint, compile, shard, make the optimizer; result: `strategy.model`."""
     model = weights.build(
         lambda: refuse_parameters(make_model(), strategy), strategy.construction(), strategy.facts.shards_state
     )
@@ -141,7 +141,6 @@ _ENGINES: dict[StrategyName, tuple[str, str]] = {
 logger = logging.getLogger(__name__)
 
 # Batch normalisation with the statistics of all ranks' micro-batches, on the CPU too.
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class CPUSyncBatchNorm(nn.BatchNorm1d):
@@ -205,7 +204,7 @@ def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 def prepare_batchnorm(model: nn.Module, config: RunConfig, device: torch.device) -> None:
     """Synchronise batch norms if `model.sync_batchnorm` is set, and warn once if their statistics are partial."""
     sync = config.model.sync_batchnorm
-    norms = [name for name, module in model.named_modules() if isinstance(module, _NORMS)]
+    norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
     if sync and not norms:
         raise ConfigError(
             f"model.sync_batchnorm=true, but {type(model).__name__} has no batch norm", "remove model.sync_batchnorm"

@@ -10,8 +10,8 @@ from torch import nn
 from ..config.schema import RunConfig
 from ..data.text_data import TextData
 from ..data.windows import IGNORE_INDEX, documents_of, split_rows
+from ..models.packed_attention import check_heads
 from ..models.transformer import Block, Transformer, init_parameter, transformer_flops_per_token
-from ..parallel.context import Part, check_heads
 from .base import Dataset
 
 
@@ -39,8 +39,8 @@ class NextTokens:
     def n_positions(self, batch: dict[str, Any]) -> int:
         return int(batch["tokens"].numel())
 
-    def split_sequences(self, batch: dict[str, Any], part: Part) -> dict[str, Any]:
-        return split_rows(batch, part)
+    def split_sequences(self, batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+        return split_rows(batch, rank, size)
 
     def plan_batch(self, n: int) -> dict[str, Any]:
         return self.data.plan_batch(n)

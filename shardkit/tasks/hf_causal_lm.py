@@ -15,8 +15,7 @@ from ..errors import ConfigError
 from ..models.cross_entropy import attach_loss, check_loss_fits
 from ..models.hf import HFModel, hf_flops_per_token, import_transformers
 from ..models.lora import AdaptedModel, hf_model
-from ..models.packed_attention import refuse_what_crosses_documents, register
-from ..parallel.context import ATTRIBUTE, check_heads
+from ..models.packed_attention import check_heads, may_split, refuse_what_crosses_documents, register
 from .causal_lm import NextTokens
 
 NO_CHUNKS = "set model.loss_chunk_size=0: whole logits, through the model's own forward"
@@ -54,10 +53,7 @@ class HFCausalLM(NextTokens):
 
     def build_model(self) -> nn.Module:
         model = attach_loss(self.hf.build(), self.config.model.loss_chunk_size)
-        if self.splits:  # whichever of its modules calls `attend` finds its group
-            for module in model.modules():
-                setattr(module, ATTRIBUTE, None)
-        return model
+        return may_split(model) if self.splits else model
 
     def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
         self.hf.init_parameter(fqn, full, generator)

@@ -22,7 +22,6 @@ from ..config.schema import RunConfig, TaskName, TrainConfig
 from ..data.loader import Collate
 from ..data.tokenizer import load_tokenizer, tokenizer_path
 from ..errors import ConfigError, ShardkitError
-from ..parallel.context import Part
 from .base import Task
 from .causal_lm import CausalLM
 from .hf_causal_lm import HFCausalLM
@@ -149,23 +148,24 @@ def _raised(spec: str, action: str, error: BaseException) -> ConfigError:
     )
 
 
-def collate_of(task: Task, part: Part) -> Collate:
-    """The function that makes a rank's micro-batch of samples: the whole one, or its part of each sequence."""
+def collate_of(task: Task, rank: int, cp: int) -> Collate:
+    """The function that makes a micro-batch of samples: of the whole ones, or of the part of each sequence that a rank
+    of `parallel.cp` holds."""
     collate: Collate = getattr(task, "collate", None) or default_collate
-    return collate if part.size == 1 else partial(_collate_part, collate, splitting(task, part))
+    return collate if cp == 1 else partial(_collate_part, collate, splitting(task, rank, cp))
 
 
-def splitting(task: Task, part: Part) -> Callable[[Any], Any]:
-    """The function that takes a rank's part of each sequence of a micro-batch."""
-    if part.size == 1:
+def splitting(task: Task, rank: int, cp: int) -> Callable[[Any], Any]:
+    """The function that takes the part of a micro-batch that a rank of `parallel.cp` holds."""
+    if cp == 1:
         return lambda batch: batch
     split = getattr(task, "split_sequences", None)
     if split is None:
         raise ConfigError(
-            f"parallel.cp={part.size}: {type(task).__name__} does not split the sequences of its batches",
-            "remove parallel.cp, or give the task split_sequences(batch, part) (docs/long.md)",
+            f"parallel.cp={cp}: {type(task).__name__} does not split the sequences of its batches",
+            "remove parallel.cp, or give the task split_sequences(batch, rank, size) (docs/long.md)",
         )
-    return partial(split, part=part)
+    return partial(split, rank=rank % cp, size=cp)
 
 
 def _collate_part(collate: Collate, split: Callable[[Any], Any], samples: list[Any]) -> Any:

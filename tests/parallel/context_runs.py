@@ -5,24 +5,29 @@ from __future__ import annotations
 import gc
 import random
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
+from shardkit.errors import ConfigError
+from shardkit.parallel.context import ContextParallel
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
+from shardkit.tasks.load import load_task
 from tests.data.chats import write_lines, write_tokenizer
-from tests.strategies.cases import PARTITION_ALL
+from tests.strategies.cases import PARTITION_ALL, assert_curve
 
-GLOBAL_BATCH, ACCUM, STEPS, SEQ = 16, 2, 4, 24
+GLOBAL_BATCH, ACCUM, STEPS, SEQ = 16, 2, 8, 24
+WEIGHTS = 2e-5
 REFERENCE: dict[str, Any] = {
     "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 4, "model.vocab_size": 512, "model.max_seq_len": 64,
 }  # fmt: skip
-PADDED: dict[str, Any] = {}
-PACKED = {"data.packing": "packed"}
-PADDING_FREE = {"data.packing": "padding_free"}
 _LLAMA = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 64,
@@ -40,6 +45,9 @@ MODELS = {
     "one key head": hf("llama", num_key_value_heads=1),
     "qwen3": hf("qwen3", head_dim=8),
     "mistral with a window": hf("mistral", sliding_window=5),
+    "gemma 2 with softcaps": {**hf("gemma2", head_dim=8, sliding_window=5), "model.loss_chunk_size": 0},
+    "gemma 3": hf("gemma3_text", head_dim=8, sliding_window=5),
+    "gpt-oss with sinks": hf("gpt_oss", head_dim=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     # The step is the gradient: a wrong factor, which AdamW would hide, shows in the weights.
@@ -62,32 +70,48 @@ def documents(folder: Path, pairs: bool) -> dict[str, Any]:
     return {"data.path": str(folder / "texts.jsonl"), "data.tokenizer": str(tokenizer), "data.cache_dir": str(folder)}
 
 
-def run(settings: dict[str, Any]) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Train by `settings` in this rank's world; (loss, norm) of each step, and on rank 0 the weights after them."""
-    world, cp = dist.get_world_size(), settings.get("parallel.cp", 1)
-    data_ranks = world // cp
+@dataclass
+class Ran:
+    steps: list[tuple[float, float]]  # (loss, norm)
+    weights: dict[str, torch.Tensor]  # after them
+    val_loss: float
+    texts: list[str]  # what the model wrote at the end
+
+
+def completed(settings: dict[str, Any], folder: str, accum: int = ACCUM) -> dict[str, Any]:
+    """The settings of a run on this world, with a folder that all ranks share."""
+    data_ranks = dist.get_world_size() // settings.get("parallel.cp", 1)
+    shared: list[Any] = [folder]
+    dist.broadcast_object_list(shared)
+    if dist.get_rank() == 0:
+        data = documents(Path(folder), settings.get("data.packing", "none") == "none")
+    full = {
+        "run.dir": f"{shared[0]}/run", "run.device": "cpu", "train.max_steps": STEPS, "train.seq_len": SEQ,
+        "train.grad_accum_steps": accum, "train.micro_batch_size": GLOBAL_BATCH // accum // data_ranks,
+        "optim.schedule": "constant", "train.eval_samples": 8, "train.eval_every": STEPS, **settings,
+    }  # fmt: skip
+    if full["parallel.strategy"] == "zero3":
+        full["parallel.ds_config"] = PARTITION_ALL
+    both: list[Any] = [{**full, **data} if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(both)
+    return dict(both[0])
+
+
+def run(settings: dict[str, Any]) -> Ran:
+    """Train by `settings` in this rank's world."""
     with tempfile.TemporaryDirectory() as folder:
-        full = {
-            "run.dir": f"{folder}/run", "run.device": "cpu", "run.overwrite": True, "train.max_steps": STEPS,
-            "train.seq_len": SEQ, "train.grad_accum_steps": ACCUM, "optim.schedule": "constant",
-            "train.micro_batch_size": GLOBAL_BATCH // ACCUM // data_ranks, "train.eval_samples": 8, "checkpoint.every_steps": None,
-            **documents(Path(folder), settings.get("data.packing") is None), **settings,
-        }  # fmt: skip
-        folders: list[Any] = [full]
-        dist.broadcast_object_list(folders)
-        full = folders[0]
-        if full.get("parallel.strategy") == "zero3":
-            full["parallel.ds_config"] = PARTITION_ALL
-        with start(None, full) as job:
+        with start(None, completed(settings, folder)) as job:
             trainer = Trainer(job)
-            curve = [(record["loss"], record["grad_norm"]) for record in trainer.steps()]
-            weights = whole_weights(job.strategy)
+            records = list(trainer.steps())
+            steps = [(record["loss"], record["grad_norm"]) for record in records]
+            texts = [text["text"] for text in trainer.loop.texts]
+            ran = Ran(steps, whole_weights(job.strategy), records[-1]["val_loss"], texts)
         gc.collect()
         dist.barrier()
-    return curve, weights
+    return ran
 
 
-def whole_weights(strategy: Any) -> dict[str, torch.Tensor]:
+def whole_weights(strategy: Any, prefix: str = "model.") -> dict[str, torch.Tensor]:
     pieces: list[Any] = [None] * dist.get_world_size()
     mine = [
         (s.name, s.shape, s.start, s.local.detach().clone()) for s in strategy.shards() if s.name.startswith("model.")
@@ -104,13 +128,134 @@ def runs(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: run(settings) for name, settings in cases.items()}
 
 
-def distance(left: Any, right: Any) -> tuple[float, float, float]:
-    """Largest differences of two runs: loss, norm (relative), weights (relative to a weight's largest element)."""
-    losses = max(abs(a[0] - b[0]) for a, b in zip(left[0], right[0], strict=True))
-    norms = max(abs(a[1] - b[1]) / b[1] for a, b in zip(left[0], right[0], strict=True))
-    assert left[1].keys() == right[1].keys()
-    weights = max(
-        float((left[1][name] - value).abs().max() / value.abs().max().clamp_min(1e-3))
-        for name, value in right[1].items()
-    )
-    return losses, norms, weights
+def assert_same(found: Ran, want: Ran, name: object) -> None:
+    """Losses within 1e-5, norms within a share 1e-4, every weight within a share 1e-5 of its tensor's largest."""
+    assert_curve(found.steps, want.steps, name)
+    assert abs(found.val_loss - want.val_loss) <= 1e-5, name
+    assert found.weights.keys() == want.weights.keys()
+    for key, weight in want.weights.items():
+        largest = float((found.weights[key] - weight).abs().max())
+        assert largest <= WEIGHTS * float(weight.abs().max()), f"{name}: {key} differs by {largest}"
+
+
+def resumed(cases: list[dict[str, Any]], folder: str) -> list[Any]:
+    """Train each case to its last step in one run directory, each from the checkpoint of the one before."""
+    return [steps_of({**case, "run.dir": f"{folder}/run"}) for case in cases]
+
+
+def steps_of(case: dict[str, Any]) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss, norm) of each step, and the weights and moments with which the run began."""
+    with start(None, {**case, "run.device": "cpu"}) as job:
+        trainer = Trainer(job)
+        began = whole_weights(job.strategy, "")
+        records = list(trainer.recorded_steps())
+    gc.collect()
+    return [(record["loss"], record["grad_norm"]) for record in records], began
+
+
+class Attention(nn.Module):
+    """A user's own attention, with the hook of docs/long.md."""
+
+    context_parallel: ContextParallel | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).unbind(2)  # [rows, T, heads, width]
+        context = self.context_parallel
+        if context is not None:
+            q, k, v = context.to_heads(q), context.to_heads(k), context.to_heads(v)
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        if context is not None:
+            heads = context.to_positions(heads)
+        return self.out(heads.flatten(2))
+
+
+class Own(nn.Module):
+    def __init__(self, attention: type[nn.Module] = Attention) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.blocks = nn.Embedding(20, 16), nn.ModuleList(attention() for _ in range(2))
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def own_loop(strategy: str, cp: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    settings = {
+        "parallel.strategy": strategy, "parallel.cp": cp, "run.device": "cpu", "train.seq_len": 12,
+        "optim.name": "sgd", "optim.lr": 0.5, "optim.weight_decay": 0.0, "train.max_norm": None,
+    }  # fmt: skip
+    with start(None, settings) as job:
+        job.wrap(Own)
+        world, steps = job.world, []
+        for number in range(4):
+            rows = torch.randint(0, 20, (4, 13), generator=torch.Generator().manual_seed(number))
+            rows = rows[world.data_rank :: world.data_size]
+            part = slice(world.rank % cp, None, cp)
+            batch = rows[:, :-1][:, part], rows[:, 1:][:, part]
+            result = job.step([batch], summed, lambda batch: batch[1].numel())
+            steps.append((result.loss, result.grad_norm))
+        return steps, whole_weights(job.strategy)
+
+
+def summed(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+
+def without_hook(model: str) -> str:
+    """What is said of a model that cannot split its sequences."""
+    settings = {"parallel.strategy": "ddp", "parallel.cp": 2, "run.device": "cpu", "train.seq_len": 12}
+    built = {"plain": lambda: Own(nn.Identity), "batch norm": lambda: nn.Sequential(Own(), nn.BatchNorm1d(20))}[model]
+    with pytest.raises(ConfigError) as caught, start(None, settings) as job:
+        job.wrap(built)
+    return str(caught.value)
+
+
+def exchanges(policies: list[str]) -> dict[str, int]:
+    """All-to-alls of a step, by the policy of recomputation."""
+    counts = {}
+    for policy in policies:
+        settings = {**MODELS["reference"], "parallel.strategy": "fsdp", "parallel.cp": 2, "activation.policy": policy}
+        with tempfile.TemporaryDirectory() as folder, start(None, completed(settings, folder, accum=1)) as job:
+            trainer = Trainer(job)
+            steps = iter(trainer.steps())
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                next(steps)
+            events = profiler.key_averages()
+            counts[policy] = sum(event.count for event in events if event.key == "gloo:all_to_all")
+        gc.collect()
+        dist.barrier()
+    return counts
+
+
+def leaks(packed: bool) -> list[float]:
+    """How much the loss of each other document moves if a token of one changes; of the changed one, last."""
+    lengths = [5, 9, 3, 7]  # every cut of a row in 2 or 4 lies within a document
+    settings = {**MODELS["reference"], "parallel.strategy": "ddp", "parallel.cp": dist.get_world_size()}
+    settings |= {"run.device": "cpu", "train.seq_len": SEQ, "train.micro_batch_size": 1}
+    with start(None, settings) as job:
+        task: Any = load_task(job.config)
+        job.wrap(task.build_model, init_parameter=task.init_parameter, block_classes=task.block_classes)
+        losses = []
+        for changed in (False, True):
+            tokens = torch.arange(24)[None] % 7 + 1
+            tokens[0, 7] += int(changed)  # of the second document
+            batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "lengths": lengths if packed else [24]}
+            sums = []
+            for begin, length in zip([0, 5, 14, 17], lengths, strict=True):
+                targets = torch.full_like(tokens, -100)
+                targets[:, begin : begin + length] = batch["targets"][:, begin : begin + length]
+                share = task.split_sequences({**batch, "targets": targets}, job.world.rank, dist.get_world_size())
+                with torch.no_grad():
+                    sums.append(float(task.loss(job.model, share)))
+            losses.append(job.world.sum(sums))
+        moved = [abs(a - b) for a, b in zip(*losses, strict=True)]
+        return [moved[0], *moved[2:], moved[1]]

@@ -22,7 +22,6 @@ from ...memory.tracing.compat import TRACKER
 from ...memory.tracing.events import EventLog, Peak, repeat_last_step
 from ...memory.tracing.traced_step import BETWEEN, Tracing
 from ...memory.tracing.tracker import TensorTracker
-from ...parallel.context import Part
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies.zero.config import build_ds_config
@@ -237,7 +236,7 @@ def trace(
     speeds = scenario.speeds
     work = None if speeds is None else WorkCounter(config, log, speeds, scenario.device, target.ranks_per_node)
     task = load_task(config)
-    split = splitting(task, Part((target.rank or 0) % config.parallel.cp, config.parallel.cp))
+    split = splitting(task, target.rank or 0, config.parallel.cp)
     batch = split(sample_batch(task, config))
     n_evaluated = min(config.train.micro_batch_size, config.train.eval_samples)
     evaluated = split(sample_batch(task, config, n_evaluated)) if n_evaluated else None

@@ -219,14 +219,14 @@ def take_evaluation(
     """Take a micro-batch of an evaluation, and a token of each sample, as a run does."""
     model, device = strategy.model, world.device
     model.eval()
-    whole = nullcontext() if world.context is None else world.context.whole_sequences()
+    alone = nullcontext() if world.context is None else world.context.whole_sequences()
     with torch.no_grad(), strategy.evaluating():
         with tracing.phase("evaluate"):
             getattr(task, "plan_loss", task.loss)(model, to_device(batch, device))
         if prompts is not None:
             rows, width = prompts.batch(config.train, world.size)
             # A run keeps no keys and values of earlier tokens: each is a forward over prompt and answer, of one shape.
-            with tracing.phase("sample"), whole:
+            with tracing.phase("sample"), alone:
                 tokens = torch.zeros(rows, width, dtype=torch.long)
                 last_positions = torch.zeros(rows, dtype=torch.long, device=device)
                 task.next_logits(model, tokens.to(device), last_positions).float().cpu()  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ NUMBERS: dict[str, list[Any]] = {
     "train.eval_every": [1, 2], "train.sample_prompts": [["number 1"]], "train.sample_tokens": [2, 4],
     "train.sample_temperature": [0.0, 0.7], "train.ema_decay": [0.5, 0.9], "optim.lr": [1e-3, 1e-2],
     "optim.weight_decay": [0.0, 0.3], "optim.betas": [[0.5, 0.9]], "optim.eps": [1e-6], "optim.momentum": [0.0, 0.9],
-    "optim.warmup_steps": [1, 2], "optim.min_lr_ratio": [0.0, 1.0], "parallel.dp_replicate": [1, 2],
+    "optim.warmup_steps": [1, 2], "optim.min_lr_ratio": [0.0, 1.0], "parallel.dp_replicate": [1, 2], "parallel.cp": [2],
     "parallel.dp_shard": [1, 2], "parallel.bucket_mb": [0.01, 1.0], "parallel.prefetch": [1, 2], "parallel.hpz": [2],
     "parallel.offload_ratio": [0.5, 1.0], "precision.loss_scale_init_power": [4, 12],
     "precision.loss_scale_window": [1, 1000], "activation.every_k": [1, 2, 3], "activation.budget": [0.0, 0.5, 1.0],
