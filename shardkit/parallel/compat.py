@@ -149,14 +149,14 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
-        ones = [1] * parts.shape[0]
-        exchanged: torch.Tensor = _wait(_exchange(parts, ones, ones, group))
+        sizes = [1] * parts.shape[0]
+        exchanged: torch.Tensor = _wait(_exchange(parts, sizes, sizes, group))
         return exchanged
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ones = [1] * grad.shape[0]
-        return _wait(_exchange(grad.contiguous(), ones, ones, ctx.group)), None
+        sizes = [1] * grad.shape[0]
+        return _wait(_exchange(grad.contiguous(), sizes, sizes, ctx.group)), None
 
 
 def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

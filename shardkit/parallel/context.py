@@ -74,7 +74,7 @@ def new_group(rank: int, world_size: int, size: int) -> ContextParallel | None:
     """This rank's group, of `size` neighbouring ranks; collective. None if sequences are whole."""
     if size == 1:
         return None
-    groups = [list(range(first, first + size)) for first in range(0, world_size, size)]
+    groups = [list(range(start, start + size)) for start in range(0, world_size, size)]
     group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
     assert group is not None
     return ContextParallel(rank % size, size, group)
