@@ -1,7 +1,7 @@
-"""What a proof costs: `python -m tests.prove.cost ddp --rounds 2` runs a program by itself and under a proof, in turns.
+"""What a proof costs: `python -m tests.prove.cost ddp start` runs a program by itself and under a proof, in turns.
 
-It prints JSON: the seconds of the program's own start and two steps, those of a proof of two steps, and the medians of
-a step of rank 0 by itself and recorded, for a tiny model and a small one.
+It prints a line of JSON with the seconds of both: from a command's start to its end for two steps, or of a step of
+rank 0, by itself and recorded.
 """
 
 from __future__ import annotations
@@ -78,34 +78,30 @@ for step in range(n_steps):
     if rank == 0:
         print(f"step took {time.perf_counter() - begin:.6f}", flush=True)
 """
-TINY, SMALL = 32, 256
+WIDTHS = {"tiny": 32, "small": 128}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("strategy", choices=["ddp", "fsdp2", "zero2"])
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("part", choices=["start", "tiny", "small"], help="a start, or a step of a model of that size")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=8)
     a = parser.parse_args()
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    n_steps, width = (2, WIDTHS["tiny"]) if a.part == "start" else (a.steps, WIDTHS[a.part])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(PROGRAM)
         for number in range(a.rounds):
             for is_proof in (False, True):
-                taken, _ = run(folder, f"start{number}", a.strategy, TINY, 2, is_proof)
-                seconds.setdefault("proof" if is_proof else "start", []).append(taken)
-            for size, width in (("tiny", TINY), ("small", SMALL)):
-                for is_proof in (False, True):
-                    _, steps = run(folder, f"{size}{number}", a.strategy, width, a.steps, is_proof)
-                    seconds.setdefault(f"{size} step{' recorded' * is_proof}", []).append(median(steps[2:]))
-    medians = {name: round(median(numbers), 5) for name, numbers in seconds.items()}
-    ratios = {
-        "proof / start": medians["proof"] / medians["start"],
-        **{f"{size} step": medians[f"{size} step recorded"] / medians[f"{size} step"] for size in ("tiny", "small")},
-    }
-    rounded = {name: round(ratio, 2) for name, ratio in ratios.items()}
-    print(json.dumps({"strategy": a.strategy, "torch": torch.__version__, "seconds": medians, "ratios": rounded}))
+                taken, steps = run(folder, f"round{number}", a.strategy, width, n_steps, is_proof)
+                seconds[is_proof].append(taken if a.part == "start" else median(steps[2:]))
+    alone, proven = median(seconds[False]), median(seconds[True])
+    print(json.dumps({
+        "strategy": a.strategy, "part": a.part, "torch": torch.__version__, "rounds": a.rounds,
+        "alone_s": round(alone, 4), "proof_s": round(proven, 4), "ratio": round(proven / alone, 2),
+    }))  # fmt: skip
 
 
 def run(folder: Path, name: str, strategy: str, width: int, n_steps: int, is_proof: bool) -> tuple[float, list[float]]:
