@@ -121,6 +121,38 @@ def saved(a: argparse.Namespace) -> None:
         save_fsdp_model(plugin, accelerator, model, "trained", adapter_only=True)
 
 
+def megatron(a: argparse.Namespace) -> None:
+    """Megatron-core's tensor parallel layers, on the CPU: all ranks share the rows."""
+    from megatron.core import ModelParallelConfig, parallel_state
+    from megatron.core import tensor_parallel as tp
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    settings = {"config": ModelParallelConfig(use_cpu_initialization=True), "init_method": nn.init.xavier_normal_}
+
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = tp.VocabParallelEmbedding(96, 32, **settings)
+            self.up = tp.ColumnParallelLinear(32, 64, gather_output=False, **settings)
+            linear = {"input_is_parallel": True, "bias": True, "skip_bias_add": False}
+            self.down = tp.RowParallelLinear(64, 32, **linear, **settings)
+            self.head = tp.ColumnParallelLinear(32, 96, gather_output=False, **settings)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            logits, _ = self.head(x + self.down(F.gelu(self.up(x)[0]))[0])
+            loss: torch.Tensor = tp.vocab_parallel_cross_entropy(logits[:, :-1].contiguous(), tokens[:, 1:])
+            return loss.mean()
+
+    model, rows = Parallel(), Rows(even=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for tokens in DataLoader(rows, a.batch, shuffle=True, generator=torch.Generator().manual_seed(0)):
+        optimizer.zero_grad()
+        model(tokens - 1).backward()
+        optimizer.step()
+
+
 def zero(a: argparse.Namespace) -> None:
     """DeepSpeed's ZeRO: its own accumulation, or several backwards before a step (`--manual`)."""
     import deepspeed
@@ -175,8 +207,8 @@ def main() -> None:
     torch.manual_seed(0)
     programs = {
         "trainer": lambda: trainer(a, llama()), "own-model": lambda: trainer(a, Plain()),
-        "adapter": lambda: adapter(a), "saved": lambda: saved(a), "zero": lambda: zero(a),
-        "plain": lambda: plain(a),
+        "adapter": lambda: adapter(a), "saved": lambda: saved(a), "megatron": lambda: megatron(a),
+        "zero": lambda: zero(a), "plain": lambda: plain(a),
     }  # fmt: skip
     programs[a.program]()
 
