@@ -41,7 +41,6 @@ AT_LEAST_S = 60.0
 MOST_BYTES = 8 * 2**30
 """Memory of each process of the tests."""
 FOLDER = REPO / "build" / "mutants"
-PARITY, FOREIGN = "tests/strategies/test_parity.py", "tests/strategies/test_foreign.py"
 CHOSEN: dict[str, list[str]] = {
     "shardkit/memory/rows.py": ["tests/memory/test_rows.py", "tests/memory/test_table.py"],
     "shardkit/plan/model/allocator.py": ["tests/plan/test_allocator.py"],
@@ -55,22 +54,12 @@ CHOSEN: dict[str, list[str]] = {
         "tests/checkpoint/test_planner.py",
         "tests/checkpoint/test_reader.py",
         "tests/checkpoint/test_checkpointer.py",
-        "tests/checkpoint/test_matrix.py",
     ],
-    "shardkit/strategies/step.py": [
-        "tests/strategies/test_step.py",
-        "tests/run/test_own_loop.py",
-        f"{PARITY}::test_every_engine_with_each_setting",
-        "tests/run/test_gradients.py::test_a_gradient_that_is_not_finite_never_reaches_a_checkpoint",
-    ],
+    "shardkit/strategies/step.py": ["tests/strategies/test_step.py", "tests/run/test_own_loop.py"],
     "shardkit/strategies/fsdp.py": [
         "tests/strategies/test_fsdp.py",
         "tests/strategies/test_graphs.py::test_random_graphs_train_as_in_one_process_or_are_refused",
-        f"{PARITY}::test_every_engine_and_feature",
-        f"{PARITY}::test_offloaded_engines",
-        f"{FOREIGN}::test_experts_chosen_by_the_data_train_as_in_one_process_or_are_refused_by_name",
-        f"{FOREIGN}::test_unusual_parameters_train_as_in_one_process_or_are_refused_when_the_model_is_wrapped",
-        f"{FOREIGN}::test_checkpoints_of_uncommon_weights_travel[one number]",
+        "tests/strategies/test_parity.py::test_every_engine_and_feature",
     ],
 }
 """Module → the default tests that ought to notice its errors, the cheapest first; none that compares times."""
