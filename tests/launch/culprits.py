@@ -1,14 +1,12 @@
 """Jobs in which a drawn rank ends in a drawn way at a drawn moment: the launcher names it, or says it is unknown.
 
-    python -m tests.launch.culprits --seeds 0-300 [--srun]
+    python -m tests.launch.culprits 0-300
 
-plays the draws of these seeds and prints how many named the rank. With --srun they run as jobs of a Slurm cluster of
-emulated nodes, which needs root.
+plays the draws of these seeds.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -16,31 +14,23 @@ import os
 import random
 import re
 import socket
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from shardkit.launch.failures.failure import TORCHRUN_LOG
 from shardkit.launch.local.launcher import Ended, _verdict, build_argv
 from shardkit.launch.script import Script
 from shardkit.launch.spec import JobSpec, Rendezvous
 
-if TYPE_CHECKING:
-    from tests.slurm.cluster import Cluster
-
 RANK = '''
 import atexit, json, os, signal, socket, sys, threading, time
 from pathlib import Path
 folder, drawn = Path(sys.argv[1]), json.loads(sys.argv[2])
-rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
-size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1)))
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 address = folder / "address"
 if rank == 0:
     server = socket.create_server(("127.0.0.1", 0))
@@ -211,27 +201,6 @@ def play(drawn: Draw, folder: Path) -> str:
     return max(verdicts)[1]
 
 
-def play_on(cluster: Cluster, drawn: Draw, folder: Path) -> str:
-    """Play a draw as a job of one task a rank, started by srun; see `judge`."""
-    (folder / "rank.py").write_text(RANK)
-    nodes = [f"--nodes={drawn.n_nodes}", "--gpus-per-node=0", f"--ranks-per-node={drawn.ranks_per_node}"]
-    words = [
-        *nodes,
-        "--cpus-per-task=1",
-        "--style=srun",
-        "--run-dir",
-        str(folder / "run"),
-        "--checkpoints",
-        str(folder),
-    ]
-    submitted = cluster.shardkit("submit", *words, "--", str(folder / "rank.py"), str(folder), drawn.program)
-    assert submitted.returncode == 0, submitted
-    job = submitted.stdout.split()[2]
-    output = folder / f"run/logs/slurm-{job}.out"
-    assert cluster.wait(job, output) == "FAILED", output.read_text()
-    return judge(drawn, output.read_text(), int(cluster.field(job, "ExitCode").partition(":")[0]))
-
-
 def _torchrun(args: list[str], logs: Path) -> NoReturn:
     from torch.distributed.run import main
 
@@ -248,33 +217,10 @@ def _torchrun(args: list[str], logs: Path) -> NoReturn:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", required=True, metavar="FIRST-LAST")
-    parser.add_argument("--srun", action="store_true")
-    args = parser.parse_args()
-    first, last = map(int, args.seeds.split("-"))
-    results: Counter[str] = Counter()
-
-    def all_seeds(play_here: Callable[[Draw, Path], str]) -> None:
-        for seed in range(first, last):
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                began = time.monotonic()
-                try:
-                    outcome = play_here(draw(seed), Path(folder))
-                    results[outcome] += 1
-                    print(f"seed {seed}: {outcome}, {time.monotonic() - began:.0f} s: {draw(seed)}", flush=True)
-                except (AssertionError, subprocess.TimeoutExpired) as error:
-                    results["wrong"] += 1
-                    print(f"seed {seed}: {error}", flush=True)
-
-    if args.srun:
-        from tests.slurm.cluster import running
-
-        with tempfile.TemporaryDirectory() as folder, running(Path(folder), SLURM_TEST_CPUS="16") as cluster:
-            all_seeds(lambda drawn, work: play_on(cluster, drawn, work))
-    else:
-        all_seeds(play)
-    print(f"{sum(results.values())} draws: {dict(results)}")
+    first, last = map(int, sys.argv[1].split("-"))
+    for seed in range(first, last):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            print(f"seed {seed}: {play(draw(seed), Path(folder))}: {draw(seed)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import random
 import re
@@ -14,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shardkit.launch.failures import job_starts
@@ -106,14 +106,6 @@ def test_nodes_that_cannot_meet_are_told_why_in_time(host: str, said: str, tmp_p
 
 
 @pytest.mark.slow
-def test_a_signals_likely_cause_is_told(tmp_path: Path) -> None:
-    process = run(command(*TWO, *settings(tmp_path / "run", "kill")), code=137)
-    assert "error: rank 1 failed: killed by SIGKILL" in process.stderr
-    cause = next(line for line in process.stderr.splitlines() if "likely cause" in line)
-    assert "memory" in cause
-
-
-@pytest.mark.slow
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint(
     tmp_path: Path, plain: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
@@ -166,7 +158,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     for line in process.stdout:
         if line.startswith(b"step 1/"):
             break
-    assert [address for address in listening(with_marker(marker)) if not address.is_loopback] == []
+    assert set(listening(with_marker(marker))) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     meeting = list((tmp_path / "tmp").glob("shardkit-*"))
     assert [folder.stat().st_mode & 0o777 for folder in meeting] == [0o700]
     process.send_signal(signal.SIGINT)
@@ -205,21 +197,13 @@ def test_ctrl_c_at_any_moment_ends_everything_within_10_seconds(tmp_path: Path) 
         print(said)
 
 
-def listening(pids: list[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+def listening(pids: list[int]) -> list[str]:
     """Addresses on which these processes wait for connections; those that have ended meanwhile have none."""
-    held = set()
+    found: list[str] = []
     for pid in pids:
-        with suppress(OSError):
-            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(FileNotFoundError):
-                    held.add(os.readlink(descriptor))
-    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            local, state, inode = (line.split()[i] for i in (1, 3, 9))
-            if state == "0A" and f"socket:[{inode}]" in held:
-                words = bytes.fromhex(local.partition(":")[0])
-                found.append(ipaddress.ip_address(b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))))
+        with suppress(psutil.NoSuchProcess):
+            sockets = psutil.Process(pid).net_connections()
+            found += [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN]
     return found
 
 

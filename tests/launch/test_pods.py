@@ -29,12 +29,11 @@ SPEC = JobSpec(
 )  # fmt: skip
 
 
-def job_set_of(spec: JobSpec) -> Any:
-    return yaml.safe_load(render_job_set(spec))["spec"]
-
-
-def pod_spec(job: Any) -> Any:
-    return job["template"]["spec"]
+def container_of(spec: JobSpec) -> Any:
+    """The container of a pod, as the manifest describes it."""
+    (job,) = yaml.safe_load(render_job_set(spec))["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    return container
 
 
 def pod_environment(spec: JobSpec, index: int, uid: str, attempt: int) -> dict[str, str]:
@@ -44,10 +43,9 @@ def pod_environment(spec: JobSpec, index: int, uid: str, attempt: int) -> dict[s
         "metadata.labels['jobset.sigs.k8s.io/jobset-uid']": uid,
         "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": str(attempt),
     }
-    (container,) = pod_spec(job_set_of(spec)["replicatedJobs"][0]["template"]["spec"])["containers"]
     return {
         entry["name"]: entry["value"] if "value" in entry else values[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-        for entry in container["env"]
+        for entry in container_of(spec)["env"]
     }
 
 
@@ -104,7 +102,7 @@ def test_two_preempted_pods_save_longer_than_torchruns_patience_and_go_on(tmp_pa
 
 def start_pod(spec: JobSpec, index: int, attempt: int, port: int) -> subprocess.Popen[str]:
     """A pod's container as a process of this machine, where the pods' names mean nothing."""
-    (container,) = pod_spec(job_set_of(spec)["replicatedJobs"][0]["template"]["spec"])["containers"]
+    container = container_of(spec)
     here = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
     return subprocess.Popen(
         [sys.executable, *container["command"][1:], *container["args"]], cwd=REPO, text=True, start_new_session=True,

@@ -122,7 +122,8 @@ def test_which_starts_are_restarts_of_the_job_that_wrote_a_directory(
         earlier = restart.this_start(wrote)
         (tmp_path / "env.json").write_text(json.dumps({"job": earlier.job, "torchrun": earlier.agent}))
     assert restart.wrote(tmp_path, starts) is expected
-    assert bool(restart.overrides(str(tmp_path), False, starts)) is (expected is True)
+    continues = ["run.overwrite=false", "run.resume=auto"]
+    assert restart.overrides(str(tmp_path), False, starts) == (continues if expected else [])
 
 
 def test_a_grace_that_is_no_number_is_refused() -> None:

@@ -181,14 +181,17 @@ class Clock:
         return self.now
 
 
+def begun(folder: Path, clock: Clock, path: str = "beat{local_rank}", ranks: int = 2) -> Heartbeats:
+    path = path if path == "auto" else f"{folder}/{path}"
+    beats = Heartbeats(Script(("x.py",), heartbeat=path, heartbeat_timeout_s=10), ranks, folder, clock)
+    beats.begin()
+    return beats
+
+
 def test_a_rank_is_silent_only_by_time_in_which_the_launcher_ran(tmp_path: Path) -> None:
     clock = Clock()
-    beats = Heartbeats(
-        Script(("x.py",), heartbeat=f"{tmp_path}/beat{{local_rank}}", heartbeat_timeout_s=10), 2, tmp_path, clock
-    )
-    stale = tmp_path / "beat0"
-    stale.write_text("from an earlier start")
-    beats.begin()
+    (tmp_path / "beat0").write_text("from an earlier start")
+    beats = begun(tmp_path, clock)
     assert beats.quiet() == {}
     for rank in range(2):
         (tmp_path / f"beat{rank}").write_text("")
@@ -209,10 +212,7 @@ def test_a_rank_is_silent_only_by_time_in_which_the_launcher_ran(tmp_path: Path)
 def silent_after(folder: Path, gap_s: float) -> tuple[float, list[int]]:
     """When which ranks are told of, where rank 0 is silent for good `gap_s` before rank 1; a limit of 10 s."""
     clock = Clock()
-    beats = Heartbeats(
-        Script(("x.py",), heartbeat=f"{folder}/beat{{local_rank}}", heartbeat_timeout_s=10), 2, folder, clock
-    )
-    beats.begin()
+    beats = begun(folder, clock)
     quiet = beats.quiet()
     for rank in range(2):
         (folder / f"beat{rank}").touch()
@@ -233,8 +233,7 @@ def test_ranks_that_fall_silent_together_are_told_of_together(tmp_path: Path) ->
 
 def test_a_script_that_never_touches_its_file_is_told_which(tmp_path: Path) -> None:
     clock = Clock()
-    beats = Heartbeats(Script(("x.py",), heartbeat="auto", heartbeat_timeout_s=10), 1, tmp_path, clock)
-    beats.begin()
+    beats = begun(tmp_path, clock, "auto", ranks=1)
     quiet = beats.quiet()
     while not quiet:
         clock.now += 1

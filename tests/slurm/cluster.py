@@ -110,11 +110,11 @@ class Cluster:
 
 
 @contextmanager
-def running(folder: Path, **variables: str) -> Iterator[Cluster]:
-    """A cluster that is started and stopped, with its files in an empty folder; `variables`: of cluster.sh."""
+def running(folder: Path) -> Iterator[Cluster]:
+    """A cluster that is started and stopped, with its files in an empty folder."""
     cluster = Cluster(folder)
     start = ["bash", str(SCRIPT), "start", str(folder), "2"]
-    started = subprocess.run(start, env={**cluster.env, **variables}, stdout=subprocess.DEVNULL)
+    started = subprocess.run(start, env=cluster.env, stdout=subprocess.DEVNULL)
     try:
         assert started.returncode == 0, "the cluster did not come up, see above"
         yield cluster

@@ -6,7 +6,7 @@
 #   cluster.sh kill-node DIR NODE the node dies: its daemon and all that runs on it (start-node: it comes back)
 #   cluster.sh hide DIR NODE PATH what runs on the node finds PATH empty (show DIR NODE: as before)
 #   cluster.sh kill-steps DIR NODE JOB  the daemon stays; the daemons of the job's steps and their tasks die
-# Partition `batch` is preempted (requeued) by partition `high`, `brusque` without any grace; `lab` is for an account that nobody has. Each node has 4 CPUs (SLURM_TEST_CPUS) and 2 GPUs that are not there.
+# Partition `batch` is preempted (requeued) by partition `high`, `brusque` without any grace; `lab` is for an account that nobody has. Each node has 4 CPUs and 2 GPUs that are not there.
 set -euo pipefail
 export PATH=/usr/sbin:/sbin:$PATH
 PROGRAMS=(slurmctld slurmd sbatch srun scontrol munged)
@@ -142,7 +142,7 @@ wait_up() { # NODES: until they are idle or a daemon has ended; a busy machine m
 }
 
 start() { # DIR NODES
-  local nodes=${2:-2} cpus=${SLURM_TEST_CPUS:-4} i
+  local nodes=${2:-2} cpus=4 i
   [ "$(id -u)" = 0 ] || fail "a Slurm cluster of emulated nodes needs root"
   [ -z "$(missing)" ] || fail "not installed: $(missing | tr '\n' ' ')"
   mkdir -p "$1" && cd "$1"

@@ -6,29 +6,13 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardkit.checkpoint.native import layout, writer
-
-
-class Small:
-    """A small linear model."""
-
-    def build_model(self) -> nn.Module:
-        return nn.Linear(8, 4)
-
-    def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
-        generator = torch.Generator().manual_seed(1)
-        return [torch.randn(8, generator=generator) for _ in range(64)] if split == "train" else None
-
-    def n_targets(self, batch: torch.Tensor) -> int:
-        return len(batch)
-
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().sum()  # type: ignore[no-any-return]
+from tests.launch.tasks import Troubled
 
 
 def broken_node(run_dir: Path) -> Path:
@@ -36,7 +20,7 @@ def broken_node(run_dir: Path) -> Path:
     return run_dir.with_name(f"{run_dir.name}.broken")
 
 
-class Faulty(Small):
+class Faulty(Troubled):
     """Fails as a GPU with broken memory does, on the node where it is started first."""
 
     def __init__(self, config: Any) -> None:
@@ -45,12 +29,13 @@ class Faulty(Small):
             broken.write_text(here)
         if broken.read_text() == here:
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+        super().__init__(config, "nothing")
 
 
 _HELD_AT = 250
 
 
-class SlowSaves(Small):
+class SlowSaves(Troubled):
     """A small linear model whose saves take `save_s` seconds: most of it in each rank's file, then in the manifest.
 
     Every rank keeps the phase that it is in, and its process id, in RUN_DIR/phase.RANK (see `phase_of`). On rank
@@ -61,6 +46,7 @@ class SlowSaves(Small):
     def __init__(
         self, config: Any, save_s: float = 6.0, pace: float = 0.05, stuck_rank: int = -1, go_file: str = ""
     ) -> None:
+        super().__init__(config, "nothing")
         self.pace, self._go_file, self._n_losses = pace, go_file, 0
         self._rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self._run_dir = Path(config.run.dir)
