@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.files import append_jsonl, append_lines, extend_last_line, locked, read_objects, write_whole
-from tests.faults.test_disk import small_disk  # noqa: F401 - a fixture
+from tests.faults.test_memory import small_disk  # noqa: F401 - a fixture
 from tests.launch.jobs import REPO
 
 FULL = Path("/dev/full")

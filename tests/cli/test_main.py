@@ -9,8 +9,16 @@ import pytest
 
 from shardkit import __version__
 from shardkit.cli import __main__
+from shardkit.cli.plan import _note_refused_start
 from shardkit.config import removed
+from shardkit.config.load import load_config
+from shardkit.config.schema import DataConfig
+from shardkit.data.store import Documents
+from shardkit.data.tokenize import open_source
+from shardkit.data.tokenizer import load_tokenizer
 from shardkit.errors import ConfigError
+from tests.commands import Done, python_m
+from tests.data.chats import conversation, write_lines, write_tokenizer
 from tests.texts import write_files
 
 REPO = Path(__file__).resolve().parents[2]
@@ -71,16 +79,13 @@ def test_init_refuses_to_overwrite_and_writes_nothing(
     assert mine.read_text() == "#!/bin/bash\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [("former x", "former"), ("checkpoint former", "checkpoint former"), ("launch --former 3 -", "launch --former")],
-)
+@pytest.mark.parametrize("name", [*removed.COMMANDS, "checkpoint former"])
 def test_a_removed_command_or_option_names_what_to_use_instead(
-    command: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(removed.COMMANDS, name, "use plan")
-    assert shardkit(*command.split()) == 2
-    assert capsys.readouterr().err == f"error: shardkit {name} was removed\n  fix: use plan\n"
+    monkeypatch.setitem(removed.COMMANDS, name, instead := removed.COMMANDS.get(name, "use plan"))
+    assert shardkit(*name.split(), "x") == 2
+    assert capsys.readouterr().err == f"error: shardkit {name} was removed\n  fix: {instead}\n"
 
 
 def fail(*_: object) -> None:
@@ -153,3 +158,54 @@ def test_a_reader_that_has_left_is_no_traceback(words: str) -> None:
     finally:
         os.close(writer)
     assert process.stderr == "" and process.returncode in (0, 1)
+
+
+def noted(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """What the command says on stderr before it plans the defaults with these overrides."""
+    _note_refused_start(load_config(None, overrides).config.run)
+    return capsys.readouterr().err
+
+
+def test_a_resume_that_would_be_refused_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    there = f"run.dir={tmp_path}"
+    for overrides, cause in (
+        ([f"{there}/runs", "run.resume=true"], f"run.resume=true, but {there}/runs does not exist"),
+        ([f"run.resume={tmp_path}/runs"], f"run.resume={tmp_path}/runs does not exist"),
+        ([f"{there}/base"], f"{there}/base is a model folder (config.json)"),
+        ([f"{there}/notes/x"], f"{there}/notes/x lies below {tmp_path}/notes, which is a file"),
+    ):
+        said = noted(capsys, *overrides)
+        assert said.startswith(f"note: training would be refused here, which a plan does not depend on: {cause}")
+        assert said.count("\n") == 1
+
+
+def test_a_start_that_is_fine_is_not_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert noted(capsys, f"run.dir={tmp_path}/new") == ""
+    (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    for resume in ("true", "auto", f"{tmp_path}/run"):
+        assert noted(capsys, f"run.dir={tmp_path}/run", f"run.resume={resume}") == ""
+
+
+def tokenize(folder: Path, source: str, tokenizer: str, *more: str) -> Done:
+    return python_m("shardkit.cli", "tokenize", str(folder / source), str(folder / "out"), "--tokenizer",
+                    str(folder / tokenizer), *more)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_corpus_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    write_tokenizer(tmp_path / "tok")
+    write_lines(tmp_path / "bad.jsonl", [{"messages": conversation(0)}, '{"messages": ['])
+    process = tokenize(tmp_path, "bad.jsonl", "tok")
+    assert process.returncode == 2
+    assert "bad.jsonl:2: not JSON" in process.stderr and process.stderr.count("\n") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "tok"]
+
+    process = tokenize(tmp_path, "bad.jsonl", "tok", "data.max_bad_rows=0.5", "data.loss_on=all")
+    assert process.returncode == 0, process.stderr
+    assert "1 of 2 rows left out" in process.stdout
+    store, manifest = open_source(DataConfig(max_bad_rows=0.5), load_tokenizer(tmp_path / "tok"), str(tmp_path / "out"))
+    assert len(Documents([store])) == manifest["n_documents"] == 1

@@ -2,15 +2,217 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import tempfile
 import time
+import types
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from shardkit.config.schema import section_fields
-from tests.config.draws.campaign import Campaign
-from tests.config.draws.keys import LEFT_OUT, NUMBERS, choices
+from shardkit.config.load import load_config
+from shardkit.config.schema import STRATEGIES, section_fields
+from shardkit.run.job import start
+from shardkit.run.trainer import Trainer
+from tests.strategies.graphs.engines import Report
+from tests.strategies.graphs.pool import Pool
+from tests.texts import write_numbers
+
+STEPS = 3
+TASKS: dict[str, dict[str, Any]] = {
+    "causal_lm": {
+        "model.d_model": 32, "model.n_layers": 3, "model.n_heads": 2, "model.max_seq_len": 32, "train.seq_len": 32,
+    },
+    "gpt2": {"task.name": "hf_causal_lm", "model.preset": "gpt2-debug", "train.seq_len": 32},
+    "llama": {"task.name": "hf_causal_lm", "model.preset": "llama-debug", "train.seq_len": 32},
+    "bert": {"task.name": "hf_masked_lm", "model.preset": "bert-debug", "train.seq_len": 32},
+    "vit": {"task.name": "image_classification", "model.preset": "vit-debug"},
+    "swin2sr": {"task.name": "super_resolution", "model.preset": "swin2sr-debug", "data.crop_size": 32},
+}  # fmt: skip
+OF_RANKS = {"precision.autocast", "precision.reduce_dtype", "train.grad_accum_steps"}
+"""Keys beside `parallel` that say how ranks do it, not what is computed: the single process goes without them."""
+TOLERANCES = {"fp32": (2e-5, 5e-4), "other": (3e-2, 0.3)}
+"""Relative, on losses and gradient norms: in fp32, and where a type with fewer digits computes or travels."""
+MISSING = float("nan")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A training of some steps by these settings."""
+
+    settings: dict[str, Any]
+
+    @property
+    def compiles(self) -> bool:
+        return any("offload" in key for key in self.settings)
+
+    def run(self, curve: list[tuple[float, float]]) -> None:
+        with ExitStack() as stack:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+            job = stack.enter_context(start(load_config(None, self.settings)))
+            for record in Trainer(job).recorded_steps():
+                loss = record["loss"] + record.get("val_loss", 0.0)
+                curve.append((loss, record.get("grad_norm", MISSING)))
+
+
+def settings(seed: int, folder: Path) -> dict[str, Any]:
+    """The config of a seed: a task, a strategy, and 2 to 5 keys."""
+    draws = random.Random(f"{seed} config")
+    task, strategy = draws.choice(list(TASKS)), draws.choice([name for name in STRATEGIES if name != "single"])
+    base: dict[str, Any] = {
+        **TASKS[task], "parallel.strategy": strategy, "train.max_steps": STEPS, "train.global_batch_size": 8,
+        "train.micro_batch_size": 2, "run.device": "cpu", "run.dir": str(folder / f"run-{seed}"),
+        "run.overwrite": True, "logging.tensorboard": False,
+        "memory.plan": False, "logging.level": "error", "train.eval_samples": 8,
+    }  # fmt: skip
+    if task in ("causal_lm", "gpt2", "llama", "bert"):
+        base |= {"data.path": str(folder / "text"), "data.cache_dir": str(folder / "cache")}
+    return base | draw(draws, draws.randint(2, 5))
+
+
+def alone(config: dict[str, Any]) -> dict[str, Any]:
+    """The same training in one process."""
+    shared = {k: v for k, v in config.items() if not k.startswith("parallel.") and k not in OF_RANKS}
+    return shared | {"parallel.strategy": "single", "run.dir": f"{config['run.dir']}-alone"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    seed: int
+    outcome: str
+    words: str
+
+
+def judge(ranks: list[Report | None], one: Report | None, config: dict[str, Any]) -> tuple[str, str]:
+    """(outcome, words) of a draw's two ranks against one process."""
+    if None in ranks:
+        return "hang", next((report.error for report in ranks if report is not None), "")
+    reports = sorted((report for report in ranks if report is not None), key=lambda report: report.at)
+    if reports[0].error and not reports[0].refused:
+        return "traceback", reports[0].error[-400:]
+    if reports[0].error:
+        # With the optimizer's states a later step takes more: a cap that it exceeds ends it there, as a card would.
+        late = any(report.curve for report in reports) and "ran out of memory" not in reports[0].error
+        return ("stray" if late else "refused"), " ".join(reports[0].error.split())
+    if one is None or one.error:
+        return "no reference", "hang" if one is None else " ".join(one.error.split())[-300:]
+    exact = config.get("precision.mode", "fp32") in ("fp32", "tf32")
+    exact = exact and "8bit" not in config.get("optim.name", "")
+    exact = exact and config.get("precision.reduce_dtype", "auto") in ("auto", "fp32")
+    tolerances = TOLERANCES["fp32" if exact else "other"]
+    for step, (got, want) in enumerate(zip(reports[0].curve, one.curve, strict=True)):
+        for name, mine, right, tolerance in zip(("loss", "norm"), got, want, tolerances, strict=True):
+            both_missing = mine != mine and right != right
+            if not both_missing and not abs(mine - right) <= tolerance * max(abs(right), 1e-3):
+                return "wrong", f"step {step}: {name} {mine:.7f} against {right:.7f}"
+    return "equal", ""
+
+
+@dataclass
+class Campaign:
+    limit_s: float = 60.0
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    def run(self, seeds: Iterable[int], until: float | None = None) -> None:
+        with tempfile.TemporaryDirectory(prefix="draws-") as name, Pool(2, self.limit_s) as two, Pool(1, 60) as one:
+            folder = Path(name)
+            write_numbers(folder / "text")
+            for seed in seeds:
+                if until is not None and time.monotonic() > until:
+                    break
+                self._judge(seed, settings(seed, folder), one, two)
+
+    def _judge(self, seed: int, config: dict[str, Any], one: Pool, two: Pool) -> None:
+        ranks = two.run(Draw(config))
+        trained = all(report is not None and not report.error for report in ranks)
+        (alone_report,) = one.run(Draw(alone(config))) if trained else [None]
+        outcome, words = judge(ranks, alone_report, config)
+        self.verdicts.append(Verdict(seed, outcome, words))
+        if outcome not in ("equal", "refused"):
+            drawn = {k: v for k, v in config.items() if k not in ("run.dir", "data.cache_dir", "data.path")}
+            print(f"{outcome:12} {seed}: {words}\n      {drawn}", flush=True)
+
+
+NUMBERS: dict[str, list[Any]] = {
+    "model.loss_chunk_size": [0, 16, 1024], "adapter.r": [1, 4], "adapter.alpha": [4, 16],
+    "data.val_fraction": [0.1, 0.3], "data.mask_fraction": [0.15, 0.5], "data.mask_token": [0, 5],
+    "data.crops_per_image": [1, 8], "data.workers": [0, 1], "data.prefetch": [1, 3], "data.max_bad_rows": [0.0, 0.5],
+    "data.tokenize_workers": [1, 2], "train.micro_batch_size": [1, 2, 4], "train.seq_len": [16, 24],
+    "train.grad_accum_steps": [1, 2], "train.max_norm": [None, 0.1, 5.0], "train.seed": [1, 77],
+    "train.eval_every": [1, 2], "train.sample_prompts": [["number 1"]], "train.sample_tokens": [2, 4],
+    "train.sample_temperature": [0.0, 0.7], "train.ema_decay": [0.5, 0.9], "optim.lr": [1e-3, 1e-2],
+    "optim.weight_decay": [0.0, 0.3], "optim.betas": [[0.5, 0.9]], "optim.eps": [1e-6], "optim.momentum": [0.0, 0.9],
+    "optim.warmup_steps": [1, 2], "optim.min_lr_ratio": [0.0, 1.0], "parallel.dp_replicate": [1, 2], "parallel.cp": [2],
+    "parallel.dp_shard": [1, 2], "parallel.bucket_mb": [0.01, 1.0], "parallel.prefetch": [1, 2], "parallel.hpz": [2],
+    "parallel.offload_ratio": [0.5, 1.0], "precision.loss_scale_init_power": [4, 12],
+    "precision.loss_scale_window": [1, 1000], "activation.every_k": [1, 2, 3], "activation.budget": [0.0, 0.5, 1.0],
+    "activation.offload_min_bytes": [0, 4096], "activation.block_classes": [["Block"], ["NoSuchClass"]],
+    "checkpoint.every_steps": [1, 2], "checkpoint.every_minutes": [10.0], "checkpoint.keep_last": [1, None],
+    "checkpoint.timeout_s": [120.0], "memory.interval": [1, 2], "memory.trace_step": [1, 2],
+    "memory.cap": ["8GiB", "1MiB"], "memory.host_warn": [0.5, 1.0], "profile.start": [2], "profile.steps": [1],
+    "logging.every": [1, 3], "run.init_timeout_s": [300.0], "run.step_timeout_s": [300.0],
+}  # fmt: skip
+"""Values of keys whose type does not list them."""
+
+LEFT_OUT: dict[str, str] = {
+    "every draw has one, and the same number of steps and samples": "task.name parallel.strategy train.max_steps "
+    "train.epochs train.global_batch_size train.eval_samples",
+    "the task's small model": "model.preset model.vocab_size model.max_seq_len model.d_model model.n_layers "
+    "model.n_heads data.crop_size",
+    "a task, keys or layers of somebody else's": "task.factory task.args model.hf adapter.targets parallel.ds_config",
+    "a file, a folder or records": "model.hf_config model.init_from model.resize_embeddings data.path data.val_path "
+    "data.bin_dtype data.tokenizer data.chat_template data.columns data.sources data.cache_dir data.chat_date "
+    "data.ignore parallel.nvme_path run.dir run.resume run.overwrite",
+    "the rows of the small models are no multiples of a block": "model.quantize",
+    "ranks draw different elements than one process": "model.dropout adapter.dropout",
+    "minutes of compilation": "compile.enabled compile.mode compile.scope",
+    "a process of its own, a service or a port": "memory.plan logging.wandb_project logging.prometheus_port "
+    "logging.prometheus_host",
+    "the CPU, and another number of ranks": "run.device profile.ranks",
+}
+"""Why no draw sets them → keys."""
+UNDRAWN = {key for keys in LEFT_OUT.values() for key in keys.split()}
+
+
+def choices() -> dict[str, list[Any]]:
+    """Key → the values to draw from."""
+    found: dict[str, list[Any]] = {}
+    for section, fields in section_fields().items():
+        for name, info in fields.items():
+            key = f"{section}.{name}"
+            if key not in UNDRAWN:
+                values = NUMBERS.get(key) or [value for value in _listed(info.annotation) if value != "nvme"]
+                assert values, f"{key} needs values in NUMBERS, or a reason in LEFT_OUT"
+                found[key] = values
+    return found
+
+
+def _listed(kind: Any) -> list[Any]:
+    """The values of a type that lists them: bool, Literal, and unions of these with None."""
+    if kind is bool:
+        return [True, False]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    if get_origin(kind) in (Union, types.UnionType):
+        return [value for part in get_args(kind) if part is not type(None) for value in _listed(part)]
+    return []
+
+
+def draw(draws: random.Random, number: int) -> dict[str, Any]:
+    """Values of `number` keys."""
+    options = choices()
+    keys = draws.sample(sorted(options), number)
+    return {key: draws.choice(options[key]) for key in keys}
+
 
 EQUAL, MOST = 2, 20
 """The default suite draws until so many configs trained as in one process, at most `MOST`: most are refused."""
@@ -50,6 +252,6 @@ def test_fresh_draws_train_as_in_one_process_or_are_refused() -> None:
 
 def test_every_key_is_drawn_or_left_out_for_a_reason() -> None:
     keys = {f"{section}.{name}" for section, fields in section_fields().items() for name in fields}
-    assert set(choices()) | LEFT_OUT.keys() >= keys
-    assert not NUMBERS.keys() - keys, "keys that are gone"
+    assert set(choices()) | UNDRAWN >= keys
+    assert not (NUMBERS.keys() | UNDRAWN) - keys, "keys that are gone"
     assert len(choices()) > 80

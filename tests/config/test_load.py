@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.config import capability, removed
+from shardkit.config.errors import HERE, OTHER_NAMES, suggest
 from shardkit.config.load import LoadedConfig, json_schema, load_config, resolve_batch
 from shardkit.config.presets import MODEL_PRESETS
-from shardkit.config.schema import RunConfig
-from shardkit.errors import ConfigError
+from shardkit.config.schema import RunConfig, section_fields
+from shardkit.errors import ConfigError, parse_bytes
 from shardkit.tasks.load import load_task
 
 REPO = Path(__file__).resolve().parents[2]
@@ -557,3 +558,33 @@ def test_a_missing_file_is_not_answered_with_hidden_ones(tmp_path: Path) -> None
     assert "pre-commit" not in refused(missing).fix
     (tmp_path / "mine.yaml").touch()
     assert "mine.yaml" in refused(missing).fix and "pre-commit" not in refused(missing).fix
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"), [("2GiB", 2 * 2**30), ("1.5 MiB", 3 * 2**19), ("1KiB", 1024), (" 0.25TiB ", 2**38)]
+)
+def test_sizes_are_powers_of_two(text: str, n_bytes: int) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "2", "2GB", "2gib", "-1GiB", "0GiB", "1e3MiB", "GiB", "2GiB!"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_bytes(text)
+    with pytest.raises(ConfigError, match="is not a size") as refused:
+        load_config(overrides={"memory.cap": text})
+    assert "memory.cap=2GiB" in refused.value.fix
+
+
+def test_a_name_is_declared_once_for_a_key_that_exists() -> None:
+    assert len(HERE) == sum(len(names.split()) for names in OTHER_NAMES.values())
+    fields = {f"{section}.{key}" for section, keys in section_fields().items() for key in keys}
+    assert {".".join(key.split(".")[:2]) for key in OTHER_NAMES} <= fields
+    assert list(OTHER_NAMES) == sorted(OTHER_NAMES)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_another_tools_name_suggests_the_key_here(name: str) -> None:
+    key = ".".join(HERE[name].split(".")[:2])
+    assert suggest(tuple(name.split("."))[:2]) == key or name.count(".") > 1
+    assert "." in name or suggest(("adapter" if key.startswith("adapter.") else "optimizer", name)) == key

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.config.load import load_config
 from shardkit.hardware.cards import GPUS
@@ -17,8 +23,6 @@ from shardkit.parallel.draws import record
 from shardkit.plan.client import Planner
 from shardkit.plan.search import trial
 from shardkit.plan.target import choose_target
-from tests.cuda.attention import chosen, chosen_by_a_plan
-from tests.cuda.mixed import refused, refused_by_a_plan
 from tests.emulated_cuda import call, emulated_card, needs_emulation
 
 pytestmark = [pytest.mark.gpu, needs_emulation]
@@ -136,3 +140,107 @@ def test_buffers_that_deepspeed_keeps_are_traced(
         buffers, n_embedding = phase["categories"]["communication"], 50257 * 768
         assert buffers >= 2 * n_embedding
     assert trace["peak"]["categories"].get("unattributed", 0) < 0.02 * trace["peak"]["bytes"]
+
+
+WIDTHS = (36, 63, 64, 106, 250, 256, 264)
+"""Of heads: multiples of 8, 4, 2 and 1, up to what flash attention takes and beyond."""
+OTHERS = ("", "mask", "shared", "broadcast")
+"""`shared`: two heads have one key (`enable_gqa`); `broadcast`: all have one."""
+
+
+def inputs() -> Iterator[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]]:
+    """(name, query, key and value, other arguments)."""
+    for dtype, width, other in product((torch.float32, torch.bfloat16, torch.float16), WIDTHS, OTHERS):
+        query, key, value = (
+            torch.empty(1, heads, 32, width, dtype=dtype, device="cuda", requires_grad=True)
+            for heads in (4, *[{"shared": 2, "broadcast": 1}.get(other, 4)] * 2)
+        )
+        mask = torch.empty(1, 1, 32, 32, dtype=torch.bool, device="cuda") if other == "mask" else None
+        given = {"attn_mask": mask, "enable_gqa": other == "shared", "is_causal": other != "mask"}
+        yield f"{dtype} {width} {other}".strip(), (query, key, value), given
+
+
+def chosen() -> dict[str, str]:
+    found = {}
+    for name, tensors, given in inputs():
+        backend = SDPBackend(torch._fused_sdp_choice(*tensors, **given))
+        planned_as = "EFFICIENT" if given["attn_mask"] is not None else "FLASH"
+        found[name] = backend.name.replace("CUDNN", planned_as).removesuffix("_ATTENTION").lower()
+    return found
+
+
+class _Called(TorchDispatchMode):
+    name = "math"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        called = func.overloadpacket.__name__
+        if called.startswith("_scaled_dot_product"):
+            self.name = called.removeprefix("_scaled_dot_product_").removesuffix("_attention")
+        return func(*args, **(kwargs or {}))
+
+
+def chosen_by_a_plan(card: str) -> dict[str, str]:
+    from shardkit.hardware.cards import GPUS
+    from shardkit.plan.simulate import shim
+    from shardkit.plan.simulate.fakes import Fakes
+
+    shim.install(GPUS[card])
+    found = {}
+    with Fakes():
+        for name, tensors, given in inputs():
+            with _Called() as called:
+                F.scaled_dot_product_attention(*tensors, **given)
+            found[name] = called.name
+    return found
+
+
+def operators() -> dict[str, Callable[[], Any]]:
+    def fp32(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, device="cuda")
+
+    def bf16(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+
+    rows = torch.zeros(2, dtype=torch.long, device="cuda")
+    heads = (1, 2, 8, 16)
+    return {
+        "convolution": lambda: F.conv2d(fp32(2, 4, 8, 8), bf16(4, 4, 3, 3)),
+        "convolution with bias": lambda: F.conv2d(fp32(2, 4, 8, 8), bf16(4, 4, 3, 3), bf16(4)),
+        "transposed convolution": lambda: F.conv_transpose2d(bf16(2, 4, 8, 8), fp32(4, 4, 3, 3)),
+        "linear": lambda: F.linear(fp32(2, 4), bf16(4, 4)),
+        "linear with bias": lambda: F.linear(fp32(2, 3, 4), bf16(4, 4), bf16(4)),
+        "bias": lambda: torch.addmm(fp32(4), bf16(2, 4), bf16(4, 4)),
+        "batched product": lambda: torch.bmm(fp32(2, 3, 4), bf16(2, 4, 3)),
+        "matrix and vector": lambda: torch.mv(fp32(4, 4), bf16(4)),
+        "layer norm": lambda: F.layer_norm(fp32(2, 4), (4,), bf16(4), bf16(4)),
+        "layer norm in fp32": lambda: F.layer_norm(bf16(2, 4), (4,), fp32(4), fp32(4)),
+        "group norm": lambda: F.group_norm(fp32(2, 4, 8, 8), 2, bf16(4), bf16(4)),
+        "rms norm": lambda: F.rms_norm(fp32(2, 4), (4,), bf16(4)),
+        "attention": lambda: F.scaled_dot_product_attention(bf16(*heads), fp32(*heads), fp32(*heads)),
+        "written rows": lambda: fp32(4, 4).index_put_((rows,), bf16(2, 4)),
+        "added rows": lambda: fp32(4, 4).index_add_(0, rows, bf16(2, 4)),
+        "copied rows": lambda: fp32(4, 4).index_copy(0, rows, bf16(2, 4)),
+        "sum": lambda: fp32(4) + bf16(4),
+        "error": lambda: F.mse_loss(fp32(2, 4), bf16(2, 4)),
+        "one dtype": lambda: F.layer_norm(F.linear(bf16(2, 4), bf16(4, 4), bf16(4)), (4,), bf16(4), bf16(4)),
+    }
+
+
+def refused() -> list[str]:
+    found = []
+    for name, operator in operators().items():
+        try:
+            operator()
+        except RuntimeError:
+            found.append(name)
+    return found
+
+
+def refused_by_a_plan() -> list[str]:
+    from shardkit.hardware.cards import GPUS
+    from shardkit.plan.simulate import shim
+    from shardkit.plan.simulate.fakes import Fakes
+
+    shim.install(GPUS["h100"])
+    with Fakes():
+        return refused()

@@ -3,6 +3,7 @@ are and whatever lies in new memory."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import nn
 
 from shardkit.activation import checkpoint
 from shardkit.config.schema import STRATEGIES
-from tests.cuda import gpu_ranks, parity, pools
+from tests.cuda import gpu_ranks, parity
 from tests.cuda.parity import Case, problems
 from tests.emulated_cuda import needs_emulation
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, pytest.mark.timeout(900), needs_emulation]
 
@@ -28,11 +29,35 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(root: Path) -> dict[str, Any]:
-    return pools.reference(root)
+    """What the CPU's single process gives."""
+    target = "tests.cuda.parity_ranks:reference"
+    found: dict[str, Any] = run_ranks(1, target, timeout=280, init_group=False, root=str(root))[0]
+    return found
+
+
+AT_ONCE = 40
+"""Cases after which ranks are started afresh, so that what one leaves behind cannot hide for ever."""
+
+
+def run(todo: list[Case], root: Path, **env: str) -> dict[Case, dict[str, Any]]:
+    """Results by case, many in one set of processes; where ranks fail, each case of theirs has the `error`."""
+    found: dict[Case, dict[str, Any]] = {}
+    for (world, backend), group in groupby(sorted(todo, key=parity.pool), parity.pool):
+        cases = list(group)
+        for batch in (cases[first : first + AT_ONCE] for first in range(0, len(cases), AT_ONCE)):
+            given = {"todo": batch, "root": str(root), "backend": backend}
+            try:
+                results = gpu_ranks(
+                    world, "tests.cuda.parity_ranks:run", timeout=60 + 20 * len(batch), env=env, **given
+                )[0]
+            except RankError as error:
+                results = [{"error": str(error)}] * len(batch)
+            found |= zip(batch, results, strict=True)
+    return found
 
 
 def agree(todo: list[Case], root: Path, wanted: dict[str, Any], **env: str) -> dict[Case, dict[str, Any]]:
-    found = pools.run(todo, root, **env)
+    found = run(todo, root, **env)
     wrong = [f"{case}: {problem}" for case in todo for problem in problems(case, found[case], wanted)]
     assert wrong == []
     return found
@@ -93,7 +118,7 @@ def test_late_copies_and_poisoned_memory_change_nothing(root: Path, wanted: dict
 
 @pytest.mark.release
 def test_nor_a_bit_in_half_precision(root: Path, wanted: dict[str, Any]) -> None:
-    late, plain = agree(parity.HALF, root, wanted, **parity.LATE), pools.run(parity.HALF, root)
+    late, plain = agree(parity.HALF, root, wanted, **parity.LATE), run(parity.HALF, root)
     for case in parity.HALF:  # the limits of half precision would hide much
         assert (late[case]["losses"], late[case]["weights"]) == (plain[case]["losses"], plain[case]["weights"]), case
 

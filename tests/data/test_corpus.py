@@ -201,13 +201,6 @@ def test_bad_data_gets_one_line_of_cause_and_one_of_fix(case: str, tmp_path: Pat
     assert not [path for path in tmp_path.glob("cache/*") if not path.name.endswith(".lock")], "nothing is left behind"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom permissions stop")
-def test_cache_directory_without_permission(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o500)
-    with pytest.raises(DataError, match="Permission denied"):
-        open_corpus(data(tmp_path, None))
-
-
 def corpus_of(tmp_path: Path, n: int) -> Corpus:
     other = write_tokens(tmp_path / "v.bin", [1, 2])
     return open_corpus(data(tmp_path, write_tokens(tmp_path / "t.bin", list(range(n))), val_path=str(other)))

@@ -232,20 +232,53 @@ def test_a_mix_takes_each_source_as_often_as_its_weight_says(tmp_path: Path) -> 
     assert len(data.dataset("val")) == 30
 
 
+BAD_ROWS: dict[str, tuple[Any, str]] = {
+    "json": ('{"messages": [', "not JSON"),
+    "number": ('{"messages": [{"role": "user", "content": 1e999}]}', "column messages holds the number inf"),
+    "empty": ({"messages": []}, "column messages is an empty conversation"),
+    "role": ({"messages": [{"role": "tool", "content": "x"}, *conversation(1)]},
+             "the chat template rejects it: unknown role tool"),
+    "reply": ({"messages": conversation(3)[:-1]}, "no turn of the assistant"),
+    "object": ("[1, 2]", "not a JSON object but list"),
+    "half": ('{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "a"}]}',
+             "half of a surrogate pair"),
+}  # fmt: skip
+"""The fifth row of bad.jsonl, and why it is refused."""
+UNUSABLE = "chat template cannot be used: "
+TEMPLATES: dict[str, tuple[str | None, str, str]] = {
+    "no_template": (None, "no chat template", "data.chat_template"),
+    "syntax": ("{% for %}", f"{UNUSABLE}TemplateSyntaxError", "data.chat_template"),
+    "hostile": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", f"{UNUSABLE}SecurityError",
+                "data.chat_template"),
+    "endless": ("{% for a in range(10**9) %}x{% endfor %}", f"{UNUSABLE}OverflowError", "data.chat_template"),
+    "division": ("{{ 1 / 0 }}", r"good.jsonl:1: the chat template rejects it: division by zero \(9 of 9 rows",
+                 "or the chat template"),
+    "long": ("{{ raise_exception('x ' * 10**6) }}", "good.jsonl:1: the chat template rejects it: x x",
+             "or the chat template"),
+}  # fmt: skip
+"""A template, and how conversations are refused with it."""
+FILES: dict[str, tuple[str, str]] = {
+    "utf8": (r"good.jsonl:7: invalid UTF-8 at byte \d+ of the line", "save the file as UTF-8, or leave them"),
+    "latin1": ("good.jsonl has no line with a JSON object, the first is invalid UTF-8 at byte", "save it as UTF-8"),
+    "utf16": ("good.jsonl is UTF-16 text, not UTF-8", "iconv -f utf-16"),
+    "array": ("one JSON array", "jq"),
+    "columns": ("data.columns.text=boddy: .* no such column", "did you mean body"),
+    "parquet": ("cut.parquet is damaged or cut short", "again"),
+    "arrow": ("cut.arrow is damaged or cut short", "again"),
+    "auto_map": (r"code of its own \(auto_map", "tokenizer.json"),
+    "damaged": ("tokenizer in .* cannot be read", "data.tokenizer"),
+    "panics": ("tokenizer in .* cannot be read", "data.tokenizer"),
+}
+"""Files that `write_case` writes, and how they are refused."""
+REFUSED = {case: (f"bad.jsonl:5: {cause}", "max_bad_rows") for case, (_, cause) in BAD_ROWS.items()}
+REFUSED |= {case: refusal for case, (_, *refusal) in TEMPLATES.items()} | FILES
+
+
 def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
     """A data set or a tokenizer that is refused, and the settings beside it."""
     good = [{"messages": conversation(i)} for i in range(9)]
-    bad: dict[str, Any] = {
-        "json": '{"messages": [',
-        "number": '{"messages": [{"role": "user", "content": 1e999}]}',
-        "empty": {"messages": []},
-        "role": {"messages": [{"role": "tool", "content": "x"}, *conversation(1)]},
-        "reply": {"messages": conversation(3)[:-1]},
-        "object": "[1, 2]",
-        "half": '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "a"}]}',
-    }
-    if case in bad:
-        return write_lines(tmp_path / "bad.jsonl", [*good[:4], bad[case], *good[4:]]), {}
+    if case in BAD_ROWS:
+        return write_lines(tmp_path / "bad.jsonl", [*good[:4], BAD_ROWS[case][0], *good[4:]]), {}
     path = write_lines(tmp_path / "good.jsonl", good)
     if case == "utf8":
         path.write_bytes(path.read_bytes().replace(b"ask 6", b"ask \xff"))
@@ -268,16 +301,8 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
         with ipc.new_stream(str(path), table.schema) as out:
             out.write_table(table, max_chunksize=9)
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    templates = {
-        "no_template": None,
-        "syntax": "{% for %}",
-        "hostile": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-        "endless": "{% for a in range(10**9) %}x{% endfor %}",
-        "division": "{{ 1 / 0 }}",
-        "long": "{{ raise_exception('x ' * 10**6) }}",
-    }
-    if case in templates:
-        write_tokenizer(tmp_path / "tok", templates[case])
+    if case in TEMPLATES:
+        write_tokenizer(tmp_path / "tok", TEMPLATES[case][0])
     if case == "auto_map":
         write_tokenizer(tmp_path / "tok", auto_map={"AutoTokenizer": ["code.Evil", None]})
         (tmp_path / "tok" / "code.py").write_text("raise SystemExit('it ran')")
@@ -290,43 +315,9 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
     return path, {"columns": {"text": "boddy"}} if case == "columns" else {}
 
 
-@pytest.mark.parametrize(
-    ("case", "cause", "fix"),
-    [
-        ("json", r"bad.jsonl:5: not JSON", "max_bad_rows"),
-        ("number", r"bad.jsonl:5: column messages holds the number inf", "max_bad_rows"),
-        ("empty", r"bad.jsonl:5: column messages is an empty conversation", "max_bad_rows"),
-        ("role", r"bad.jsonl:5: the chat template rejects it: unknown role tool", "max_bad_rows"),
-        ("reply", r"bad.jsonl:5: no turn of the assistant", "max_bad_rows"),
-        ("object", r"bad.jsonl:5: not a JSON object but list", "max_bad_rows"),
-        ("half", r"bad.jsonl:5: half of a surrogate pair", "max_bad_rows"),
-        ("utf8", r"good.jsonl:7: invalid UTF-8 at byte \d+ of the line", "save the file as UTF-8, or leave them"),
-        (
-            "latin1",
-            r"good.jsonl has no line with a JSON object, the first is invalid UTF-8 at byte",
-            "save it as UTF-8",
-        ),
-        ("utf16", r"good.jsonl is UTF-16 text, not UTF-8", "iconv -f utf-16"),
-        ("array", r"one JSON array", "jq"),
-        ("columns", r"data.columns.text=boddy: .* no such column", "did you mean body"),
-        ("parquet", r"cut.parquet is damaged or cut short", "again"),
-        ("arrow", r"cut.arrow is damaged or cut short", "again"),
-        ("no_template", r"no chat template", "data.chat_template"),
-        ("syntax", r"chat template cannot be used: TemplateSyntaxError", "data.chat_template"),
-        ("hostile", r"chat template cannot be used: SecurityError", "data.chat_template"),
-        ("endless", r"chat template cannot be used: OverflowError", "data.chat_template"),
-        (
-            "division",
-            r"good.jsonl:1: the chat template rejects it: division by zero \(9 of 9 rows",
-            "or the chat template",
-        ),
-        ("auto_map", r"code of its own \(auto_map", "tokenizer.json"),
-        ("long", r"good.jsonl:1: the chat template rejects it: x x", "or the chat template"),
-        ("damaged", r"tokenizer in .* cannot be read", "data.tokenizer"),
-        ("panics", r"tokenizer in .* cannot be read", "data.tokenizer"),
-    ],
-)
-def test_bad_input_is_two_lines_and_nothing_is_half_written(case: str, cause: str, fix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_two_lines_and_nothing_is_half_written(case: str, tmp_path: Path) -> None:
+    cause, fix = REFUSED[case]
     path, keys = write_case(tmp_path, case)
     with pytest.raises((DataError, ConfigError), match=cause) as caught:
         opened(tmp_path, path, **keys)

@@ -20,78 +20,50 @@ def gpu_ranks(world: int, name: str, **kwargs: Any) -> list[Any]:
     return run_ranks(world, f"{__name__}:{name}", gpu=True, **kwargs)
 
 
+def exchanged(name: str, root: int, x: torch.Tensor, group: Any) -> torch.Tensor:
+    """What this rank has of `x` after an operation of all ranks, with rank `root`, or with its neighbours in a ring."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out, parts = x.clone(), [torch.empty_like(x) for _ in range(world)]
+    if name in ("SUM", "MAX", "MIN", "PRODUCT"):
+        dist.all_reduce(out, getattr(dist.ReduceOp, name), group=group)
+    elif name == "broadcast":
+        dist.broadcast(out, root, group=group)
+    elif name == "reduce":
+        dist.reduce(out, root, group=group)
+        out = out if rank == root else x  # another rank's is not defined
+    elif name == "all_gather":
+        dist.all_gather(parts, x, group=group)
+        out = torch.cat(parts)
+    elif name == "all_gather_into_tensor":
+        out = x.new_empty(world * len(x))
+        dist.all_gather_into_tensor(out, x, group=group)
+    elif name == "reduce_scatter_tensor":
+        out = x.new_empty(len(x) // world)
+        dist.reduce_scatter_tensor(out, x, group=group)
+    elif name == "all_to_all_single":
+        dist.all_to_all_single(out, x, group=group)
+    elif name == "batch_isend_irecv":
+        ring = ((dist.isend, x, (rank + 1) % world), (dist.irecv, out, (rank - 1) % world))
+        for request in dist.batch_isend_irecv([dist.P2POp(*message, group=group) for message in ring]):
+            request.wait()
+    elif rank < 2:
+        (dist.send if rank == 0 else dist.recv)(out, 1 - rank, group=group)
+    return out
+
+
 def collectives(size: int, dtype: str) -> list[str]:
     """Names of the collectives whose result differs from gloo's. Whole numbers, so that the order of sums is free."""
     gloo = dist.new_group(backend="gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     random = torch.Generator().manual_seed(rank)
+    of_all = ("SUM", "MAX", "MIN", "PRODUCT", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
+              "all_to_all_single", "batch_isend_irecv", "send and recv")  # fmt: skip
+    rooted = [(name, root) for name in ("broadcast", "reduce") for root in range(world)]
     wrong = []
-
-    def data(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        host = torch.randint(-4, 5, (number,), generator=random).to(getattr(torch, dtype))
-        return host, host.cuda()
-
-    def compare(name: str, host: torch.Tensor, gpu: torch.Tensor) -> None:
-        if not torch.equal(host, gpu.cpu()):
-            wrong.append(name)
-
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
-        host, gpu = data(size)
-        dist.all_reduce(host, op, group=gloo)
-        dist.all_reduce(gpu, op)
-        compare(f"all_reduce {op}", host, gpu)
-    for root in range(world):
-        host, gpu = data(size)
-        dist.broadcast(host, root, group=gloo)
-        dist.broadcast(gpu, root)
-        compare(f"broadcast from {root}", host, gpu)
-        host, gpu = data(size)
-        dist.reduce(host, root, group=gloo)
-        dist.reduce(gpu, root)
-        if rank == root:
-            compare(f"reduce to {root}", host, gpu)
-    host, gpu = data(size)
-    gathered = [torch.empty_like(host) for _ in range(world)]
-    dist.all_gather(gathered, host, group=gloo)
-    into = torch.empty(world * size, dtype=gpu.dtype, device="cuda")
-    dist.all_gather_into_tensor(into, gpu)
-    compare("all_gather_into_tensor", torch.cat(gathered), into)
-    lists = [torch.empty_like(gpu) for _ in range(world)]
-    dist.all_gather(lists, gpu)
-    compare("all_gather", torch.cat(gathered), torch.cat(lists))
-
-    host, gpu = data(world * size)
-    dist.all_reduce(host, group=gloo)
-    mine = torch.empty(size, dtype=gpu.dtype, device="cuda")
-    dist.reduce_scatter_tensor(mine, gpu)
-    compare("reduce_scatter_tensor", host.chunk(world)[rank], mine)
-
-    host, gpu = data(world * size)
-    received = torch.empty_like(gpu)
-    dist.all_to_all_single(received, gpu)
-    parts = [torch.empty_like(host) for _ in range(world)]
-    dist.all_gather(parts, host, group=gloo)
-    compare("all_to_all_single", torch.cat([part.chunk(world)[rank] for part in parts]), received)
-
-    host, gpu = data(size)
-    before, after = torch.empty_like(host), torch.empty_like(gpu)
-    to, source = (rank + 1) % world, (rank - 1) % world
-    requests = [dist.isend(host, to, group=gloo), dist.irecv(before, source, group=gloo)]
-    for request in requests:
-        assert request is not None
-        request.wait()
-    both = [dist.P2POp(dist.isend, gpu, to), dist.P2POp(dist.irecv, after, source)]
-    for request in dist.batch_isend_irecv(both):
-        request.wait()
-    compare("batch_isend_irecv", before, after)
-    if rank < 2:
-        (dist.send if rank == 0 else dist.recv)(gpu if rank == 0 else after, 1 - rank)
-        if rank == 1:
-            dist.recv(before, 0, group=gloo)
-            compare("recv", before, after)
-        else:
-            dist.send(host, 1, group=gloo)
-    dist.barrier()
+    for name, root in [*((name, 0) for name in of_all), *rooted]:
+        host = torch.randint(-4, 5, (world * size,), generator=random).to(getattr(torch, dtype))
+        if not torch.equal(exchanged(name, root, host, gloo), exchanged(name, root, host.cuda(), None).cpu()):
+            wrong.append(f"{name} {root}")
     return wrong
 
 

@@ -188,50 +188,6 @@ def test_floats_that_nobody_computed_are_finite_on_the_host(tmp_path: Path) -> N
     assert counts == dict.fromkeys(counts, 0)
 
 
-def capture() -> dict[str, Any]:
-    """A training step in a CUDA graph, replayed three times."""
-    layer = nn.Linear(1024, 1024, device="cuda")
-    x = torch.zeros(8, 1024, device="cuda")
-
-    def one() -> torch.Tensor:
-        layer.zero_grad(set_to_none=True)
-        out: torch.Tensor = layer(x).relu()
-        out.sum().backward()
-        return out
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        one()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        inside = torch.cuda.is_current_stream_capturing()
-        kept = one()
-    with counting() as made:
-        for _ in range(3):
-            graph.replay()
-    refused = ""
-    try:
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.cuda.current_stream().synchronize()
-    except RuntimeError as error:
-        refused = str(error).splitlines()[0]
-    return {
-        "inside": inside, "after": torch.cuda.is_current_stream_capturing(), "made": made, "refused": refused,
-        "own": torch.cuda.memory_allocated() - before, "kept": kept.numel() * 4,
-    }  # fmt: skip
-
-
-def test_a_cuda_graph_is_captured_and_replayed() -> None:
-    found = call(capture, EMUCUDA_COMPUTE="0", EMUCUDA_MEMORY="8G")
-    assert found["inside"] and not found["after"]
-    assert found["made"]["graph_launch"] == 3
-    assert found["made"]["launch"] == found["made"]["gemm"] == 0, "a replay launches nothing else"
-    assert found["own"] >= found["kept"], "the graph's results stay in its own pool"
-    assert "not permitted when stream is capturing" in found["refused"]
-
-
 SIZES = [(4096, 1, 8, 8, 64), (4096, 16, 8, 2, 96), (2048, 8, 4, 4, 256)]
 
 

@@ -14,7 +14,7 @@ PACKAGES = ["lightning", "pytorch-lightning", "lightning-utilities", "torchmetri
 TESTS = [
     "tests/integrations/test_lightning.py",
     "tests/integrations/test_transformers.py",
-    "tests/docs/test_one_line.py",
+    "tests/docs/test_integrations.py",
 ]
 
 

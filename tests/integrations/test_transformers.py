@@ -96,11 +96,15 @@ def test_an_adapters_bytes_are_counted(ranks: int, tmp_path: Path) -> None:
     assert counted(tmp_path) == [expected] * max(1, ranks)
 
 
+def runs_out(folder: Path, **args: Any) -> Done:
+    model = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
+    args |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    return train(folder, 0, {"cap": "96MiB"}, model=model, seq_len=128, args=args)
+
+
 @pytest.mark.slow
 def test_memory_that_runs_out_is_explained_and_planned(tmp_path: Path) -> None:
-    model = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
-    args = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    done = train(tmp_path, 0, {"cap": "96MiB"}, model=model, seq_len=128, args=args)
+    done = runs_out(tmp_path)
     assert done.returncode == 1
     cause, fix = done.stderr.rstrip().splitlines()[-2:]
     assert cause.startswith("shardkit: rank 0 ran out of memory in ") and "memory.cap=96MiB" in cause
@@ -114,9 +118,7 @@ def test_memory_that_runs_out_is_explained_and_planned(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_that_swallows_the_error_begins_again(tmp_path: Path) -> None:
-    model = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
-    args = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "auto_find_batch_size": True}
-    done = train(tmp_path, 0, {"cap": "96MiB"}, model=model, seq_len=128, args=args)
+    done = runs_out(tmp_path, auto_find_batch_size=True)
     assert done.returncode == 0, done.stderr
     assert "the Trainer ran out of memory and begins again with per_device_train_batch_size=" in done.stderr
     run = read_run(tmp_path / "run")

@@ -47,6 +47,24 @@ def run(
     return done
 
 
+def started(argv: list[str], **env: str) -> subprocess.Popen[str]:
+    """A command under way; all that it writes comes from its stdout."""
+    return subprocess.Popen(
+        argv, cwd=REPO, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def until_line(process: subprocess.Popen[str], start: str) -> None:
+    """Read what a process writes until a line begins so."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if line.startswith(start):
+            return
+    raise AssertionError(seen)
+
+
 def losses(run_dir: Path) -> dict[int, float]:
     """Step → loss of metrics.jsonl; a step that stands there twice is an error."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shardkit.errors import ConfigError, TrainingError
+from shardkit.errors import ConfigError, OutOfMemoryError, TrainingError
 from shardkit.launch.failures import exit_codes
 from shardkit.launch.failures.failure import (
     Failure,
@@ -13,9 +15,11 @@ from shardkit.launch.failures.failure import (
     explain,
     in_srun_log,
     in_torchrun_log,
+    memory_words,
     merged,
     oom_kills_in_srun_log,
     read,
+    read_post_mortems,
     record,
     with_last_words,
 )
@@ -55,64 +59,62 @@ def recorded(folder: Path, rank: int, error: BaseException) -> Path:
     return path
 
 
-def test_the_rank_that_lost_its_peer_is_not_blamed_though_it_was_first(tmp_path: Path) -> None:
-    peer = recorded(tmp_path, 0, RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:51363"))
-    origin = recorded(tmp_path, 1, ValueError("bad sample"))
-    failures = read([peer, origin])
-    assert [failure.rank for failure in failures] == [1, 0]
-    shown = explain(failures, "LOGS")
-    assert "error: rank 1 failed: ValueError: bad sample" in shown and "in recorded" in shown
-    assert "1 other rank(s) ended because of it: 0" in shown and "Connection closed" not in shown
-    assert shown.endswith("logs: LOGS")
+LOST = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:51363")
+BAD = ValueError("bad sample")
+SILENT = TrainingError("no progress for 5 s at step 3; rank(s) 2 did not even answer: stopped", "see the stacks")
+STUCK = TrainingError("no progress for 4 s: rank 2 did not answer", "see the stacks")
+FORCED = "Unable to shutdown process 10 via SIGTERM, forcefully exiting via SIGKILL\n" + TORCHRUN
+LATER = TORCHRUN.replace("2026-01-01", "2099-01-01")
+SRUN = """srun: error: n2: task 1: {}
+srun: Terminating StepId=7.0
+slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-22T04:09:52 ***
+srun: error: n1: tasks 0,2-3: {}
+"""
+Case = tuple[dict[int, BaseException], str, int, str, list[str]]
+CASES: dict[str, Case] = {
+    "a rank that lost its peer is not blamed though it was first": (
+        {0: LOST, 1: BAD}, "", 1, "error: rank 1 failed: ValueError: bad sample\n",
+        ["in recorded", "1 other rank(s) ended because of it: 0", "\n  logs: L"]),
+    "only lost peers": ({0: LOST}, "", 1, "", ["the first error is on another node"]),
+    "a killed rank comes before an exception of a peer": ({3: LOST}, TORCHRUN, 137, "error: rank 2 failed: killed", []),
+    "a user's error is two lines": (
+        dict.fromkeys((0, 1), ConfigError("x=1", "set x=2")), "", 2, "error: x=1\n  fix: set x=2", []),
+    "a run that went wrong keeps its fix and its logs": (
+        {0: TrainingError("loss is nan", "lower lr")}, "", 1, "error: loss is nan\n  fix: lower lr\n  logs: L", []),
+    "a rank that torchrun had to kill does not hide why the job ended": (
+        {0: STUCK}, TORCHRUN, 1, "error: no progress for 4 s", []),
+    # On GPUs they wait for it, deaf to torchrun's signals, until their watchdog ends them.
+    "a rank that was killed before the others missed it": ({0: SILENT}, TORCHRUN, 137, "error: rank 2 failed", []),
+    "a stopped rank, killed because it did not end": ({0: SILENT}, LATER, 1, "error: no progress for 5 s", []),
+    "nor another rank's exception": (
+        {3: RuntimeError("CUDA error: unknown error")}, FORCED, 1,
+        "error: rank 3 failed: RuntimeError: CUDA error: unknown error", ["likely cause: its GPU failed", "Xid"]),
+    # The first task that srun reports gives the code, whatever its peers say.
+    "srun, killed": ({0: LOST}, SRUN.format("Killed", "Terminated"), 137, "error: rank 1 failed: killed", []),
+    "srun, others failed": ({0: LOST}, SRUN.format("Killed", "Exited with exit code 1"), 137, "error: rank 1", []),
+    "srun, memory": ({0: LOST}, SRUN.format("Out Of Memory", "Killed"), 137, "", ["the kernel killed 1 process"]),
+    "srun, crashed": (
+        {0: LOST}, SRUN.format("Segmentation fault (core dumped)", "Killed"), 139,
+        "error: rank 1 failed: killed by SIGSEGV", []),
+    "srun, exit code": (
+        {0: LOST}, SRUN.format("Exited with exit code 7", "Killed"), 7, "error: rank 1 failed: exit code 7", []),
+    "what a rank says itself counts more": (
+        {1: BAD}, SRUN.format("Exited with exit code 1", "Killed"), 1, "error: rank 1 failed: ValueError: bad", []),
+}  # fmt: skip
+"""What ranks recorded, a log of torchrun or srun, the job's exit code, and how its explanation begins and goes on."""
 
 
-def test_a_killed_rank_comes_before_an_exception_of_a_peer(tmp_path: Path) -> None:
-    lost = recorded(tmp_path, 3, RuntimeError("Connection reset by peer"))
-    failures = merged(read([lost]), in_torchrun_log(TORCHRUN))
-    assert [(f.rank, f.exit_code) for f in failures] == [(2, -9), (3, 1)]
-    assert exit_code_of(failures) == 137
-    assert "out of host memory: the kernel killed 1 process" in explain(failures, "L", oom_kills=1)
-
-
-def test_user_errors_are_two_lines(tmp_path: Path) -> None:
-    failures = read([recorded(tmp_path, rank, ConfigError("x=1", "set x=2")) for rank in (0, 1)])
-    assert explain(failures, "L") == "error: x=1\n  fix: set x=2"
-    assert exit_code_of(failures) == 2
-
-
-def test_a_run_that_went_wrong_keeps_its_fix_and_its_logs(tmp_path: Path) -> None:
-    failures = read([recorded(tmp_path, 0, TrainingError("loss is nan", "lower optim.lr"))])
-    assert explain(failures, "L").splitlines() == ["error: loss is nan", "  fix: lower optim.lr", "  logs: L"]
-    assert exit_code_of(failures) == 1
-
-
-def test_a_rank_that_torchrun_had_to_kill_does_not_hide_why_the_job_ended(tmp_path: Path) -> None:
-    watchdog = recorded(tmp_path, 0, TrainingError("no progress for 4 s: rank 2 did not answer", "see the stacks"))
-    failures = merged(read([watchdog]), in_torchrun_log(TORCHRUN))
-    assert explain(failures, "L").startswith("error: no progress for 4 s")
-    assert exit_code_of(failures) == 1
-
-
-def test_a_rank_that_was_killed_before_the_others_missed_it_is_the_cause(tmp_path: Path) -> None:
-    """On GPUs they wait for it, deaf to torchrun's signals, until their watchdog ends them."""
-    silence = TrainingError(
-        "no progress for 5 s at step 3; rank(s) 2 did not even answer: stopped, dead", "see the stacks"
-    )
-    failures = merged(read([recorded(tmp_path, 0, silence)]), in_torchrun_log(TORCHRUN))
-    assert (failures[0].rank, failures[0].exit_code) == (2, -9)
-    later = TORCHRUN.replace("2026-01-01", "2099-01-01")  # a rank that was stopped, and killed because it did not end
-    failures = merged(read([recorded(tmp_path, 0, silence)]), in_torchrun_log(later))
-    assert explain(failures, "L").startswith("error: no progress for 5 s")
-
-
-def test_a_rank_that_torchrun_had_to_kill_does_not_hide_another_ranks_exception(tmp_path: Path) -> None:
-    own_file = recorded(tmp_path, 3, RuntimeError("CUDA error: unknown error"))
-    forced = "Unable to shutdown process 10 via SIGTERM, forcefully exiting via SIGKILL\n" + TORCHRUN
-    failures = merged(read([own_file]), in_torchrun_log(forced))
-    assert [failure.rank for failure in failures] == [3, 2]
-    shown = explain(failures, "L")
-    assert "error: rank 3 failed: RuntimeError: CUDA error: unknown error" in shown
-    assert "likely cause: its GPU failed" in shown and "Xid" in shown
+@pytest.mark.parametrize(("errors", "log", "code", "begins", "words"), CASES.values(), ids=CASES)
+def test_the_failure_that_ended_the_job_is_told(
+    errors: dict[int, BaseException], log: str, code: int, begins: str, words: list[str], tmp_path: Path
+) -> None:
+    by_launcher = in_srun_log(log) if "srun" in log else in_torchrun_log(log)
+    failures = merged(read([recorded(tmp_path, rank, error) for rank, error in errors.items()]), by_launcher)
+    shown = explain(failures, "L", oom_kills_in_srun_log(log))
+    assert exit_code_of(failures) == code
+    assert f"\n{begins}" in f"\n{shown}" and all(word in shown for word in words), shown
+    assert code != 2 or shown == begins
+    assert "Connection closed" not in shown or len(errors) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,11 +146,6 @@ def test_what_a_library_wrote_before_it_aborted_is_shown(log: str, words: list[s
         assert word in shown
 
 
-def test_only_lost_peers_point_elsewhere(tmp_path: Path) -> None:
-    failures = read([recorded(tmp_path, 0, RuntimeError("Connection closed by peer"))])
-    assert "the first error is on another node" in explain(failures, "L")
-
-
 def test_files_of_other_programs_and_half_written_ones(tmp_path: Path) -> None:
     folder = tmp_path / "4"
     folder.mkdir()
@@ -170,40 +167,6 @@ def test_a_newer_images_file_is_read_as_far_as_it_is_known(tmp_path: Path) -> No
     (tmp_path / "other.json").write_text(json.dumps({"shardkit": ["?"]}))
     (rank_failure,) = read(sorted(tmp_path.glob("*.json")))
     assert (rank_failure.rank, rank_failure.message, rank_failure.fix) == (2, "x=1", "set x=2")
-
-
-SRUN = """srun: error: n2: task 1: {first}
-srun: Terminating StepId=7.0
-slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-22T04:09:52 ***
-srun: error: n1: tasks 0,2-3: {then}
-"""
-
-
-@pytest.mark.parametrize(
-    ("first", "then", "code", "said"),
-    [
-        ("Killed", "Terminated", 137, "rank 1 failed: killed by SIGKILL (exit code 137)"),
-        ("Killed", "Exited with exit code 1", 137, "rank 1 failed: killed by SIGKILL"),
-        ("Out Of Memory", "Killed", 137, "out of host memory: the kernel killed 1 process"),
-        ("Segmentation fault (core dumped)", "Killed", 139, "rank 1 failed: killed by SIGSEGV"),
-        ("Exited with exit code 7", "Killed", 7, "rank 1 failed: exit code 7"),
-    ],
-)
-def test_the_first_task_that_srun_reports_gives_the_code(
-    first: str, then: str, code: int, said: str, tmp_path: Path
-) -> None:
-    """Its peers only lost it, whatever they say."""
-    lost = recorded(tmp_path, 0, RuntimeError("Connection reset by peer"))
-    text = SRUN.format(first=first, then=then)
-    failures = merged(read([lost]), in_srun_log(text))
-    assert exit_code_of(failures) == code
-    assert said in explain(failures, "L", oom_kills_in_srun_log(text))
-
-
-def test_what_a_rank_says_itself_counts_more_than_what_srun_reports(tmp_path: Path) -> None:
-    own_file = recorded(tmp_path, 1, ValueError("bad sample"))
-    failures = merged(read([own_file]), in_srun_log(SRUN.format(first="Exited with exit code 1", then="Killed")))
-    assert "error: rank 1 failed: ValueError: bad sample" in explain(failures, "L") and exit_code_of(failures) == 1
 
 
 def test_processes_killed_for_want_of_memory_are_counted_in_the_cgroup(tmp_path: Path) -> None:
@@ -263,3 +226,75 @@ def test_what_other_ranks_wrote_moves_no_cursor(tmp_path: Path) -> None:
         assert all(char.isprintable() or char == "\n" for char in shown), repr(shown)
         assert r"\x1b]0;owned" in shown
     assert "bad sample" in explain(read([rank]), "L") and "of two lines" in explain(read([rank]), "L")
+
+
+GIB = 2**30
+
+
+def left(run_dir: Path, rank: int, when: float = 100.0, kind: str = "device", **more: Any) -> None:
+    changes = [("activation.policy=full", 18 * GIB), ("parallel.strategy=fsdp", 2 * GIB), ("x=1", None), ("y=1", None)]
+    record = {
+        "schema": 1, "kind": kind, "time": when, "rank": rank, "host": f"n{rank}", "step": 20,
+        "memory": {"limit": 64 * GIB, "free": 2 * GIB, "missing": 4 * GIB},
+        "row": {"host_mem": {"rss": 20 * GIB, "children_rss": 10 * GIB}},
+        "advice": [{"change": c, "saving_bytes": s, "cost": "slower", "why": "w"} for c, s in changes],
+        **more,
+    }  # fmt: skip
+    (run_dir / "oom").mkdir(exist_ok=True)
+    (run_dir / "oom" / f"rank{rank}.json").write_text(json.dumps(record))
+
+
+def test_the_best_changes_take_the_place_of_the_fix(tmp_path: Path) -> None:
+    left(tmp_path, 1)
+    failures = read([recorded(tmp_path, rank, OutOfMemoryError(f"rank {rank} ran out", "set a=b")) for rank in (1, 2)])
+    assert exit_code_of(failures) == exit_codes.OUT_OF_MEMORY
+    shown = explain(failures, "LOGS", memory=memory_words(failures, read_post_mortems(tmp_path, 50)))
+    assert shown.splitlines() == [
+        "error: rank 1 ran out",
+        "  what would help, and what it costs:",
+        "    activation.policy=full  saves 18.0 GiB: slower",
+        "    parallel.strategy=fsdp  saves 2.0 GiB (not enough alone): slower",
+        "    x=1                     saves memory: slower",
+        f"  post-mortem: {tmp_path}/oom/rank1.json",
+        "  out of memory as well: rank(s) 2",
+        "  logs: LOGS",
+    ]
+
+
+def test_without_a_file_the_ranks_own_fix_is_shown(tmp_path: Path) -> None:
+    failures = read([recorded(tmp_path, 1, OutOfMemoryError("rank 1 ran out", "set a=b"))])
+    shown = explain(failures, "LOGS", memory=memory_words(failures, read_post_mortems(tmp_path, 50)))
+    assert shown.splitlines() == ["error: rank 1 ran out", "  fix: set a=b", "  logs: LOGS"]
+
+
+def test_files_of_earlier_attempts_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
+    left(tmp_path, 0, when=49.9)
+    left(tmp_path, 1, when=50.0)
+    left(tmp_path, 2, schema=99)
+    (tmp_path / "oom/rank3.json").write_text('{"schema": 1, "time": 60')
+    (tmp_path / "oom/rank4.json").write_text("[]")
+    (tmp_path / "oom/rank1.json.part7").write_text("draft")
+    assert set(read_post_mortems(tmp_path, 50)) == {1}
+    assert read_post_mortems(tmp_path / "elsewhere", 0) == {}
+
+
+def test_a_killed_rank_is_explained_by_what_it_saw_coming(tmp_path: Path) -> None:
+    left(tmp_path, 1, kind="host-risk")
+    killed = Failure(1, -9, message=exit_codes.describe(-9))
+    shown = explain([killed], "LOGS", 1, memory_words([killed], read_post_mortems(tmp_path, 50)))
+    assert "out of host memory: the kernel killed 1 process" in shown
+    assert re.search(r"step 20: 62.0 GiB of 64.0 GiB on n1; rank 1 held 20.0 GiB, .* 10.0 GiB", shown)
+    assert "activation.policy=full" in shown and "dmesg" not in shown
+
+
+def test_a_neighbour_may_have_seen_it_coming(tmp_path: Path) -> None:
+    left(tmp_path, 0, kind="host-risk")
+    killed = Failure(1, 137)
+    assert "rank 0 held" in memory_words([killed], read_post_mortems(tmp_path, 50))[1][0]
+
+
+def test_a_killed_rank_without_a_word_keeps_the_general_advice(tmp_path: Path) -> None:
+    killed = Failure(1, -9, message=exit_codes.describe(-9))
+    assert "dmesg" in explain([killed], "LOGS", memory=memory_words([killed], read_post_mortems(tmp_path, 50)))
+    left(tmp_path, 0, kind="device")
+    assert memory_words([Failure(1, -9)], read_post_mortems(tmp_path, 50)) == {}

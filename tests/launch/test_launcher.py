@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -18,8 +19,9 @@ import pytest
 
 from shardkit.launch.failures import job_starts
 from shardkit.launch.local import launcher, processes
+from shardkit.launch.local.rendezvous import ReservedPort
 from tests.commands import python_m
-from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
+from tests.launch.jobs import REPO, command, environment, losses, run, settings, started, until_line, with_marker
 from tests.slurm.cluster import until
 
 pytestmark = pytest.mark.dist
@@ -132,11 +134,9 @@ def test_ranks_end_with_a_torchrun_that_is_killed_while_they_wait_for_others(tmp
     meet = ["--nproc-per-node", "1", "--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     argv = [sys.executable, "-m", "torch.distributed.run", *meet, "-m", "tests.launch.waiting", *settings(tmp_path)]
     marker = f"TEST_MARKER={tmp_path}"
-    env = environment(TEST_MARKER=str(tmp_path), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    torchrun = subprocess.Popen(argv, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert torchrun.stdout is not None
+    torchrun = started(argv, TEST_MARKER=str(tmp_path), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     try:
-        assert torchrun.stdout.readline() == "joining\n"
+        until_line(torchrun, "joining")
         torchrun.kill()
         torchrun.wait()
         # It would wait for run.init_timeout_s, half an hour.
@@ -152,18 +152,14 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     argv = command(*TWO, *settings(tmp_path / "run", "wait", train__max_steps=100_000))
     marker = f"TEST_MARKER={tmp_path}"
     (tmp_path / "tmp").mkdir()
-    env = environment(TEST_MARKER=str(tmp_path), TMPDIR=str(tmp_path / "tmp"))
-    process = subprocess.Popen(argv, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(b"step 1/"):
-            break
+    process = started(argv, TEST_MARKER=str(tmp_path), TMPDIR=str(tmp_path / "tmp"))
+    until_line(process, "step 1/")
     assert set(listening(with_marker(marker))) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     meeting = list((tmp_path / "tmp").glob("shardkit-*"))
     assert [folder.stat().st_mode & 0o777 for folder in meeting] == [0o700]
     process.send_signal(signal.SIGINT)
-    process.stdout.read()
-    assert process.wait(60) == 130
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
     assert with_marker(marker) == []
     assert not meeting[0].exists()
     (sweep_s,) = processes.sweep.__defaults__ or ()
@@ -177,11 +173,8 @@ def test_ctrl_c_at_any_moment_ends_everything_within_10_seconds(tmp_path: Path) 
     for number in range(8):
         marker = f"{tmp_path}/{number}"
         argv = command("--nproc-per-node", "2", *settings(tmp_path / f"run{number}", "wait", train__max_steps=100_000))
-        process = subprocess.Popen(
-            argv, cwd=REPO, env=environment(TEST_MARKER=marker), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        assert process.stdout is not None
-        process.stdout.readline()  # the launcher has taken over its signals; before, Python ends by itself
+        process = started(argv, TEST_MARKER=marker)
+        until_line(process, "starting 2 ranks")  # it has taken over its signals; before, Python ends by itself
         delay = moments.uniform(0, 6)
         time.sleep(delay)  # the moment is what is tested
         process.send_signal(signal.SIGINT)
@@ -210,16 +203,13 @@ def listening(pids: list[int]) -> list[str]:
 @pytest.mark.slow
 def test_preempted_ranks_save_and_make_exit_code_75(tmp_path: Path) -> None:
     argv = command(*TWO, *settings(tmp_path / "run", "wait", train__max_steps=100_000))
-    process = subprocess.Popen(argv, cwd=REPO, env=environment(TEST_MARKER=str(tmp_path)), stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(b"step 1/"):
-            break
+    process = started(argv, TEST_MARKER=str(tmp_path))
+    until_line(process, "step 1/")
     for pid in with_marker(f"TEST_MARKER={tmp_path}"):  # as Slurm does: every process of the step
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR2)
-    error = process.stdout.read().decode()
-    assert process.wait(60) == 75, error
+    error, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, error
     assert "stopped by SIGUSR2 after step " in error
     last = max(losses(tmp_path / "run"))
     assert (tmp_path / f"run/checkpoints/step_{last:08d}").is_dir(), error
@@ -240,3 +230,43 @@ def test_what_cannot_be_built_or_filled_is_two_lines(
     process = python_m("shardkit.train", *settings(tmp_path / "run", how, **extra), code=2)
     cause, advice = process.stderr.splitlines()
     assert re.match(f"error: {said}", cause) and advice.startswith(f"  fix: {fix}"), process.stderr
+
+
+TOOLS = Path(sys.executable).parent
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("tool", ["accelerate", "deepspeed"])
+def test_other_launchers_start_the_same_module(tool: str, tmp_path: Path) -> None:
+    pytest.importorskip(tool, reason=f"needs {tool}")
+    port = ReservedPort()  # deepspeed asks for a number; nobody else is given this one
+    # On CPUs accelerate starts several ranks only under --multi_gpu, or through mpirun; port 0: the system picks one.
+    words = {
+        "accelerate": ["launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision",
+                       "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"],
+        "deepspeed": ["--num_gpus", "2", "--master_port", str(port.port), "--module"],
+    }  # fmt: skip
+    argv = [str(TOOLS / tool), *words[tool], "shardkit.train", "--config", str(REPO / "configs/ddp.yaml")]
+    variables = {"DS_ACCELERATOR": "cpu"} if tool == "deepspeed" else {}
+    try:
+        run([*argv, *settings(tmp_path / "run")], code=0, **variables)
+    finally:
+        port.close()
+    first, *_ = (tmp_path / "run/memory.jsonl").read_text().splitlines()
+    assert len(json.loads(first)["ranks"]) == 2
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_two_jobs_at_once_on_one_host(tmp_path: Path) -> None:
+    jobs = [
+        subprocess.Popen(
+            command("--nproc-per-node", "2", *settings(tmp_path / name)),
+            cwd=REPO, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for name in ("a", "b")
+    ]  # fmt: skip
+    ends = [job.communicate(timeout=120)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], ends
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")

@@ -268,13 +268,6 @@ def test_a_bound_that_no_line_asked_for_is_told() -> None:
         )
 
 
-def test_the_refusal_names_the_option_with_its_line() -> None:
-    message = "emucuda: aten::nonzero reads values that were not computed"
-    verdict = verdict_of(failed(0, "RuntimeError", message), finish=Finish("program", 1))
-    assert verdict.exit_code == 7
-    assert any("--assume 'train.py:7=N'" in note for note in verdict.notes)
-
-
 def test_the_program_asks_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     line = sys._getframe().f_lineno + 4
     bounds = parse_assumed([f"rehearse/test_verdict.py:{line}=7", "other.py:1=2"])

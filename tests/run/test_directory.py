@@ -24,7 +24,7 @@ from shardkit.errors import ConfigError, SupersededError
 from shardkit.launch.failures import job_starts
 from shardkit.run import directory, owner
 from tests.commands import python_m
-from tests.launch.jobs import REPO, environment, losses, settings
+from tests.launch.jobs import REPO, environment, losses, settings, started, until_line
 from tests.slurm.cluster import until
 from tests.texts import write_files
 
@@ -32,21 +32,7 @@ HERE = owner.this_process({})
 ELSEWHERE = replace(HERE, host="far", space="another boot", token="far")
 
 
-def train(*args: str, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(**env),
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-
-
-def until_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stdout is not None
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if line.startswith(f"step {step}/"):
-            return
-    pytest.fail(seen)
+TRAIN = [sys.executable, "-m", "shardkit.train"]
 
 
 @pytest.fixture
@@ -66,9 +52,9 @@ def prepared(tmp_path: Path) -> Any:
 @pytest.mark.slow
 def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:
     args = settings(tmp_path / "run", "wait", train__max_steps=100_000, checkpoint__every_steps=5, logging__every=6)
-    first = train(*args)
+    first = started([*TRAIN, *args])
     try:
-        until_step(first, 6)
+        until_line(first, "step 6/")
         for flag in ("run.resume=true", "run.overwrite=true"):
             second = python_m("shardkit.train", *args, flag)
             said = second.stderr
@@ -391,7 +377,7 @@ def test_a_closed_terminal_saves_as_a_termination_does(tmp_path: Path) -> None:
     if pid == 0:
         os.chdir(REPO)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
-        os.execve(sys.executable, [sys.executable, "-m", "shardkit.train", *args], environment())
+        os.execve(sys.executable, [*TRAIN, *args], environment())
     try:
         seen = b""
         while not any(int(step) >= 3 for step in re.findall(rb"\b(\d+)/100000", seen)):  # a bar leaves steps out
@@ -414,11 +400,8 @@ def test_a_closed_terminal_saves_as_a_termination_does(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_under_nohup_the_hangup_is_ignored(tmp_path: Path) -> None:
     args = settings(tmp_path / "run", "wait", train__max_steps=30, logging__every=1)
-    process = subprocess.Popen(
-        ["nohup", sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    until_step(process, 3)
+    process = started(["nohup", *TRAIN, *args])
+    until_line(process, "step 3/")
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
     assert process.returncode == 0 and max(losses(tmp_path / "run")) == 30
@@ -426,7 +409,7 @@ def test_under_nohup_the_hangup_is_ignored(tmp_path: Path) -> None:
 
 def in_a_loop(args: list[str], starts: int = 3, **env: str) -> subprocess.CompletedProcess[str]:
     """The same command again and again until it succeeds, by a shell that counts nothing."""
-    command = shlex.join([sys.executable, "-m", "shardkit.train", *args])
+    command = shlex.join([*TRAIN, *args])
     loop = f"for i in $(seq {starts}); do {command} && exit 0; code=$?; [ $code != 2 ] || exit 2; done; exit $code"
     return subprocess.run(
         ["bash", "-c", loop], cwd=REPO, env=environment(**env), capture_output=True, text=True, timeout=180

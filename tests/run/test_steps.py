@@ -41,16 +41,19 @@ class Task(gradients.Task):
         return super().loss(model, batch)
 
 
-def timed(folder: str, own_s: float = OWN_S, **extra: Any) -> tuple[list[dict[str, float]], float]:
-    """What a run records of its steps, and how long they took from outside; it saves after steps 3 and 6."""
-    settings = gradients.settings("single", folder, "fine")
-    settings |= {
+def settings(folder: str, **extra: Any) -> dict[str, Any]:
+    """Of a run that saves after steps 3 and 6."""
+    return gradients.settings("single", folder, "fine") | {
         "task.factory": "tests.run.test_steps:Task", "task.args": {}, "train.eval_every": 4,
         "train.eval_samples": 3 * gradients.ROWS,
         "checkpoint.every_steps": 3, "checkpoint.at_end": False, "memory.interval": 2, **extra,
     }  # fmt: skip
+
+
+def timed(folder: str, own_s: float = OWN_S, **extra: Any) -> tuple[list[dict[str, float]], float]:
+    """What a run records of its steps, and how long they took from outside."""
     records = []
-    with start(None, settings) as job:
+    with start(None, settings(folder, **extra)) as job:
         steps = Trainer(job).steps()
         began = time.perf_counter()
         for record in steps:
@@ -125,13 +128,8 @@ def two_starts(folder: str, **extra: Any) -> list[tuple[float, float]]:
     """A run and its resumption, each saved at its end: seconds by `metrics.jsonl`, and from outside."""
     found = []
     for first, last in ((1, 6), (7, 12)):
-        settings = gradients.settings("single", folder, "fine") | {
-            "task.factory": "tests.run.test_steps:Task", "task.args": {}, "train.eval_every": 4,
-            "train.eval_samples": 3 * gradients.ROWS, "train.max_steps": last, "checkpoint.at_end": True,
-            "checkpoint.every_steps": 4,
-            "run.resume": first > 1, "logging.tensorboard": False, **extra,
-        }  # fmt: skip
-        with start(None, settings) as job:
+        ends = {"train.max_steps": last, "checkpoint.at_end": True, "run.resume": first > 1, **extra}
+        with start(None, settings(folder, **ends)) as job:
             trainer = Clocked(job)
             trainer.checkpoints.check_last = partial(late, trainer.checkpoints.check_last)  # type: ignore[method-assign]
             list(trainer.recorded_steps())

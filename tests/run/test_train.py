@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.commands import environment, python_m
+from tests.launch.jobs import until_line
 from tests.texts import write_numbers
 
 REPO = Path(__file__).resolve().parents[2]
@@ -165,12 +166,7 @@ def test_ctrl_c_stops_quietly(tmp_path: Path, text: Path) -> None:
         # A test run in the background ignores Ctrl-C, and its children would too.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    assert process.stdout is not None
-    seen = ""
-    while "step 3/" not in seen:
-        line = process.stdout.readline()
-        assert line, seen
-        seen += line
+    until_line(process, "step 3/")
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=100)  # of stdout, too: the run prints as long as there is room in the pipe
     assert process.returncode == 130

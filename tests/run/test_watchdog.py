@@ -21,9 +21,8 @@ from shardkit.launch.failures import job_starts
 from shardkit.run import watchdog
 from shardkit.run.watchdog import Part, Watchdog, behind, dump_collectives
 from tests.commands import python_m
-from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
+from tests.launch.jobs import REPO, command, environment, losses, run, settings, started, until_line, with_marker
 from tests.launch.tasks import Troubled
-from tests.run.test_directory import until_step
 
 
 def state(rank: int, beats: int, waits: bool) -> dict[str, Any]:
@@ -199,20 +198,16 @@ def test_a_job_that_was_suspended_for_longer_than_a_step_may_take_goes_on(tmp_pa
         tmp_path / "run", task__factory="tests.run.test_watchdog:Lagging", train__max_steps=20, logging__every=1,
         run__step_timeout_s=8,
     )  # fmt: skip
-    marker = f"TEST_MARKER={tmp_path}"
-    process = subprocess.Popen(
-        command("--nproc-per-node", "2", *argv), cwd=REPO, env=environment(TEST_MARKER=str(tmp_path)),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    until_step(process, 2)
-    everyone = with_marker(marker)
+    process = started(command("--nproc-per-node", "2", *argv), TEST_MARKER=str(tmp_path))
+    until_line(process, "step 2/")
+    everyone = with_marker(f"TEST_MARKER={tmp_path}")
     assert len(everyone) >= 4, "the launcher, torchrun and two ranks"
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in everyone:
             os.kill(pid, number)
         time.sleep(12 if number == signal.SIGSTOP else 0)  # what is tested
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == 0, error
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
     assert sorted(losses(tmp_path / "run")) == list(range(1, 21))
 
 

@@ -51,6 +51,12 @@ class Cluster:
     def shardkit(self, *args: str) -> subprocess.CompletedProcess[str]:
         return self.run(sys.executable, "-m", "shardkit.cli", *args)
 
+    def submit(self, *args: str) -> tuple[str, str]:
+        """The id of the job that `shardkit submit` queues, and what it prints."""
+        process = self.shardkit("submit", *args)
+        assert process.returncode == 0, process.stderr
+        return process.stdout.split()[2], process.stdout
+
     def sbatch(self, style: str, output: Path, args: list[str], *options: str, nodes: int = 2, ranks: int = 2) -> str:
         """Submit a template on `nodes` × `ranks` without GPUs; the job's id."""
         template = {"torchrun": "train.sbatch", "srun": "train_srun.sbatch"}[style]

@@ -63,9 +63,7 @@ class Played:
             words += ["--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--cpus-per-task=2"]
             script = ["tests/launch/plain.py", str(self.run_dir / "mine"), "--listen=term", "--wait=0.05"]
             script += [f"--steps={STEPS}", f"--save-s={self.draw.save_s}"]
-            process = self.cluster.shardkit("submit", *words, "--", *script)
-            assert process.returncode == 0, process.stderr
-            self.job = process.stdout.split()[2]
+            self.job, _ = self.cluster.submit(*words, "--", *script)
             self.output = self.run_dir / f"logs/slurm-{self.job}.out"
             return
         args = settings(self.run_dir, self.draw.strategy, **{"task__args__save_s": self.draw.save_s, **extra})

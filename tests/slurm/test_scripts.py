@@ -20,9 +20,7 @@ TWO_NODES = ["--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--cpus-per
 
 def submit(cluster: Cluster, run_dir: Path, *words: str) -> tuple[str, Path]:
     """(the job, its output)."""
-    process = cluster.shardkit("submit", *TWO_NODES, "--run-dir", str(run_dir), *words)
-    assert process.returncode == 0, process.stderr
-    job = process.stdout.split()[2]
+    job, _ = cluster.submit(*TWO_NODES, "--run-dir", str(run_dir), *words)
     return job, run_dir / f"logs/slurm-{job}.out"
 
 

@@ -40,15 +40,13 @@ def test_submit_queues_shows_follows(cluster: Cluster, tmp_path: Path) -> None:
 def test_an_array_trains_one_run_per_index_after_the_job_it_depends_on(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.call("sbatch", "--parsable", "-o", "/dev/null", "--wrap=true").strip()
     args = ["configs/ddp.yaml", *settings(tmp_path / "run"), "train.seed=%a", "--gpus-per-node=0", "--ranks-per-node=1"]
-    process = cluster.shardkit("submit", *args, "--array=3-4", f"--dependency=afterok:{first}", "--style=srun")
-    assert process.returncode == 0, process.stderr
-    job = process.stdout.split()[2]
+    job, said = cluster.submit(*args, "--array=3-4", f"--dependency=afterok:{first}", "--style=srun")
     for index in (3, 4):
         output = tmp_path / f"run/logs/slurm-{job}_{index}.out"
         assert cluster.wait(f"{job}_{index}", output) == "COMPLETED", read(output)
         assert f"seed: {index}" in (tmp_path / f"run/array_{index}/config.yaml").read_text()
     assert losses(tmp_path / "run/array_3") != losses(tmp_path / "run/array_4")
-    assert "%a" not in process.stdout and f"slurm-{job}_4.out" in process.stdout
+    assert "%a" not in said and f"slurm-{job}_4.out" in said
     again = cluster.shardkit("submit", *args, "--array=0-3", "--style=srun")
     assert again.returncode == 2 and f"error: {tmp_path}/run/array_3 already holds a run" in again.stderr, again
 
