@@ -260,8 +260,6 @@ def test_shipped_configs_can_run(path: Path, device: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_mark_trains_like_one_process(feature: str) -> None:
     works = [name for name in CAPABILITIES[feature].works if name != "single"]
@@ -274,8 +272,6 @@ def test_every_mark_trains_like_one_process(feature: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("feature", ["compile", "compile_model"])
 def test_no_strategy_breaks_a_graph_or_compiles_hooks(feature: str) -> None:
     """ZeRO-3 gathers a block's weights in hooks, ZeRO's engine keeps time in the model's; they stay outside."""
@@ -285,8 +281,6 @@ def test_no_strategy_breaks_a_graph_or_compiles_hooks(feature: str) -> None:
         assert rank == {name: {} for name in compiled}
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_unused_parameters_are_named_where_the_table_refuses_them() -> None:
     refused_by = [*CAPABILITIES["unused_params"].reasons]
     assert refused_by == ["zero1", "zero2", "zero3"]

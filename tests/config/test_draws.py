@@ -225,8 +225,6 @@ def told(campaign: Campaign) -> str:
     return "\n".join(f"{verdict.outcome} {verdict.seed}: {verdict.words}" for verdict in failed)
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_drawn_configs_train_as_in_one_process_or_are_refused() -> None:
     campaign = Campaign(limit_s=120)
 
@@ -239,8 +237,6 @@ def test_drawn_configs_train_as_in_one_process_or_are_refused() -> None:
 
 
 @pytest.mark.release
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(3600)
 def test_fresh_draws_train_as_in_one_process_or_are_refused() -> None:
     first = int(os.environ.get(FRESH) or time.time())

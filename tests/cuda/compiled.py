@@ -103,7 +103,7 @@ def measure(name: str) -> dict[str, Any]:
     spans: list[dict[str, Any]] = []
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("torch").addHandler(handler)
     # Kernels are chosen by timing launches, which do nothing here: the first one is taken at once.
     untuned = patch.object(CoordescTuner, "autotune", lambda self, benchmark, config, *_, **__: config)

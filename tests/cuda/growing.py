@@ -118,7 +118,6 @@ def judged_by_ledger(seed: int) -> str:
         (row,) = ledger.gather(step) or []
     is_leak, memory = loop.leak not in (None, "tiny"), row.device_mem
     del loop
-    assert memory is not None
     if bool(memory.growth) != is_leak or bool(memory.growth_line) != is_leak:
         return f"seed {seed}: {is_leak=}, {memory.growth} and {memory.growth_line}"
     if is_leak and not (memory.growth_line or "").endswith("# leak"):

@@ -22,7 +22,7 @@ from tests.cuda.parity_ranks import join
 from tests.emulated_cuda import needs_emulation
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, needs_emulation]
+pytestmark = [pytest.mark.gpu, needs_emulation]
 
 HAND_ON = "tests.cuda.test_checkpoint:hand_on"
 Key = tuple[str, str]

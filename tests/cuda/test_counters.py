@@ -14,7 +14,7 @@ from tests.cuda import gpu_ranks
 from tests.cuda.parity import BASE, OFFLOADED, Case, pool
 from tests.emulated_cuda import needs_emulation
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, pytest.mark.timeout(1200), needs_emulation]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200), needs_emulation]
 
 CASES = [*map(Case, BASE), *map(Case, OFFLOADED), Case("single@1", offload=True), Case("fsdp@2", offload=True)]
 WAITS = ("device_sync", "stream_sync", "event_sync")

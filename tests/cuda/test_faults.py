@@ -20,7 +20,7 @@ from tests.faults.test_memory import MIB, post_mortem, settings
 from tests.launch import jobs
 from tests.launch.jobs import command, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dist, needs_emulation]
+pytestmark = [pytest.mark.gpu, needs_emulation]
 
 HOST = socket.gethostname()
 BOUND_S = 180

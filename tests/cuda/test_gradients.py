@@ -10,7 +10,7 @@ from tests.emulated_cuda import needs_emulation
 from tests.ranks import run_ranks
 from tests.run.gradients import BAD_STEP
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, needs_emulation]
+pytestmark = [pytest.mark.gpu, needs_emulation]
 
 LATE = {"run.device": "cuda", "checkpoint.every_steps": 3}
 """Saves after steps 3 and 6: the norm of step 5 is read after step 6's forward."""

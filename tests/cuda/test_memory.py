@@ -121,7 +121,6 @@ def test_the_traced_peak_is_the_allocators(strategy: str, tmp_path: Path, monkey
     assert peak["categories"].get("unattributed", 0) < 0.001 * peak["bytes"]
 
 
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("settings", [
     ("parallel.strategy=zero2", "parallel.offload_optimizer=cpu"),
     ("parallel.strategy=zero3", "activation.policy=full"),

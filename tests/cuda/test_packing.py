@@ -58,8 +58,6 @@ def test_backward_drops_the_same_weights_as_forward() -> None:
     torch.testing.assert_close((dropped[0] * weight).sum(), (dropped[3] * value).sum(), rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(("mode", "error"), [("fp32", 2e-5), ("bf16", 0.03)])
 def test_packed_documents_train_on_a_card_as_on_the_cpu(mode: str, error: float) -> None:
     body = "tests.strategies.packed_cases:curves"

@@ -124,7 +124,6 @@ def test_a_folder_of_a_hub_is_its_records_by_split(
         texts = [tokenizer.decode(documents[i]["tokens"].tolist()) for i in range(len(documents))]
         return sorted({int(text.partition("ask ")[2].split()[0]) // 2 for text in texts})
 
-    assert data.sources is not None
     assert numbers(data.sources.train) == trained
     assert (numbers(data.sources.val) if data.sources.val else None) == validated
     line = capsys.readouterr().out.splitlines()[0]
@@ -137,7 +136,6 @@ def test_without_evaluation_and_with_data_of_its_own_the_validation_split_is_lef
     other = write_lines(tmp_path / "other.jsonl", [{"messages": conversation(9)}] * 5)
     for keys, n_val in (({"val_path": str(other)}, 5), ({}, 3)):
         data = opened(tmp_path, folder, **keys)
-        assert data.sources is not None
         assert (len(data.documents("train")), len(data.documents("val"))) == (3, n_val)
     streamed = opened(tmp_path, folder, streaming=True)
     assert len(streamed.dataset("train")) == 3 and len(streamed.dataset("val")) == 3

@@ -74,7 +74,7 @@ def test_a_million_lengths_take_two_seconds_and_fill_the_samples() -> None:
 @pytest.mark.parametrize("packing", ["packed", "padding_free"])
 def test_every_target_is_predicted_once_from_the_token_before(packing: str) -> None:
     lengths = [1, 2, 9, 40, 5, 17, 33, 16, 3]
-    data = PackedDocuments(Given(lengths, prompt=2), 16, packing, "the test")  # type: ignore[arg-type]
+    data = PackedDocuments(Given(lengths, prompt=2), 16, packing, "the test")
     assert (data.n_documents, data.n_cut) == (8, 2), "17 tokens are 16 inputs; 33 are two pieces of 16, 40 three"
     seen = []
     for index in range(len(data)):
@@ -103,7 +103,7 @@ def test_micro_batches_say_where_their_documents_lie() -> None:
     row = collate_packed(samples, None)
     assert row["tokens"].shape == (1, 20) and row["lengths"] == (4, 5, 3, 8)
     for packing, shape in (("packed", (3, 8)), ("padding_free", (1, 24))):
-        planned = plan_packed(3, 8, packing)  # type: ignore[arg-type]
+        planned = plan_packed(3, 8, packing)
         assert planned.keys() == batch.keys() and planned["tokens"].shape == shape
 
 

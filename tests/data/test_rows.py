@@ -193,7 +193,7 @@ def test_a_template_that_writes_the_date_takes_it_from_the_config(tmp_path: Path
     assert texts["2025-12-25"].startswith("<|im_start|>today 25 Dec 2025 25/12/25 100%<|im_start|>")
     digests = [data.digests()["data"] for data in days.values()]
     streams = [
-        opened(tmp_path, path, chat_date=day, streaming=True, val_path=str(path)).stream.digests()["data"]  # type: ignore[union-attr]
+        opened(tmp_path, path, chat_date=day, streaming=True, val_path=str(path)).stream.digests()["data"]
         for day in days
     ]
     assert len({*digests, *streams}) == 4, "the date is part of the data that a checkpoint was trained with"
@@ -268,7 +268,7 @@ def test_a_template_that_changes_earlier_turns_trains_each_as_it_was_answered(
     split = opened(tmp_path, path, val_fraction=0.4)
     sides = [{tokenizer.decode(sample["tokens"].tolist())[:20] for sample in map(data.__getitem__, range(len(data)))}
              for data in (split.documents("train"), split.documents("val"))]  # fmt: skip
-    places = np.fromfile(Path(split.sources.train[0].directory) / "places.bin", dtype="<u8")  # type: ignore[union-attr]
+    places = np.fromfile(Path(split.sources.train[0].directory) / "places.bin", dtype="<u8")
     assert len(set(places.tolist())) == 4 and all(sides), "all samples of a conversation fall to one side"
     streamed = opened(tmp_path, path, streaming=True, val_path=str(path)).dataset("train")
     assert (streamed[0]["targets"] >= 0).any()

@@ -53,7 +53,7 @@ def stream_of(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, **key
 def ids_of(tmp_path: Path, batch: Any) -> list[int]:
     tokenizer = load_tokenizer(tmp_path / "tok")
     texts = [tokenizer.decode(sample["tokens"].tolist()) for sample in batch]
-    return [int(re.search(r"ask (\d+) ", text).group(1)) for text in texts]  # type: ignore[union-attr]
+    return [int(re.search(r"ask (\d+) ", text).group(1)) for text in texts]
 
 
 def test_interruptions_and_other_world_sizes_repeat_and_skip_nothing(

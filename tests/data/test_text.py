@@ -49,7 +49,6 @@ def opened(tmp_path: Path, path: Path | None, **keys: Any) -> TextData:
 
 def everything(data: TextData) -> list[tuple[list[int], list[bool]]]:
     """Tokens and targets of all documents, in the order of the file."""
-    assert data.sources is not None
     from shardkit.data.store import Documents
 
     whole = Documents(data.sources.train)

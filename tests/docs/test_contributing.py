@@ -56,7 +56,6 @@ def all_reduced() -> list[tuple[float, float]]:
     return cases.curves(["ddp"], "adamw_clipped")["ddp"]
 
 
-@pytest.mark.dist
 def test_a_strategy_trains_like_one_process() -> None:
     want = run_ranks(1, "tests.strategies.cases:curves", names=["single"], optimizer="adamw_clipped")[0]["single"]
     for curve in run_ranks(2, "tests.docs.test_contributing:all_reduced"):
@@ -87,7 +86,7 @@ def measured(engines: list[str], folder: str) -> dict[str, list[tuple[float, flo
         vars(strategy)["step"] = measured_step
         return strategy
 
-    job.make_strategy = measuring  # type: ignore[attr-defined]
+    job.make_strategy = measuring
     ended = gradients.ends(
         {engine: {"train.ema_decay": 0.5, "checkpoint.every_steps": None} for engine in engines}, folder, "fine"
     )
@@ -96,8 +95,6 @@ def measured(engines: list[str], folder: str) -> dict[str, list[tuple[float, flo
     }
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_a_figure_is_recorded_under_every_engine(tmp_path: Path) -> None:
     engines = ["ddp", "fsdp", "zero1", "zero2", "zero2+optimizer", "zero3"]
     recorded = run_ranks(2, "tests.docs.test_contributing:measured", engines=engines, folder=str(tmp_path))[0]
@@ -124,7 +121,6 @@ def extended(tmp_path: Path) -> Any:
 
 def loaded_module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # annotations and docstrings of fields are looked up there
     try:
@@ -168,7 +164,6 @@ def refused_vocabularies() -> str:
         return caught.value.cause
 
 
-@pytest.mark.dist
 def test_a_check_ends_every_rank_with_the_same_words() -> None:
     words = "ranks have tokenizers of different sizes: 32000 on rank 0, 32001 on rank 1"
     assert run_ranks(2, "tests.docs.test_contributing:refused_vocabularies") == [words, words]

@@ -16,7 +16,6 @@ EXAMPLES = REPO / "examples"
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_model_of_transformers_learns_in_ones_own_loop(strategy: str) -> None:
     pytest.importorskip("transformers")
@@ -25,7 +24,6 @@ def test_a_model_of_transformers_learns_in_ones_own_loop(strategy: str) -> None:
     assert float(loss) < 1.5, "starts near ln 26 = 3.26"
 
 
-@pytest.mark.dist
 def test_the_ledger_accounts_for_a_plain_loop(tmp_path: Path) -> None:
     done = python_m(str(EXAMPLES / "memory_ledger.py"), ranks=2, cwd=tmp_path, code=0)
     gathers = list(read_jsonl(tmp_path / "memory.jsonl"))

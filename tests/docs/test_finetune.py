@@ -107,7 +107,6 @@ def test_it_takes_at_most_ten_commands_and_the_guide_has_them_in_this_order() ->
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_the_first_hour_ends_with_a_model_that_transformers_loads(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")

@@ -60,7 +60,6 @@ OWN_SCRIPT = PAGE.partition("\n## Launch your own script\n")[2].partition("\n## 
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_the_examples_of_ones_own_script_print_what_the_page_shows(folder: Path) -> None:
     bash, text = (
         re.findall(rf"^```{kind}\n(.*?)^```", OWN_SCRIPT, re.MULTILINE | re.DOTALL) for kind in ("bash", "text")
@@ -94,11 +93,6 @@ TOOLS = {
     "lightning_loop": ("lightning", 0, "lightning", "6MiB"),
 }
 NO_BUILD = 'import deepspeed\ndeepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of compiling\n'
-slow = pytest.mark.slow
-CASES = [
-    "own_loop", pytest.param("trainer", marks=slow), pytest.param("accelerated", marks=slow),
-    pytest.param("deepspeed_loop", marks=[slow, pytest.mark.deepspeed]), pytest.param("lightning_loop", marks=slow),
-]  # fmt: skip
 
 
 def run_example(name: str, folder: Path, cap: str = "") -> Done:
@@ -112,8 +106,7 @@ def run_example(name: str, folder: Path, cap: str = "") -> Done:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TOOLS)
 def test_an_example_is_watched(name: str, tmp_path: Path) -> None:
     assert set(SCRIPTS) == set(TOOLS)
     done = run_example(name, tmp_path)
@@ -126,9 +119,8 @@ def test_an_example_is_watched(name: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(TOOLS))
+@pytest.mark.parametrize("name", TOOLS)
 def test_an_example_that_runs_out_of_memory_says_what_the_page_shows(name: str, tmp_path: Path) -> None:
     done = run_example(name, tmp_path, TOOLS[name][3])
     assert done.returncode != 0

@@ -46,7 +46,6 @@ def test_a_step_allocates_and_launches_without_computing() -> None:
 def look_up_many() -> int:
     table = nn.Embedding(1000, 64, device="cuda")
     table(torch.zeros(16384, dtype=torch.long, device="cuda")).sum().backward()
-    assert table.weight.grad is not None
     return table.weight.grad.numel()
 
 
@@ -161,7 +160,7 @@ def copy_and_reduce(world_file: str) -> dict[str, int]:
         return floats
 
     def copy_over_nans(source: torch.Tensor, **options: bool) -> torch.Tensor:
-        host = torch.empty(source.shape, **options).fill_(math.nan)  # type: ignore[arg-type]
+        host = torch.empty(source.shape, **options).fill_(math.nan)
         host.copy_(source, non_blocking=options.get("pin_memory", False))
         torch.cuda.synchronize()
         return host

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.emulated_cuda import needs_emulation, start
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dist, needs_emulation]
+pytestmark = [pytest.mark.gpu, needs_emulation]
 
 SIZES = [7, 1 << 13, 1 << 16, 1 << 19]
 """Elements: of floats tiny, medium and large; integers of all sizes are computed."""

@@ -40,7 +40,7 @@ class Block(nn.Module):
         if self.hungry == "forward" or self.passes == 2:
             torch.empty(self.n_bytes, dtype=torch.uint8, device=x.device)
         if self.hungry == "backward":
-            x = Grow.apply(x, self.n_bytes)  # type: ignore[no-untyped-call]
+            x = Grow.apply(x, self.n_bytes)
         return torch.relu(self.inner(x))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -89,7 +89,7 @@ class Hungry:
         self.calls_left -= 1
         if self.here and self.calls_left <= 0:
             self._grow(model)
-        return model(batch).square().sum()  # type: ignore[no-any-return]
+        return model(batch).square().sum()
 
     def _grow(self, model: nn.Module) -> None:
         if self.how == "fill":

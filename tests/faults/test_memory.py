@@ -30,8 +30,7 @@ def settings(run_dir: Path, how: str, *more: str) -> list[str]:
 
 
 def post_mortem(run_dir: Path, rank: int = 1) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / f"oom/rank{rank}.json").read_text())
-    return found
+    return json.loads((run_dir / f"oom/rank{rank}.json").read_text())
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
@@ -39,7 +38,6 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_one_rank_out_of_memory_ends_the_job_with_its_name_and_what_would_help(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     stale = {"schema": 1, "kind": "device", "time": time.time() - 3600, "rank": 0, "advice": [], "memory": {}}
@@ -65,7 +63,6 @@ def test_one_rank_out_of_memory_ends_the_job_with_its_name_and_what_would_help(t
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_under_plain_torchrun_the_rank_says_it_itself(tmp_path: Path) -> None:
     argv = settings(
         tmp_path, "recompute", "memory.cap=64MiB", f"task.args.n_bytes={65 * MIB}", "activation.policy=full"
@@ -80,7 +77,6 @@ def test_under_plain_torchrun_the_rank_says_it_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.release
-@pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "zero1", "zero3"])
 @pytest.mark.parametrize("how", ["forward", "backward"])
 def test_every_engine_says_where(strategy: str, how: str, tmp_path: Path) -> None:
@@ -105,7 +101,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-@pytest.mark.dist
 def test_a_full_disk_costs_log_lines_and_checkpoints_but_not_the_run(small_disk: Path) -> None:
     run_dir = small_disk / "run"
     argv = [

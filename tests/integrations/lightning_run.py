@@ -25,7 +25,7 @@ def main(run_dir: str, words: str) -> None:
 
     from shardkit.integrations.lightning import ShardkitCallback
 
-    class Net(LightningModule):  # type: ignore[misc]
+    class Net(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))

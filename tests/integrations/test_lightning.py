@@ -14,7 +14,7 @@ from tests.commands import Done, python_m
 from tests.integrations.lightning_run import NUMEL
 
 pytest.importorskip("lightning", reason="needs lightning")
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
+pytestmark = pytest.mark.slow
 
 
 def fit(folder: Path, ranks: int, **settings: Any) -> Done:

@@ -81,8 +81,6 @@ EXPECTED = {
 }
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_every_ranks_state_is_counted_to_the_byte_whatever_engine_the_loop_has(tmp_path: Path) -> None:
     found = run_ranks(2, "tests.integrations.test_watching:loops", kinds=list(EXPECTED), folder=str(tmp_path))[0]
     for kind, expected in EXPECTED.items():
@@ -98,7 +96,6 @@ def test_every_ranks_state_is_counted_to_the_byte_whatever_engine_the_loop_has(t
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_loop_of_accelerate_is_counted(tmp_path: Path) -> None:
     found = run_ranks(2, "tests.integrations.loops:of_accelerate", folder=str(tmp_path), engine="ddp")[0]
     assert found["ranks"] == [EXPECTED["ddp"]] * 2
@@ -200,8 +197,6 @@ def runs_out_under_zero3(folder: str) -> Any:
         engine.destroy()
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_memory_that_runs_out_under_zero3_is_explained(tmp_path: Path) -> None:
     (found,) = run_ranks(1, "tests.integrations.test_watching:runs_out_under_zero3", folder=str(tmp_path))
     assert (found["step"], found["gaps"]) == (3, [])
@@ -310,7 +305,6 @@ def half_fails(folder: str) -> str:
     return "ended"
 
 
-@pytest.mark.dist
 def test_a_rank_that_fails_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
     assert run_ranks(2, "tests.integrations.test_watching:half_fails", folder=str(tmp_path)) == ["ended", "only here"]
     assert [step for step, _ in read_jsonl(tmp_path / "memory.jsonl")] == [1, 2]

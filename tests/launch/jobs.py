@@ -56,7 +56,6 @@ def started(argv: list[str], **env: str) -> subprocess.Popen[str]:
 
 def until_line(process: subprocess.Popen[str], start: str) -> None:
     """Read what a process writes until a line begins so."""
-    assert process.stdout is not None
     seen = ""
     for line in process.stdout:
         seen += line

@@ -53,7 +53,7 @@ def main() -> None:
         enable_checkpointing=False, enable_progress_bar=False, default_root_dir=str(folder),
     )  # fmt: skip
     model = Model(seconds)
-    trainer.fit(model, torch.utils.data.DataLoader(torch.zeros(4096, 1)))  # type: ignore[arg-type]
+    trainer.fit(model, torch.utils.data.DataLoader(torch.zeros(4096, 1)))
     if trainer.is_global_zero:
         (folder / "losses.json").write_text(json.dumps(model.losses))
 

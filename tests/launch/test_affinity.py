@@ -107,7 +107,7 @@ def test_ranks_get_as_many_threads_as_cpus() -> None:
 
 
 def rank(local_rank: int, source: str = "torchelastic") -> RankEnv:
-    return RankEnv(local_rank, 2, local_rank, 2, 0, 1, source)  # type: ignore[arg-type]
+    return RankEnv(local_rank, 2, local_rank, 2, 0, 1, source)
 
 
 @pytest.fixture

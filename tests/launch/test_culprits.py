@@ -156,7 +156,6 @@ def test_an_early_end_is_no_origin_beside_a_real_failure() -> None:
     assert failures[0].rank == 1
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 def test_drawn_endings_name_the_rank_or_say_that_it_is_not_known(tmp_path: Path) -> None:
     """A few seeds of tests/launch/culprits.py, one for each way to end."""

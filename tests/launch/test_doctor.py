@@ -37,7 +37,6 @@ def test_it_says_what_is_there_and_contradicting_variables_are_a_failure(
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> None:
     args = ["--json", "--calibrate", "--device", "cpu", "--run-dir", tmp_path / "runs"]
     process = python_m("shardkit.cli", "doctor", *args, ranks=2, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})

@@ -123,7 +123,6 @@ def resumed(log: Path) -> list[int]:
 
 
 @pytest.mark.release
-@pytest.mark.dist
 def test_a_node_is_lost_and_returns(tmp_path: Path) -> None:
     fixed = dict(
         train__max_steps=400, train__global_batch_size=8, train__grad_accum_steps="null", checkpoint__every_steps=5,

@@ -55,7 +55,6 @@ def recorded(folder: Path, rank: int, error: BaseException) -> Path:
         raise error
     except BaseException as caught:
         path = record(caught, {"TORCHELASTIC_ERROR_FILE": str(folder / f"{rank}.json"), "RANK": str(rank)})
-    assert path is not None
     return path
 
 

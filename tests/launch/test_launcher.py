@@ -24,7 +24,6 @@ from tests.commands import python_m
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, started, until_line, with_marker
 from tests.slurm.cluster import until
 
-pytestmark = pytest.mark.dist
 TWO = ["--nproc-per-node", "2"]
 
 
@@ -236,7 +235,6 @@ TOOLS = Path(sys.executable).parent
 
 
 @pytest.mark.slow
-@pytest.mark.deepspeed
 @pytest.mark.parametrize("tool", ["accelerate", "deepspeed"])
 def test_other_launchers_start_the_same_module(tool: str, tmp_path: Path) -> None:
     pytest.importorskip(tool, reason=f"needs {tool}")

@@ -67,7 +67,6 @@ def test_a_pod_that_is_started_again_goes_on_and_another_job_overwrites(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_two_preempted_pods_save_longer_than_torchruns_patience_and_go_on(tmp_path: Path) -> None:
     """The manifest's own command in each pod. The first start's save takes 35 s: torchrun kills 30 s after SIGTERM."""
     run_dir, slow_save = tmp_path / "run", tmp_path / "slow"

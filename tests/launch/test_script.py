@@ -36,7 +36,6 @@ def steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_script_runs_unchanged_with_a_log_per_rank(tmp_path: Path) -> None:
     process = run(launched("--", PLAIN, str(tmp_path / "mine"), "--steps", "3"), cwd=tmp_path, code=0)
     assert [line for line in process.stdout.splitlines() if line.startswith("step")] == ["step 1", "step 2", "step 3"]
@@ -45,7 +44,6 @@ def test_a_script_runs_unchanged_with_a_log_per_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
@@ -77,7 +75,6 @@ def test_the_rank_that_failed_first_is_told_and_its_exit_code_passed_on(
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_hung_rank_is_named_with_its_place_and_the_job_restarts(tmp_path: Path) -> None:
     watch = ["--heartbeat", "auto", "--heartbeat-timeout", "5", "--max-restarts", "1", "--run-dir", str(tmp_path)]
     run(launched(*watch, "--", PLAIN, str(tmp_path / "mine"), "--how", "hang", "--steps", "4"), code=0)
@@ -88,7 +85,6 @@ def test_a_hung_rank_is_named_with_its_place_and_the_job_restarts(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "number"),
     [("term", signal.SIGUSR2), ("usr1", signal.SIGTERM), ("file", signal.SIGTERM), ("usr2", signal.SIGUSR2)],
@@ -100,7 +96,6 @@ def test_a_preempted_script_is_told_as_it_expects_and_saves(how: str, number: si
     process = subprocess.Popen(
         launched(*words), cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None and process.stderr is not None
     next(line for line in process.stdout if line == "step 2\n")
     process.send_signal(number)
     shown, error = process.stdout.read(), process.stderr.read()
@@ -109,7 +104,6 @@ def test_a_preempted_script_is_told_as_it_expects_and_saves(how: str, number: si
     assert with_marker(f"TEST_MARKER={tmp_path}") == []
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_accelerates_own_test_script_runs_unchanged(tmp_path: Path) -> None:
@@ -120,7 +114,6 @@ def test_accelerates_own_test_script_runs_unchanged(tmp_path: Path) -> None:
     assert process.stdout.count("Training yielded the same results on one CPU or distributed setup") >= 2
 
 
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_trls_sft_script_runs_unchanged(tmp_path: Path) -> None:

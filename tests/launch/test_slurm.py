@@ -69,7 +69,7 @@ def test_bash_hands_hostile_words_on_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"name": "a\nb"}, {"run_dir": "/a\\b"}, {"run_dir": "/a\n#SBATCH --wrap=id"}])
 def test_what_no_quoting_can_carry_is_refused(change: dict[str, str]) -> None:
     with pytest.raises(LaunchError):
-        render_sbatch(replace(BASE, **change))  # type: ignore[arg-type]
+        render_sbatch(replace(BASE, **change))
 
 
 def test_the_srun_command() -> None:
@@ -148,7 +148,6 @@ def test_a_warning_at_any_moment_of_the_scripts_start_is_kept(moment: str, tmp_p
     python = write_program(tmp_path / "python", PYTHON.format(python=sys.executable))
     argv, env = ["bash", "-c", f'. "{REPO}/slurm/train.sbatch"'], environment(SHARDKIT_PYTHON=python)
     with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
         for place in ("looking", "starting", "listening"):
             assert process.stdout.readline() == f"{place}\n"
             if place == moment:

@@ -18,5 +18,5 @@ def told(environ: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     os.environ |= {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
-    processes.end_with_torchrun = told  # type: ignore[assignment]
+    processes.end_with_torchrun = told
     sys.exit(main(["--config", "configs/ddp.yaml", *sys.argv[1:]]))

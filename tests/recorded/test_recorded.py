@@ -104,16 +104,12 @@ def check(steps: Any, name: str) -> None:
         assert step == pytest.approx(expected, rel=TOLERANCE), name
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("run", OWN, ids=[name for name, _ in OWN])
 def test_a_recorded_run_goes_on(run: tuple[str, str], same_engine: dict[tuple[str, str], Any]) -> None:
     check(same_engine[run], run[0])
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("run", OTHER, ids=["-".join(run) for run in OTHER])

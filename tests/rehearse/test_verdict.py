@@ -40,9 +40,7 @@ def failed(rank: int, kind: str, message: str, time: float = 5.0, **changes: Any
 
 
 def verdict_of(*records: dict[str, Any], finish: Finish = DONE) -> Verdict:
-    verdict = judge(records, CARD, 3, finish)
-    assert verdict is not None
-    return verdict
+    return judge(records, CARD, 3, finish)
 
 
 def test_the_largest_rank_decides_and_the_estimates_count() -> None:

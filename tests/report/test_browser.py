@@ -43,8 +43,7 @@ class Opened:
     def traces(self, figure: str) -> list[dict[str, Any]]:
         """What Plotly holds of a figure."""
         script = "id => document.getElementById(id).data.map(t => ({name: t.name, x: t.x, y: t.y, yaxis: t.yaxis}))"
-        drawn: list[dict[str, Any]] = self.page.evaluate(script, f"figure-{figure}")
-        return drawn
+        return self.page.evaluate(script, f"figure-{figure}")
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,6 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert "run.dir</td>" not in text  # differs between any two
     assert "precision.mode</td>" not in text  # does not differ
     steps = re.search(r"optimizer steps</td>(.*?)</tr>", text)
-    assert steps is not None
     assert re.findall(r'data-value="([^"]+)"', steps[1]) == ["20.0", "10.0", "0.5"]
 
 

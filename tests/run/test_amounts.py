@@ -29,7 +29,6 @@ def said(config: RunConfig) -> str:
     """The line on the split, as a run prints it."""
     task = load_task(checks.without_validation(config))
     data = task.dataset("train")
-    assert data is not None
     return checks.describe_split(config, data, val_parts(task) if config.train.eval_samples else {})
 
 
@@ -64,7 +63,6 @@ def test_without_evaluation_all_text_trains(n_files: int, tmp_path: Path) -> Non
     for samples in (4, 0):
         config = of(tmp_path, data__path=str(tmp_path / "text"), train__eval_samples=samples)
         data = load_task(checks.without_validation(config)).dataset("train")
-        assert data is not None
         sizes[samples] = checks.amount(data).tokens or 0
     assert sizes[0] == n_files * 1101 > sizes[4]
 

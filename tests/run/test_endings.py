@@ -18,8 +18,6 @@ from tests.commands import python_m
 from tests.launch.jobs import losses, settings
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.dist
-
 # Six steps, saved every second: which save finds no room, whether the run is told to end after step 3, its exit code.
 ENDS: dict[str, tuple[int, bool, int, dict[str, str]]] = {
     "the last save fails": (3, False, 5, {}),
@@ -39,9 +37,9 @@ COMMAND = r"to continue: (.*)\n"
 def test_a_terminated_run_says_why_where_it_saved_and_the_command_that_continues(tmp_path: Path) -> None:
     asked = settings(tmp_path / "run", "terminate", train__max_steps=40, task__args__rank=0, run__overwrite="true")
     done = python_m("shardkit.train", *asked, code=75)
-    step, path = re.search(STOPPED, done.stdout).groups()  # type: ignore[union-attr]
+    step, path = re.search(STOPPED, done.stdout).groups()
     assert Path(path).is_dir() and int(step) == max(losses(tmp_path / "run"))
-    words = shlex.split(re.search(COMMAND, done.stdout)[1])  # type: ignore[index]
+    words = shlex.split(re.search(COMMAND, done.stdout)[1])
     assert words[:3] == ["python", "-m", "shardkit.train"] and words[-1] == "run.resume=true"
     python_m("shardkit.train", *words[3:], "task.args.how=nothing", code=0)
     assert sorted(losses(tmp_path / "run")) == list(range(1, 41))
@@ -104,7 +102,7 @@ def end_each(folder: str) -> dict[str, int]:
             steps[0] += 1
             return [float(told and steps[0] == 3), *flags(self)[1:]]
 
-        writer.check_space, StopRequest.flags = no_room, told_to_end  # type: ignore[assignment]
+        writer.check_space, StopRequest.flags = no_room, told_to_end
         os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{number}.rank{rank}.json"
         run_dir = Path(folder, str(number))
         saving = {"checkpoint.every_steps": "2", **more}
@@ -130,7 +128,7 @@ def recorded_when_closing(folder: str) -> list[bool]:
         found.append(error.read_text() if error.exists() else "")
         close(self, failed)
 
-    Checkpointer.close = look  # type: ignore[method-assign]
+    Checkpointer.close = look
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(error)
     with pytest.raises(ValueError, match="the cat"):
         main([*settings(Path(folder, "run"), "raise"), f"task.args.rank={os.environ['RANK']}"])
@@ -158,7 +156,7 @@ def profile_while_saving(folder: str) -> list[int]:
         time.sleep(7)
         export(self, path)
 
-    profile.export_chrome_trace = slow  # type: ignore[method-assign,assignment]
+    profile.export_chrome_trace = slow
     Checkpointer.__init__.__kwdefaults__["meeting_s"] = 5
     more = ["profile.start=2", "profile.steps=1", "checkpoint.every_steps=2", "run.step_timeout_s=6"]
     return [main([*settings(Path(folder, f"run{rank}")), *more, f"profile.ranks=[{rank}]"]) for rank in (0, 1)]

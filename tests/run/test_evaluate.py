@@ -23,7 +23,6 @@ from tests.strategies.cases import PARTITION_ALL
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_each_source_gets_its_loss_and_perplexity(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     write_tokenizer(tmp_path / "tokenizer")
@@ -43,7 +42,7 @@ def test_each_source_gets_its_loss_and_perplexity(tmp_path: Path) -> None:
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
 
     parts = HFCausalLM(load_config(None, settings).config).val_parts()
-    targets = {name: sum(int((one["targets"] >= 0).sum()) for one in part) for name, part in parts.items()}  # type: ignore[attr-defined]
+    targets = {name: sum(int((one["targets"] >= 0).sum()) for one in part) for name, part in parts.items()}
     assert set(targets) == {"talk.jsonl", "sums"} and min(targets.values()) > 0
     together = sum(n * last[f"val_loss_{name}"] for name, n in targets.items()) / sum(targets.values())
     assert last["val_loss"] == pytest.approx(together, rel=1e-6)
@@ -92,8 +91,6 @@ def val_losses(root: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_the_validation_loss_is_the_same_for_any_ranks_and_micro_batch(tmp_path: Path) -> None:
     """11 conversations of different lengths: neither ranks nor micro-batches divide them, nor 7 of them."""
     pytest.importorskip("transformers")
@@ -136,7 +133,6 @@ def train(keys: dict[str, Any], of_rank: list[dict[str, Any]] | None = None) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_two_ranks_tokenise_once_and_resume_refuses_other_data(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     write_tokenizer(tmp_path / "tok")

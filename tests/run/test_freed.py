@@ -49,8 +49,7 @@ def test_the_training_loop_holds_the_data_of_a_step_and_the_next(tmp_path: Path)
         def watched(model: Any, batch: Batch) -> torch.Tensor:
             watch.show(batch[0])
             alive.append(watch.alive())
-            loss: torch.Tensor = forward_loss(model, batch)
-            return loss
+            return forward_loss(model, batch)
 
         trainer.loop.loss_fn = watched
         trainer.fit()
@@ -61,8 +60,7 @@ def test_a_loop_of_ones_own_decides_how_long_data_live() -> None:
     watch = Watch()
 
     def loss_fn(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(batch).square().sum()
-        return loss
+        return model(batch).square().sum()
 
     with start(None, {"run.device": "cpu", "parallel.strategy": "single"}) as job:
         job.wrap(nn.Linear(4, 1))

@@ -9,8 +9,6 @@ import pytest
 from tests.ranks import run_ranks
 from tests.run.gradients import BAD_STEP, STEPS
 
-pytestmark = [pytest.mark.dist, pytest.mark.deepspeed]
-
 ALONE: dict[str, dict[str, Any]] = {
     "single": {}, "single@foreach": {"optim.implementation": "foreach"},
     "single@sgd": {"optim.name": "sgd", "optim.momentum": 0.9}, "single@muon": {"optim.name": "muon"},

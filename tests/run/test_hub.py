@@ -66,7 +66,7 @@ def test_a_run_begins_with_a_hubs_model_and_its_tokenizer(reachable: Path) -> No
 def test_a_revision_of_a_hubs_model_can_be_named(reachable: Path) -> None:
     names = {"model.init_from": "some/model@v1.0", "data.tokenizer": "some/model"}
     with start(None, keys_of(reachable, **names)) as job:
-        assert Path(str(job.config.model.init_from)).name == "2c3d" and tokenizer_path(job.config).name == "0a1b"  # type: ignore[union-attr]
+        assert Path(str(job.config.model.init_from)).name == "2c3d" and tokenizer_path(job.config).name == "0a1b"
     keys = keys_of(reachable, **{"model.init_from": "some/model@nowhere"})
     with pytest.raises(ConfigError, match="init_from=some/model@nowhere is not a folder here"), start(None, keys):
         pass

@@ -57,7 +57,7 @@ def loss_fn(reduction: str) -> Any:
 def warned() -> Iterator[list[str]]:
     """What is warned of inside."""
     lines, handler = list[str](), logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("shardkit").addHandler(handler)
     yield lines
     logging.getLogger("shardkit").removeHandler(handler)
@@ -105,8 +105,6 @@ def refusals() -> list[str]:
     return found
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_a_mean_that_is_said_to_be_one_trains_as_the_sum_does() -> None:
     ranks = run_ranks(2, "tests.run.test_own_loop:curves", strategies=["ddp", "fsdp", "zero2"])
     whole = ranks[0]["ddp", "sum"][0]
@@ -124,7 +122,6 @@ def test_a_mean_that_is_said_to_be_one_trains_as_the_sum_does() -> None:
                 assert said == [], (strategy, case)
 
 
-@pytest.mark.dist
 def test_what_is_no_sum_is_said_in_a_line_or_not_at_all() -> None:
     assert run_ranks(1, "tests.run.test_own_loop:even") == [[]]
     ((vector, number, word, loss),) = run_ranks(1, "tests.run.test_own_loop:refusals")

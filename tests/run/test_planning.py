@@ -38,7 +38,6 @@ def planners() -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize(("ranks", "strategy"), [(0, "ddp"), pytest.param(2, "fsdp", marks=pytest.mark.slow)])
 def test_a_run_shows_its_plan_beside_what_was_measured(
     ranks: int, strategy: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch

@@ -80,7 +80,6 @@ def tables(run: Path, rank: int = 0) -> str:
     return (run / "profile" / f"rank{rank}_tables.txt").read_text()
 
 
-@pytest.mark.dist
 def test_every_profiled_rank_writes_a_trace_with_ranges_and_tables(tmp_path: Path) -> None:
     runs = [settings(tmp_path, s, parallel__strategy=s, profile__ranks="all") for s in STRATEGIES]
     runs.append(settings(tmp_path, "one", profile__ranks="[1]", profile__record_shapes="true", profile__stack="true"))

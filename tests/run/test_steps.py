@@ -69,7 +69,6 @@ def tiles(records: list[dict[str, float]]) -> float:
     return sum(record.get(key, 0.0) for record in records for key in ("step_time_s", "eval_s", "save_s", "end_save_s"))
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(("world", "strategy"), [(1, "single"), (2, "ddp")])
 @measured_again
 def test_steps_evaluations_and_saves_are_the_whole_of_a_runs_time(world: int, strategy: str, tmp_path: Any) -> None:
@@ -98,7 +97,6 @@ class SlowTask(Task):
         return Slow(super().dataset(split) or [])
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("steps", [1, 3])
 @measured_again
 def test_reading_data_is_no_part_of_backward(steps: int, tmp_path: Any) -> None:
@@ -131,7 +129,7 @@ def two_starts(folder: str, **extra: Any) -> list[tuple[float, float]]:
         ends = {"train.max_steps": last, "checkpoint.at_end": True, "run.resume": first > 1, **extra}
         with start(None, settings(folder, **ends)) as job:
             trainer = Clocked(job)
-            trainer.checkpoints.check_last = partial(late, trainer.checkpoints.check_last)  # type: ignore[method-assign]
+            trainer.checkpoints.check_last = partial(late, trainer.checkpoints.check_last)
             list(trainer.recorded_steps())
             took = time.perf_counter() - trainer.began
         gc.collect()
@@ -141,7 +139,6 @@ def two_starts(folder: str, **extra: Any) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("in_background", [False, True])
 @measured_again
 def test_the_time_of_each_start_of_a_run_is_recorded_whole(in_background: bool, tmp_path: Path) -> None:

@@ -191,7 +191,6 @@ def test_time_in_which_a_job_is_suspended_does_not_count_nor_that_of_a_save_that
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_job_that_was_suspended_for_longer_than_a_step_may_take_goes_on(tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 nearly all the time: a collective's own clock goes on while both are suspended."""
     argv = settings(
@@ -219,7 +218,6 @@ class Lagging(Troubled):
         return super().loss(model, batch)
 
 
-@pytest.mark.dist
 def test_each_batch_of_an_evaluation_is_a_sign_of_life(tmp_path: Path) -> None:
     """An evaluation may take longer than a step, and than the ranks' start."""
     argv = settings(
@@ -242,7 +240,7 @@ class Counted(Troubled):
             self.beats += 1
             beat(dog, step, doing)
 
-        Watchdog.beat = counted  # type: ignore[method-assign]
+        Watchdog.beat = counted
 
     def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
         return super().dataset("train")
@@ -254,7 +252,6 @@ class Counted(Troubled):
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_hanging_rank_is_named_and_the_job_restarts(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", "hang", run__step_timeout_s=4, checkpoint__every_steps=1)
     done = run(command("--nproc-per-node", "2", "--max-restarts", "1", *argv), timeout=100, code=0)
@@ -267,7 +264,6 @@ def test_a_hanging_rank_is_named_and_the_job_restarts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_rank_that_does_not_even_answer_is_named(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", "stop", train__max_steps=50, run__step_timeout_s=4)
     done = run(command("--nproc-per-node", "2", *argv), timeout=100, code=1)
@@ -275,8 +271,6 @@ def test_a_rank_that_does_not_even_answer_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "run/logs/hang/rank_0.txt").exists()
 
 
-@pytest.mark.dist
-@pytest.mark.deepspeed
 def test_a_rank_without_any_weight_joins_in_every_reduction(tmp_path: Path) -> None:
     argv = settings(
         tmp_path / "run", task__factory="tests.launch.tasks:OneWeight", parallel__strategy="zero1",
@@ -286,7 +280,6 @@ def test_a_rank_without_any_weight_joins_in_every_reduction(tmp_path: Path) -> N
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.dist
 def test_ranks_that_see_different_data_are_told_so(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", task__factory="tests.launch.tasks:Uneven", train__eval_samples=4)
     done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, ranks=2, code=2)

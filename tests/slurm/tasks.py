@@ -75,7 +75,7 @@ class SlowSaves(Troubled):
             point_latest(root)
 
         writer.write_file = write_slowly
-        writer.RangeWriter._manifest = describe_slowly  # type: ignore[method-assign]
+        writer.RangeWriter._manifest = describe_slowly
         layout.point_latest = point_and_note
 
     def _note(self, phase: str) -> None:

@@ -13,7 +13,7 @@ from tests.launch.jobs import REPO, run
 from tests.slurm.cluster import Cluster, read, until
 from tests.slurm.runs import reasons, record
 
-pytestmark = [pytest.mark.slurm, pytest.mark.dist]
+pytestmark = pytest.mark.slurm
 PLAIN = "tests/launch/plain.py"
 TWO_NODES = ["--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--cpus-per-task=2"]
 
@@ -92,14 +92,7 @@ def test_a_script_that_saves_nothing_is_not_started_for_ever(cluster: Cluster, t
 
 @pytest.mark.release
 @pytest.mark.timeout(580)
-@pytest.mark.parametrize(
-    "stage",
-    [
-        pytest.param([], id="ddp"),
-        pytest.param(["2"], id="zero2", marks=pytest.mark.deepspeed),
-        pytest.param(["3"], id="zero3", marks=pytest.mark.deepspeed),
-    ],
-)
+@pytest.mark.parametrize("stage", [[], ["2"], ["3"]], ids=["ddp", "zero2", "zero3"])
 def test_transformers_just_in_time_checkpoint_resumes_with_the_same_losses(
     stage: list[str], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

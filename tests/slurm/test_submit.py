@@ -10,7 +10,7 @@ import pytest
 from tests.launch.jobs import REPO, losses, settings
 from tests.slurm.cluster import Cluster, read
 
-pytestmark = [pytest.mark.slurm, pytest.mark.dist]
+pytestmark = pytest.mark.slurm
 
 
 def test_submit_queues_shows_follows(cluster: Cluster, tmp_path: Path) -> None:

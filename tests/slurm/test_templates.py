@@ -15,11 +15,10 @@ from tests.slurm.cluster import Cluster, read
 from tests.slurm.runs import tiny
 from tests.test_packaging import build, copy_tree
 
-pytestmark = [pytest.mark.slurm, pytest.mark.dist]
+pytestmark = pytest.mark.slurm
 RELEASE = pytest.mark.release
 
 
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("style", "strategy"),
     [
@@ -84,7 +83,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @RELEASE
-@pytest.mark.deepspeed
 @pytest.mark.parametrize(
     ("template", "options", "config"),
     [
