@@ -36,10 +36,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 BY_KEYS = [pytest.param(entry, id=f"{entry.dotted}-{entry.name}") for entry in capability.DECLARED]
 
 
-def configured(**parallel: Any) -> RunConfig:
-    return load_config(overrides={f"parallel.{key}": value for key, value in parallel.items()}).config
-
-
 def run_check(settings: dict[str, Any], world: int = 4, local: int | None = None, device: Any = "cuda") -> None:
     config = load_config(overrides=settings).config
     check(config, device=device, world_size=world, local_world_size=local or world)
@@ -202,7 +198,8 @@ def test_a_resolved_config_passes_though_it_spells_out_every_key(strategy: str, 
     ],
 )
 def test_hsdp_mesh(parallel: dict[str, int], world: int, local: int, shape: tuple[int, int]) -> None:
-    config = configured(strategy="hsdp", **parallel)
+    keys = {f"parallel.{key}": value for key, value in parallel.items()}
+    config = load_config(overrides={"parallel.strategy": "hsdp", **keys}).config
     assert mesh_shape(config, world, local) == shape
     check(config, device="cuda", world_size=world, local_world_size=local)
 

@@ -203,20 +203,15 @@ distance is one sample of rounding: other chunks of the loss changed it by a fif
 """
 
 
-def limits(case: Case, wanted: dict[str, Any]) -> tuple[float, float]:
-    """Largest difference of a loss, and relative one of the weights."""
-    if case.mode == "fp32":
-        return EXACT, EXACT_WEIGHTS
-    spread = wanted["spread"][f"{case.optimizer} {case.layers} bf16"]
-    return TIMES[case.mode] * spread["loss"], TIMES[case.mode] * spread["weights"]
-
-
 def problems(case: Case, found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
     """What is wrong with a case, if anything."""
     if "error" in found:
         yield found["error"]
         return
-    loss, weights = limits(case, wanted)
+    loss, weights = EXACT, EXACT_WEIGHTS
+    if case.mode != "fp32":
+        spread = wanted["spread"][f"{case.optimizer} {case.layers} bf16"]
+        loss, weights = TIMES[case.mode] * spread["loss"], TIMES[case.mode] * spread["weights"]
     far = max(abs(a - b) for a, b in zip(found["losses"], wanted["losses"][case.wanted], strict=True))
     if not far <= loss:
         yield f"a loss differs by {far:.1e}, not {loss:.1e}"

@@ -40,8 +40,10 @@ def train(job: Job, case: Case, steps: int = STEPS) -> tuple[list[float], list[f
     for step in range(steps):
         batches = cases.micro_batches(step, rank, world, case.accum)
         bad = case.overflow and step == OVERFLOW_AT and rank == world - 1
-        if bad and case.mode != "fp16":  # the reference: without loss scaling nothing skips the step
-            losses.append(loss_alone(job, batches))
+        if bad and case.mode != "fp16":  # the reference, one process: without loss scaling nothing skips the step
+            with torch.no_grad():
+                total = sum(cases.loss_fn(job.model, batch).item() for batch in batches)
+            losses.append(total / sum(map(cases.n_targets, batches)))
             scales.append(1.0)
             continue
         result = job.step(
@@ -50,13 +52,6 @@ def train(job: Job, case: Case, steps: int = STEPS) -> tuple[list[float], list[f
         losses.append(result.loss)
         scales.append(job.strategy.loss_scale())
     return losses, scales
-
-
-def loss_alone(job: Job, batches: list[Any]) -> float:
-    """The loss of a step whose update is skipped, in one process."""
-    with torch.no_grad():
-        total = sum(cases.loss_fn(job.model, batch).item() for batch in batches)
-    return total / sum(cases.n_targets(batch) for batch in batches)
 
 
 def reference(root: str) -> dict[str, Any]:
@@ -74,7 +69,8 @@ def reference(root: str) -> dict[str, Any]:
             if case.mode != "fp32":  # what this type is worth in this job
                 far = distance(found[plain][1], [(name, 0, tensor) for name, tensor in weights.items()])
                 out["spread"][f"{optimizer} {case.layers} {case.mode}"] = {
-                    "loss": worst(found[plain][0], losses), "weights": (far["square"] / far["norm"]) ** 0.5,
+                    "loss": max(abs(a - b) for a, b in zip(found[plain][0], losses, strict=True)),
+                    "weights": (far["square"] / far["norm"]) ** 0.5,
                 }  # fmt: skip
     return out
 
@@ -90,10 +86,6 @@ def _on_cpu(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def wrap(job: Job, case: Case) -> None:
     cases.wrap(job, cases.MODEL.model_copy(update={"n_layers": case.layers}))
-
-
-def worst(curve: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(curve, other, strict=True))
 
 
 Held = tuple[str, int, torch.Tensor]

@@ -44,11 +44,5 @@ def rehearsed(
 
 def named(text: str) -> list[list[str]]:
     """Command lines of the processes that have a text in it."""
-    return [words for words in map(cmdline, psutil.process_iter()) if text in " ".join(words)]
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except psutil.Error:
-        return []
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [words for words in lines if text in " ".join(words)]

@@ -130,14 +130,10 @@ def loaded_module(path: Path) -> ModuleType:
     return module
 
 
-def declared_key(extended: Any) -> capability.Declared:
-    entries = list(capability.declared("parallel", extended.ParallelConfig))
-    [entry] = [entry for entry in entries if entry.key not in ParallelConfig.model_fields]
-    return entry
-
-
 def test_a_strategy_dependent_key_is_refused_by_its_declaration(extended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capability, "DECLARED", [*capability.DECLARED, declared_key(extended)])
+    entries = capability.declared("parallel", extended.ParallelConfig)
+    [declared] = [entry for entry in entries if entry.key not in ParallelConfig.model_fields]
+    monkeypatch.setattr(capability, "DECLARED", [*capability.DECLARED, declared])
     settings = {"gather_dtype": "bf16", "strategy": "zero3"}
 
     def check(**parallel: Any) -> None:

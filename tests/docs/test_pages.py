@@ -63,11 +63,6 @@ ARCHITECTURE = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
 PATH = re.compile(r"\b(?:shardkit|launch|slurm)/[\w/.]+\.(?:py|sbatch)\b")
 
 
-def boxes() -> list[str]:
-    """The labels of the drawings that name a file."""
-    return [label for label in re.findall(r'^ +\w+\["(.+)"\]$', ARCHITECTURE, re.MULTILINE) if PATH.search(label)]
-
-
 def test_every_file_of_the_architecture_exists() -> None:
     named = set(PATH.findall(ARCHITECTURE))
     assert len(named) > 30
@@ -76,8 +71,8 @@ def test_every_file_of_the_architecture_exists() -> None:
 
 def test_every_function_and_class_of_a_drawing_is_in_its_file() -> None:
     missing, found = [], 0
-    for label in boxes():
-        (name,) = PATH.findall(label)
+    boxes = re.findall(r'^ +\w+\["(.+)"\]$', ARCHITECTURE, re.MULTILINE)
+    for label, name in ((box, name) for box in boxes for name in PATH.findall(box)):
         text = (REPO / name).read_text(encoding="utf-8")
         said = label.partition("<br>")[2]
         for kind, names in (("def", re.findall(r"(\w+)\(\)", said)), ("class", re.findall(r"^([A-Z]\w+):", said))):

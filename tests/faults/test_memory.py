@@ -102,6 +102,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_costs_log_lines_and_checkpoints_but_not_the_run(small_disk: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
     run_dir = small_disk / "run"
     argv = [
         f"run.dir={run_dir}", "run.device=cpu", "train.max_steps=40", "train.grad_accum_steps=1", "memory.interval=1",
@@ -117,11 +119,5 @@ def test_a_full_disk_costs_log_lines_and_checkpoints_but_not_the_run(small_disk:
     assert 2 <= len(rows) < 40, "every line that is there is whole"
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1)) and 2 <= len(steps) < 40
-    assert _events(run_dir / "tensorboard") >= 1
-
-
-def _events(folder: Path) -> int:
-    """Events that TensorBoard's own reader finds; it passes over one that was cut short."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    return sum(1 for path in folder.iterdir() for _ in EventFileLoader(str(path)).Load())
+    # TensorBoard's own reader passes over an event that was cut short.
+    assert any([*EventFileLoader(str(path)).Load()] for path in (run_dir / "tensorboard").iterdir())

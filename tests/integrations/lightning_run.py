@@ -13,11 +13,6 @@ SIZE = 64
 NUMEL = 2 * (SIZE * SIZE + SIZE)
 
 
-def growing(samples: int) -> torch.Tensor:
-    """[samples, 1]: micro-batches have losses of their own."""
-    return torch.linspace(0.5, 2, samples)[:, None]
-
-
 def main(run_dir: str, words: str) -> None:
     """Args: the run directory; JSON of the Trainer's settings, and `cap`."""
     from lightning.pytorch import LightningModule, Trainer
@@ -51,7 +46,8 @@ def main(run_dir: str, words: str) -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     settings = {"accelerator": "cpu", "accumulate_grad_batches": 2, "max_steps": 3, **quiet, **given}
     trainer = Trainer(callbacks=[callback], **settings)
-    trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(samples, SIZE) * growing(samples)), batch_size=4))
+    growing = torch.linspace(0.5, 2, samples)[:, None]  # micro-batches have losses of their own
+    trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(samples, SIZE) * growing), batch_size=4))
     print(f"losses {json.dumps(steps)}")
 
 

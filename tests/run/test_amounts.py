@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardkit.config.load import load_config
-from shardkit.config.schema import RunConfig, TrainConfig
+from shardkit.config.schema import RunConfig
 from shardkit.data.loader import BatchSchedule, State
 from shardkit.report.measure import status
 from shardkit.report.read import read_run
@@ -73,14 +73,6 @@ def test_without_evaluation_a_bin_trains_to_its_end(tmp_path: Path) -> None:
     assert line.startswith("data: all 21 windows of 48 tokens train")
 
 
-def schedule(n_samples: int = 64, per_step: int = 10, drop_last: bool = False) -> BatchSchedule:
-    return BatchSchedule(n_samples, per_step, per_step, 1, 0, 1, 0, True, drop_last)
-
-
-def train_of(**more: Any) -> TrainConfig:
-    return load_config(None, {f"train.{key}": value for key, value in more.items()}).config.train
-
-
 @pytest.mark.parametrize(
     ("keys", "step", "position", "last"),
     [
@@ -96,7 +88,8 @@ def train_of(**more: Any) -> TrainConfig:
 def test_a_run_ends_with_its_last_pass_or_at_its_limit(
     keys: dict[str, Any], step: int, position: State, last: int
 ) -> None:
-    assert checks.last_step(train_of(**keys), schedule(), step, position) == last
+    train = load_config(None, {f"train.{key}": value for key, value in keys.items()}).config.train
+    assert checks.last_step(train, BatchSchedule(64, 10, 10, 1, 0, 1, 0, True, False), step, position) == last
 
 
 def test_epochs_end_a_run_and_more_of_them_continue_it(tmp_path: Path) -> None:
