@@ -29,9 +29,9 @@ def linked_cache(folder: Path, mode: str = "") -> Path:
 
 
 def rehearsed(
-    cache: Path, folder: Path, *options: str, command: list[str]
+    cache: Path, folder: Path, *options: str, command: list[str], code: int | None = 0
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The ended command, and its verdict; every process that it started is gone."""
+    """The command, which ends with this exit code, and its verdict; every process that it started is gone."""
     words = [sys.executable, "-m", "shardkit.cli", "rehearse", "--json", *options, "--", *command]
     env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
@@ -39,6 +39,7 @@ def rehearsed(
     while (running := named(str(folder))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not running, running
+    assert code in (None, done.returncode), done.stderr
     return done, json.loads(done.stdout) if done.stdout else {}
 
 

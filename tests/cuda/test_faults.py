@@ -27,7 +27,7 @@ BOUND_S = 180
 EXPANDABLE = [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}]
 
 
-def hungry(run_dir: Path, how: str, n_bytes: int, *more: str, ranks: int = 1, **env: str) -> Any:
+def hungry(run_dir: Path, how: str, n_bytes: int, *more: str, code: int, ranks: int = 1, **env: str) -> Any:
     """A run on GPUs of 256 MiB whose last rank asks for too much; a launcher's process as `run` gives it."""
     argv = settings(
         run_dir, how, "run.device=cuda", "memory.plan=false", f"task.args.rank={ranks - 1}", "task.args.calls=2",
@@ -35,14 +35,14 @@ def hungry(run_dir: Path, how: str, n_bytes: int, *more: str, ranks: int = 1, **
     )  # fmt: skip
     if ranks == 1:
         argv.append("parallel.strategy=single")
-    return run(command("--nproc-per-node", str(ranks), *argv), timeout=BOUND_S, **{"EMUCUDA_MEMORY": "256M", **env})
+    argv = command("--nproc-per-node", str(ranks), *argv)
+    return run(argv, timeout=BOUND_S, code=code, **{"EMUCUDA_MEMORY": "256M", **env})
 
 
 @pytest.mark.parametrize("expandable", EXPANDABLE, ids=["segments", "expandable"])
 @pytest.mark.parametrize("how", ["forward", "backward"])
 def test_a_full_device_is_explained(how: str, expandable: dict[str, str], tmp_path: Path) -> None:
-    done = hungry(tmp_path / "run", how, 300 * MIB, **expandable)
-    assert done.returncode == 3, done.stderr
+    done = hungry(tmp_path / "run", how, 300 * MIB, **expandable, code=3)
     assert f"error: rank 0 ran out of memory in {how} of step 2" in done.stderr, done.stderr
     assert "it asked for 0.29 GiB of Emulated GPU's memory" in done.stderr
     found = post_mortem(tmp_path / "run", 0)
@@ -73,27 +73,23 @@ def check_snapshot(path: Path, reserved: int) -> None:
     ids=["a model", "moments"],
 )
 def test_what_does_not_fit_is_explained(width: int, memory: str, where: str, phase: str, tmp_path: Path) -> None:
-    done = hungry(tmp_path / "run", "nothing", 0, f"task.args.width={width}", EMUCUDA_MEMORY=memory)
-    assert done.returncode == 3, done.stderr
+    done = hungry(tmp_path / "run", "nothing", 0, f"task.args.width={width}", EMUCUDA_MEMORY=memory, code=3)
     assert f"error: rank 0 ran out of memory {where}" in done.stderr, done.stderr
     assert post_mortem(tmp_path / "run", 0)["phase"] == phase
 
 
 @pytest.mark.parametrize("expandable", EXPANDABLE, ids=["segments", "expandable"])
 def test_the_cap_holds(expandable: dict[str, str], tmp_path: Path) -> None:
-    done = hungry(tmp_path / "run", "forward", 100 * MIB, "memory.cap=128MiB", ranks=2, **expandable)
-    assert done.returncode == 3, done.stderr
+    done = hungry(tmp_path / "run", "forward", 100 * MIB, "memory.cap=128MiB", ranks=2, **expandable, code=3)
     assert "error: rank 1 ran out of memory in forward of step 2" in done.stderr, done.stderr
     assert "it asked for 100.0 MiB of memory.cap=128MiB" in done.stderr
     found = post_mortem(tmp_path / "run", 1)
     assert found["memory"]["limit"] == 128 * MIB and found["memory"]["reserved"] <= 128 * MIB
-    done = hungry(tmp_path / "other", "forward", 100 * MIB, ranks=2, **expandable)
-    assert done.returncode == 0, "without the cap it fits: " + done.stderr
+    hungry(tmp_path / "other", "forward", 100 * MIB, ranks=2, **expandable, code=0)  # without the cap it fits
 
 
 def test_page_locked_memory_that_is_refused_is_the_hosts(tmp_path: Path) -> None:
-    done = hungry(tmp_path / "run", "pinned", 2**50)
-    assert done.returncode == 3, done.stderr
+    done = hungry(tmp_path / "run", "pinned", 2**50, code=3)
     assert "of the host's memory" in done.stderr, done.stderr
     found = post_mortem(tmp_path / "run", 0)
     assert found["kind"] == "host"
@@ -165,8 +161,7 @@ def test_a_device_that_is_full_while_saving_is_explained_and_the_last_checkpoint
     background: str, tmp_path: Path
 ) -> None:
     more = [f"checkpoint.async_save={background}", "checkpoint.every_steps=1", "checkpoint.at_end=false"]
-    done = hungry(tmp_path / "run", "save", 300 * MIB, *more, ranks=2)
-    assert done.returncode == 3, done.stderr
+    done = hungry(tmp_path / "run", "save", 300 * MIB, *more, ranks=2, code=3)
     assert "error: rank 1 ran out of memory while saving step 2" in done.stderr, done.stderr
     assert "it asked for 0.29 GiB of Emulated GPU's memory" in done.stderr and "what would help" in done.stderr
     assert "Traceback" not in done.stderr
@@ -180,19 +175,16 @@ def test_a_device_that_is_full_while_saving_is_explained_and_the_last_checkpoint
 
 def test_page_locked_memory_refused_to_a_save_is_explained_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
     more = ["checkpoint.async_save=true", "checkpoint.every_steps=2", "task.args.width=512", "train.max_steps=2"]
-    done = hungry(tmp_path / "run", "nothing", 0, *more)
-    assert done.returncode == 0, done.stderr
+    hungry(tmp_path / "run", "nothing", 0, *more, code=0)
     go_on = [*more, "run.resume=true", "train.max_steps=4"]
-    done = hungry(tmp_path / "run", "nothing", 0, *go_on, EMUCUDA_HOST_MEMORY="4M")
-    assert done.returncode == 3, done.stderr
+    done = hungry(tmp_path / "run", "nothing", 0, *go_on, EMUCUDA_HOST_MEMORY="4M", code=3)
     assert "error: rank 0 ran out of memory while saving" in done.stderr, done.stderr
     assert "of the host's memory" in done.stderr, done.stderr
     assert post_mortem(tmp_path / "run", 0)["kind"] == "host"
     (kept,) = layout.checkpoints(tmp_path / "run" / "checkpoints")
     with CheckpointReader(kept) as checkpoint:
         assert checkpoint.manifest.run.step == 2
-    done = hungry(tmp_path / "run", "nothing", 0, *go_on)
-    assert done.returncode == 0, done.stderr
+    done = hungry(tmp_path / "run", "nothing", 0, *go_on, code=0)
     assert "step 2" in done.stdout, "it went on from there"
 
 

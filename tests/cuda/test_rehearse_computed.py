@@ -63,7 +63,6 @@ def folder(tmp_path: Path) -> Path:
 def test_tests_that_need_two_gpus_pass_without_one(cache: Path, folder: Path) -> None:
     words = [*PYTEST, "-k", "trains or devices"]
     done, verdict = rehearsed(cache, folder, "--compute", "--gpu", "a100", "--gpus", "2", command=words)
-    assert done.returncode == 0, done.stderr
     assert "2 passed" in done.stderr and "building" not in done.stderr
     assert verdict["verdict"] == "passed" and verdict["processes_with_gpus"] == 1
     assert not (folder / "trained").exists() and any("trained" in note for note in verdict["notes"])
@@ -71,27 +70,27 @@ def test_tests_that_need_two_gpus_pass_without_one(cache: Path, folder: Path) ->
 
 def test_a_missing_wait_and_memory_that_nobody_wrote_are_seen(cache: Path, folder: Path) -> None:
     options = ["--compute", "--late-copies", "--poison", "--gpu", "a100"]
-    done, verdict = rehearsed(cache, folder, *options, command=[*PYTEST, "-k", "waits or reads"])
-    assert done.returncode == 8 and verdict["program_exit_code"] == 1
+    done, verdict = rehearsed(cache, folder, *options, command=[*PYTEST, "-k", "waits or reads"], code=8)
+    assert verdict["program_exit_code"] == 1
     assert "2 failed" in done.stderr
 
 
 def test_an_operator_without_a_stand_in_fails_by_its_name(cache: Path, folder: Path) -> None:
     (folder / "test_gpu.py").write_text("import torch\ntorch.nn.LSTM(8, 8).cuda()(torch.zeros(2, 1, 8).cuda())\n")
-    done, verdict = rehearsed(cache, folder, "--compute", command=[sys.executable, "test_gpu.py"])
-    assert done.returncode == 8 and verdict["verdict"] == "failed"
+    done, verdict = rehearsed(cache, folder, "--compute", command=[sys.executable, "test_gpu.py"], code=8)
+    assert verdict["verdict"] == "failed"
     assert "not emulated" in done.stderr and "rnn" in done.stderr
 
 
 def test_a_program_that_uses_no_gpu_has_not_passed(cache: Path, folder: Path) -> None:
     (folder / "test_gpu.py").write_text("import torch\ntorch.zeros(1)\n")
-    done, _ = rehearsed(cache, folder, "--compute", command=[sys.executable, "test_gpu.py"])
-    assert done.returncode == 2 and "ended without using CUDA" in done.stderr
+    done, _ = rehearsed(cache, folder, "--compute", command=[sys.executable, "test_gpu.py"], code=2)
+    assert "ended without using CUDA" in done.stderr
 
 
 def test_a_program_that_does_not_end_is_ended(cache: Path, folder: Path) -> None:
     program = "import time, torch\ntorch.zeros(1).cuda()\nwhile True: time.sleep(1)\n"
     (folder / "test_gpu.py").write_text(program)
     options = ["--compute", "--time-limit", "15"]
-    done, verdict = rehearsed(cache, folder, *options, command=[sys.executable, "test_gpu.py"])
-    assert done.returncode == 7 and verdict["reason"] == "not known: the time limit of 15 s came"
+    _, verdict = rehearsed(cache, folder, *options, command=[sys.executable, "test_gpu.py"], code=7)
+    assert verdict["reason"] == "not known: the time limit of 15 s came"

@@ -29,7 +29,6 @@ def peaks(cache: Path, folder: Path, live: str, *modes: str, rank: str = "0") ->
     """Each mode's peaks on a rank of four, allocated and reserved, as the program itself reads them."""
     options = ["--ranks", "4", "--live", live, "--steps", "99"]
     done, verdict = rehearsed(cache, folder, *options, command=[sys.executable, WORLDS, *modes])
-    assert done.returncode == 0, done.stderr
     assert len(verdict["ranks"]) == len(live.split(","))
     lines = [line.split() for line in done.stderr.splitlines() if line.startswith("PEAK")]
     return {mode: sizes for _, mode, of_rank, *sizes in lines if of_rank == rank}
@@ -55,8 +54,7 @@ def test_symmetric_memory_needs_no_pretended_rank(cache: Path, tmp_path: Path) -
 def test_shardkits_own_ranks_have_the_same_peaks(cache: Path, tmp_path: Path) -> None:
     def rank_0(live: str) -> dict[str, Any]:
         command = [*SHARDKIT, f"run.dir={tmp_path / 'run'}"]
-        done, verdict = rehearsed(cache, tmp_path, "--ranks", "4", "--live", live, command=command)
-        assert done.returncode == 0, done.stderr
+        _, verdict = rehearsed(cache, tmp_path, "--ranks", "4", "--live", live, command=command)
         return dict(verdict["ranks"][0])
 
     among_pretended, among_live = rank_0("0"), rank_0("0,1,2,3")
@@ -76,8 +74,7 @@ def test_a_base_in_4_bits_is_rehearsed_with_the_digests_that_it_reads(cache: Pat
         # Small tensors are computed, from what bitsandbytes' kernels did not write; these are large.
         "model.hf.hidden_size=1024", "model.hf.intermediate_size=2048", "train.seq_len=256",
     ]  # fmt: skip
-    done, verdict = rehearsed(cache, tmp_path, "--ranks", "2", command=command)
-    assert done.returncode == 0, done.stderr
+    _, verdict = rehearsed(cache, tmp_path, "--ranks", "2", command=command)
     assert verdict["ranks"][0]["peak_allocated"] > 0
 
 
@@ -104,7 +101,6 @@ print(f"GOT {rank} {shapes}\\n", end="", flush=True)  # one write: both ranks pr
 def test_a_rank_that_is_asked_for_what_nobody_can_invent_becomes_live(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text(ASKS)
     done, verdict = rehearsed(cache, tmp_path, "--ranks", "512", command=[sys.executable, "asks.py"])
-    assert done.returncode == 0, done.stderr
     assert [rank["rank"] for rank in verdict["ranks"]] == [0, 1]
     assert any("as the stages of a pipeline do" in note for note in verdict["notes"])
     assert "rehearsing again with ranks 0,1 live" in done.stderr and "GOT 0 ['from 1']" in done.stderr

@@ -221,8 +221,7 @@ def test_a_trainers_ranks_of_fsdp2_are_counted_to_the_byte(tmp_path: Path) -> No
     pytest.importorskip("transformers")
     from tests.integrations import test_transformers as trainer
 
-    done = trainer.train(tmp_path, args={"use_cpu": False, "fsdp": True})
-    assert done.returncode == 0, done.stderr
+    trainer.train(tmp_path, args={"use_cpu": False, "fsdp": True})
     state = trainer.NUMEL // 2 * 4
     expected = dict(zip(KINDS, (state, 0, state, 2 * state + 4 * trainer.TENSORS), strict=True))
     assert trainer.counted(tmp_path) == [expected] * 2

@@ -42,7 +42,6 @@ def test_without_plotly_there_is_a_reason_and_no_half_file(tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (Debian: apt-get install chromium)")
 def test_the_page_draws_and_asks_for_nothing(opened: Opened, tmp_path: Path) -> None:  # noqa: F811
     path = save_ladder(STEPS, 40 * MIB, tmp_path)

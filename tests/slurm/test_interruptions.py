@@ -17,8 +17,6 @@ from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, until
 from tests.slurm.runs import reasons, record, steady, with_task
 from tests.slurm.tasks import broken_node
 
-pytestmark = pytest.mark.slurm
-
 
 @pytest.mark.release
 @pytest.mark.timeout(400)

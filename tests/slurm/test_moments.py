@@ -11,7 +11,7 @@ from tests.slurm import moments
 from tests.slurm.cluster import KILL_WAIT_S, Cluster
 from tests.slurm.moments import Draw
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from tests.launch.jobs import REPO, run
 from tests.slurm.cluster import Cluster, read, until
 from tests.slurm.runs import reasons, record
 
-pytestmark = pytest.mark.slurm
 PLAIN = "tests/launch/plain.py"
 TWO_NODES = ["--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--cpus-per-task=2"]
 

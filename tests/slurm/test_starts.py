@@ -17,8 +17,6 @@ from tests.slurm.runs import reasons, record, steady, with_task
 PURELIB = sysconfig.get_path("purelib")
 PACKAGES = Path(PURELIB).relative_to(sys.prefix)
 
-pytestmark = pytest.mark.slurm
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["torchrun", "srun"])

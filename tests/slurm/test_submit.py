@@ -10,8 +10,6 @@ import pytest
 from tests.launch.jobs import REPO, losses, settings
 from tests.slurm.cluster import Cluster, read
 
-pytestmark = pytest.mark.slurm
-
 
 def test_submit_queues_shows_follows(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / 'my "run" $(touch hacked) it\'s %j 100%'

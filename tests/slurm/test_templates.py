@@ -15,7 +15,6 @@ from tests.slurm.cluster import Cluster, read
 from tests.slurm.runs import tiny
 from tests.test_packaging import build, copy_tree
 
-pytestmark = pytest.mark.slurm
 RELEASE = pytest.mark.release
 
 
