@@ -72,8 +72,7 @@ def test_the_printed_command_is_what_runs(plain: tuple[Path, subprocess.Complete
 
 @pytest.mark.slow
 def test_the_first_failing_ranks_traceback_is_whole_and_others_are_one_line(tmp_path: Path) -> None:
-    process = run(command(*TWO, *settings(tmp_path / "run", "raise")))
-    assert process.returncode == 1
+    process = run(command(*TWO, *settings(tmp_path / "run", "raise")), code=1)
     assert process.stderr.count("Traceback (most recent call last)") == 1, process.stderr
     assert "in go_wrong" in process.stderr
     assert "error: rank 1 failed: ValueError: the cat sat on the GPU" in process.stderr
@@ -83,8 +82,7 @@ def test_the_first_failing_ranks_traceback_is_whole_and_others_are_one_line(tmp_
 
 @pytest.mark.slow
 def test_a_user_error_is_its_two_lines_even_with_restarts_left(tmp_path: Path) -> None:
-    process = run(command(*TWO, "--max-restarts", "3", *settings(tmp_path / "run", "refuse")))
-    assert process.returncode == 2
+    process = run(command(*TWO, "--max-restarts", "3", *settings(tmp_path / "run", "refuse")), code=2)
     lines = [line for line in process.stderr.splitlines() if not line.startswith(("step ", "["))]
     assert lines == ["error: sample 7 is empty", "  fix: remove it"]
     assert not list((tmp_path / "run/logs").glob("*/*/attempt_1/*/error.json"))
@@ -99,8 +97,7 @@ def test_nodes_that_cannot_meet_are_told_why_in_time(host: str, said: str, tmp_p
     """torchrun would wait for a minute, or for good where another program holds the port."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         meet = ["--nnodes", "2", "--rdzv-endpoint", f"{host}:{other.getsockname()[1]}"]
-        process = run(command(*TWO, *meet, *settings(tmp_path / "run", run__init_timeout_s=2)), timeout=60)
-    assert process.returncode == 2, process
+        process = run(command(*TWO, *meet, *settings(tmp_path / "run", run__init_timeout_s=2)), timeout=60, code=2)
     cause, fix = process.stderr.splitlines()
     assert cause.startswith(f"error: no rank started: the nodes did not meet at {host}:") and said in cause
     assert fix.startswith("  fix: ") and "run.init_timeout_s=2 s" in fix

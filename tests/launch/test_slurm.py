@@ -20,7 +20,7 @@ from shardkit.launch.batch import read_batch, step_argv
 from shardkit.launch.slurm import commands, submit
 from shardkit.launch.slurm.submit import render_sbatch
 from shardkit.launch.spec import JobSpec, SlurmOptions
-from tests.launch.jobs import REPO, environment
+from tests.launch.jobs import REPO, environment, run
 from tests.texts import write_files, write_program
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -157,25 +157,21 @@ def test_a_warning_at_any_moment_of_the_scripts_start_is_kept(moment: str, tmp_p
         assert process.stdout.read().split() == ["heard", *(["SIGUSR2"] if moment != "never" else [])]
 
 
-def shardkit(*args: str, cwd: Path = REPO, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shardkit.cli", *args], cwd=cwd, env=environment(**env), capture_output=True, text=True
-    )
+def shardkit(*args: str, code: int, cwd: Path = REPO, **env: str) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-m", "shardkit.cli", *args], cwd=cwd, code=code, **env)
 
 
 def test_a_dry_run_prints_a_script_and_writes_nothing(tmp_path: Path) -> None:
     process = shardkit(
-        "submit", "configs/fsdp.yaml", f"run.dir={tmp_path}/run", "--nodes", "2", "--time", "2", "--dry-run"
+        "submit", "configs/fsdp.yaml", f"run.dir={tmp_path}/run", "--nodes", "2", "--time", "2", "--dry-run", code=0
     )
-    assert process.returncode == 0, process.stderr
     assert all(f"#SBATCH --{option}\n" in process.stdout for option in ("nodes=2", "time=2", "signal=B:USR2@120"))
     assert process.stderr.startswith("warning: the time limit leaves 120 s, and the job is told to save 120 s before")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_slurm_the_error_says_so(tmp_path: Path) -> None:
-    process = shardkit("submit", "configs/fsdp.yaml", f"run.dir={tmp_path}/run", PATH=str(tmp_path))
-    assert process.returncode == 2
+    process = shardkit("submit", "configs/fsdp.yaml", f"run.dir={tmp_path}/run", code=2, PATH=str(tmp_path))
     assert process.stderr.startswith("error: Slurm is not installed on this machine")
     assert not (tmp_path / "run").exists()
 
@@ -325,12 +321,12 @@ def test_the_advice_without_a_cluster_keeps_the_users_script(installed: bool, tm
     path = silent_cluster(tmp_path / "bin", "no configuration") if installed else str(tmp_path)
     (tmp_path / "train.py").write_text("")
     words = ["--gpus-per-node", "0", "--run-dir", "out", "--", "train.py", "--lr", "1e-3", "--name", "a b"]
-    process = shardkit("submit", *words, cwd=tmp_path, PATH=path)
-    assert process.returncode == 2, process.stderr
+    process = shardkit("submit", *words, cwd=tmp_path, code=2, PATH=path)
     assert "shardkit launch --run-dir out -- train.py --lr 1e-3 --name 'a b'" in process.stderr
     assert not (tmp_path / "out").exists()
-    config = shardkit("submit", "-", f"run.dir={tmp_path}/run", "optim.lr=0.5", "--gpus-per-node", "0", PATH=path)
-    assert config.returncode == 2, config.stderr
+    config = shardkit(
+        "submit", "-", f"run.dir={tmp_path}/run", "optim.lr=0.5", "--gpus-per-node", "0", code=2, PATH=path
+    )
     assert f"shardkit launch - run.dir={tmp_path}/run optim.lr=0.5" in config.stderr
     assert not (tmp_path / "run").exists()
 

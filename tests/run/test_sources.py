@@ -106,8 +106,7 @@ def test_a_missing_tokenizer_is_named_with_its_folder(rest: bool, folder: Path) 
 def test_the_command_says_so_in_two_lines_and_writes_nothing(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     keys = [f"model.init_from={folder}", f"data.path={folder.parent}/chats.jsonl", f"run.dir={folder.parent}/run"]
-    done = python_m("shardkit.train", "task.name=hf_causal_lm", "run.device=cpu", *keys)
-    assert done.returncode == 2
+    done = python_m("shardkit.train", "task.name=hf_causal_lm", "run.device=cpu", *keys, code=2)
     assert done.stderr.startswith(f"error: model.init_from={folder}: no *.safetensors in {folder}")
     assert len(done.stderr.splitlines()) == 2 and "reading the data" not in done.stdout
     assert not (folder.parent / "run").exists()

@@ -87,8 +87,7 @@ def test_the_own_loop_example_learns(strategy: str) -> None:
 
 
 def test_print_config_shows_where_values_come_from(tmp_path: Path) -> None:
-    done = run(["--config", "configs/quickstart.yaml", "optim.lr=0.01", "--print-config"])
-    assert done.returncode == 0
+    done = run(["--config", "configs/quickstart.yaml", "optim.lr=0.01", "--print-config"], code=0)
     assert re.search(r"lr: 0.01 +# command line", done.stdout)
     assert re.search(r"strategy: ddp +# .*quickstart.yaml", done.stdout)
     assert "# default" in done.stdout
@@ -123,8 +122,7 @@ def test_a_port_in_use_is_named_and_ranks_that_never_come_end_the_wait(tmp_path:
 
 
 def test_a_loss_that_is_not_finite_names_step_and_rank(tmp_path: Path, text: Path) -> None:
-    done = run([*settings(tmp_path, text), "optim.lr=1e30", "train.max_norm=null", "optim.name=sgd"])
-    assert done.returncode == 1
+    done = run([*settings(tmp_path, text), "optim.lr=1e30", "train.max_norm=null", "optim.name=sgd"], code=1)
     assert "Traceback" not in done.stderr
     assert re.search(r"error: the loss is not finite at step \d+ on rank 0", done.stderr)
 
@@ -239,8 +237,7 @@ def test_parameters_that_do_not_move_are_an_error(tmp_path: Path, text: Path) ->
     (tmp_path / "stuck_task.py").write_text(RAGGED_TASK.replace("return (weight *", "return 0.0 * (weight *"))
     args = ["task.factory=stuck_task:Task", f"run.dir={tmp_path}/run", "run.device=cpu", "train.max_steps=2",
             "train.micro_batch_size=2", "optim.name=sgd", "optim.weight_decay=0"]  # fmt: skip
-    done = run(args, env={"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 1
+    done = run(args, env={"PYTHONPATH": str(tmp_path)}, code=1)
     assert "no parameter changed in the first step" in done.stderr
 
 
