@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import REPO, environment, losses
-from tests.slurm.cluster import Cluster, read, running, why_not
-from tests.slurm.runs import steady, tiny
+from tests.slurm.cluster import Cluster, read, running, steady, tiny, why_not
 from tests.texts import write_numbers
 
 

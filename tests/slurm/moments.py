@@ -12,8 +12,7 @@ from typing import Any
 
 from shardkit.launch.failures import job_starts
 from tests.launch.jobs import losses
-from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, until
-from tests.slurm.runs import reasons, record, with_task
+from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, reasons, record, until, with_task
 from tests.slurm.tasks import phase_of
 
 STEPS = 400

@@ -13,8 +13,7 @@ import pytest
 
 from tests.disks import mounted
 from tests.launch.jobs import losses, settings
-from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, until
-from tests.slurm.runs import reasons, record, steady, with_task
+from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, reasons, record, steady, until, with_task
 from tests.slurm.tasks import broken_node
 
 

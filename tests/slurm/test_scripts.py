@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import REPO, run
-from tests.slurm.cluster import Cluster, read, until
-from tests.slurm.runs import reasons, record
+from tests.slurm.cluster import Cluster, read, reasons, record, until
 
 PLAIN = "tests/launch/plain.py"
 TWO_NODES = ["--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--cpus-per-task=2"]

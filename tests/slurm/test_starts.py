@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import losses
-from tests.slurm.cluster import SCRIPT, Cluster, read, until
-from tests.slurm.runs import reasons, record, steady, with_task
+from tests.slurm.cluster import SCRIPT, Cluster, read, reasons, record, steady, until, with_task
 
 PURELIB = sysconfig.get_path("purelib")
 PACKAGES = Path(PURELIB).relative_to(sys.prefix)

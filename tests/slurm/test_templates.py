@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import REPO, environment, losses, settings
-from tests.slurm.cluster import Cluster, read
-from tests.slurm.runs import tiny
+from tests.slurm.cluster import Cluster, read, tiny
 from tests.test_packaging import build, copy_tree
 
 RELEASE = pytest.mark.release
