@@ -10,7 +10,7 @@ LONG = [
     "tests/slurm", "tests/plan/test_plan.py", "tests/launch/test_launcher.py",
     "tests/strategies/test_graphs.py", "tests/checkpoint/test_resume.py", "tests/run/test_directory.py",
     "tests/strategies/test_foreign.py", "tests/checkpoint/formats/test_hostile.py", "tests/run/test_evaluate.py",
-    "tests/run/test_train.py", "tests/plan/test_world.py", "tests/report/test_browser.py",
+    "tests/run/test_train.py", "tests/plan/test_world.py", "tests/report/test_page.py",
     "tests/integrations/test_watching.py", "tests/run/test_watchdog.py",
     "tests/test_libraries.py", "tests/run/test_gradients.py", "tests/strategies/test_precision.py",
     "tests/checkpoint/test_faults.py", "tests/plan/test_auto.py", "tests/plan/test_cost.py",

@@ -12,7 +12,7 @@ from shardkit.plan.search.ladder import Rung, Step
 from shardkit.plan.search.trial import Trial
 from shardkit.report.plot import ladder_plot, save_ladder
 from tests.report.samples import EVIL
-from tests.report.test_browser import CHROMIUM, Opened, browser, opened  # noqa: F401 - fixtures
+from tests.report.test_page import CHROMIUM, Opened, browser, opened  # noqa: F401 - fixtures
 
 MIB = 2**20
 STEPS = [
