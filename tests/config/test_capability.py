@@ -66,9 +66,6 @@ def test_what_deepspeed_offloads_with_its_own_adamw_only(settings: dict[str, Any
     assert "optim.name=sgd" in refused({**settings, "optim.name": "sgd"}).cause
 
 
-# The table
-
-
 def test_the_table_has_each_row_once() -> None:
     assert get_args(StrategyName) == STRATEGIES
     beyond_keys = {"data_parallel", "mesh", "frozen_params", "unused_params", "buffers"}
@@ -138,9 +135,6 @@ def test_zero_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     run_check({"parallel.strategy": "fsdp"})
 
 
-# Settings that would do nothing
-
-
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
@@ -184,9 +178,6 @@ def test_a_resolved_config_passes_though_it_spells_out_every_key(strategy: str, 
     assert config == load_config(overrides={"parallel.strategy": strategy}).config
 
 
-# The mesh
-
-
 @pytest.mark.parametrize(
     ("parallel", "world", "local", "shape"),
     [
@@ -228,17 +219,11 @@ def test_other_strategies_accept_only_the_mesh_they_have() -> None:
     refused({"parallel.strategy": "ddp", "parallel.dp_shard": 2})
 
 
-# The table of docs/capability.md
-
-
 def test_the_page_has_the_current_table() -> None:
     begin, end = MARKERS
     text = (REPO / "docs/capability.md").read_text(encoding="utf-8")
     table = text.partition(begin)[2].partition(end)[0]
     assert table.strip() == markdown_table(), "run: python -m shardkit.config.capability docs/capability.md"
-
-
-# The configs that ship
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -251,9 +236,6 @@ def test_shipped_configs_can_run(path: Path, device: Any) -> None:
             config = load_config(path, overrides).config
             check(config, device=device, world_size=world, local_world_size=world)
             assert resolve_batch(config, world) >= 1
-
-
-# The marks, on a real model
 
 
 @pytest.mark.slow

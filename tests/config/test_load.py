@@ -49,9 +49,6 @@ def refused(path: Path | str | None = None, overrides: Any = ()) -> ConfigError:
     return error
 
 
-# What is read, and from where it came
-
-
 @pytest.mark.parametrize("text", [None, "", "# only a comment\n", "---\n", "train:\n", "\ufeff"])
 def test_nothing_given_is_all_defaults(write: Write, text: str | None) -> None:
     loaded = load_config(None if text is None else write(text))
@@ -122,9 +119,6 @@ def test_yaml_1_1_surprises_are_text(write: Write) -> None:
     assert loaded.config.task.args == {"d": "2024-01-01", "t": "12:30:00", "o": "010", "h": "0x10"}
 
 
-# Presets
-
-
 def test_a_preset_gives_the_sizes_that_are_not_set(write: Write) -> None:
     loaded = load_config(write("model: {preset: 124m, n_layers: 2}"))
     assert (loaded.config.model.d_model, loaded.config.model.n_layers) == (768, 2)
@@ -140,9 +134,6 @@ def test_a_preset_on_the_command_line_replaces_the_files_sizes(write: Write) -> 
     assert loaded.config.model.n_layers == 3
     assert loaded.sources["model.d_model"] == "preset 355m"
     assert loaded.sources["model.n_layers"] == "command line"
-
-
-# print-config
 
 
 def same(first: LoadedConfig, second: LoadedConfig) -> bool:
@@ -185,9 +176,6 @@ def test_any_config_survives_print_config(tmp_path: Path, args: dict[str, Any], 
     path = tmp_path / "resolved.yaml"
     path.write_text(loaded.render(), encoding="utf-8")
     assert same(load_config(path), loaded)
-
-
-# Errors: files
 
 
 def test_file_errors(tmp_path: Path, write: Write) -> None:
@@ -234,9 +222,6 @@ def test_what_is_nested_too_deeply_is_refused(write: Write) -> None:
     nested: dict[str, Any] = {}
     nested["x"] = nested
     assert "nested too deeply" in refused(overrides={"task.args": nested}).cause
-
-
-# Errors: keys
 
 
 @pytest.mark.parametrize(
@@ -339,9 +324,6 @@ def test_overrides_below_a_value_or_beside_one(write: Write) -> None:
     assert "optim.lr='[1'" in refused(None, ["optim.lr=[1"]).cause
 
 
-# Errors: values
-
-
 @pytest.mark.parametrize(
     ("override", "shown"),
     [
@@ -416,9 +398,6 @@ def test_settings_that_cannot_be_are_refused_with_what_to_set(overrides: str, ke
     assert fix in error.fix
 
 
-# The batch
-
-
 @pytest.mark.parametrize(
     ("overrides", "world", "steps"),
     [
@@ -453,8 +432,6 @@ def test_batches_that_cannot_be_met_say_which_would(overrides: list[str], world:
         fixed = load_config(overrides={**given, **change}).config
         assert resolve_batch(fixed, world) >= 1
 
-
-# Random input: a valid config or a ConfigError, nothing else
 
 keys = st.sampled_from(KEYS) | st.text(max_size=10)
 
@@ -506,9 +483,6 @@ def test_random_files(tmp_path: Path, text: str | bytes) -> None:
     loads_or_refuses(path)
 
 
-# The schema
-
-
 def test_every_section_and_field_has_a_description() -> None:
     schema = json_schema()
     assert all(schema["properties"][section].get("description") for section in SECTIONS)
@@ -520,9 +494,6 @@ def test_every_section_and_field_has_a_description() -> None:
 def test_the_checked_in_schema_is_current() -> None:
     current = json.loads((REPO / "configs" / "schema.json").read_text())
     assert current == json_schema(), "run: python -m shardkit.config.load configs/schema.json"
-
-
-# The configs that ship
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -72,9 +72,6 @@ def refusal(tmp_path: Path, rows: list[Any], template: str = PLAIN, **keys: Any)
     return caught.value
 
 
-# Folders.
-
-
 def hub(root: Path, *names: str) -> Path:
     """A folder as hubs store it, whose conversations have the number of their file."""
     root.mkdir()
@@ -310,8 +307,6 @@ def test_a_name_of_the_hub_is_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert asked[0][0] == "org/chats" and asked[0][1]["revision"] == "v1" and asked[0][1]["repo_type"] == "dataset"
 
 
-# Marks.
-
 OFF = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"trainable": False}, {"loss": False},
        {"loss_mask": 0}]  # fmt: skip
 
@@ -387,8 +382,6 @@ def test_other_members_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count("ignored members of turns: id, note, time") == 1
 
 
-# Roles and tools.
-
 CALL = {"name": "add", "arguments": {"a": 3}}
 
 
@@ -461,9 +454,6 @@ def test_a_call_of_the_older_kind_is_not_dropped(tmp_path: Path) -> None:
         assert (
             "rows.jsonl:1: message 2 has a function_call" in refusal(tmp_path, [{"messages": called}], template).cause
         )
-
-
-# Columns.
 
 
 @pytest.mark.parametrize(
@@ -557,9 +547,6 @@ def test_two_kinds_of_rows_are_two_sources(tmp_path: Path) -> None:
     for rows in ([{"text": "a"}, {"messages": turns()}], [{"prompt": "a", "completion": "b"}, {"text": "a"}]):
         error = refusal(tmp_path, rows)
         assert "is missing" in error.cause and "data.sources" in error.fix
-
-
-# Contents.
 
 
 def parts_of(*texts: str) -> list[dict[str, str]]:

@@ -57,8 +57,6 @@ def test_the_readme_leads_only_to_files_that_are_in_the_sdist() -> None:
         assert name in manifest or name.partition("/")[0] in manifest, link
 
 
-# docs/architecture.md
-
 ARCHITECTURE = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
 PATH = re.compile(r"\b(?:shardkit|launch|slurm)/[\w/.]+\.(?:py|sbatch)\b")
 
@@ -89,9 +87,6 @@ def test_every_variable_of_shardkit_is_in_the_architecture() -> None:
             if path.suffix in (".py", ".sbatch"):
                 used |= set(re.findall(r"\bSHARDKIT_[A-Z_]+\b", path.read_text(encoding="utf-8")))
     assert used == set(re.findall(r"\bSHARDKIT_[A-Z_]+\b", ARCHITECTURE))
-
-
-# docs/api.rst
 
 
 @pytest.mark.parametrize("module", ["shardkit", "shardkit.memory", "shardkit.activation", "shardkit.strategies"])
