@@ -24,7 +24,7 @@ from shardkit.models.hf import _file_keys
 from shardkit.run.directory import _rewind
 from shardkit.run.owner import FOLDER, claim
 from tests.report.samples import write_run
-from tests.report.test_script import launched
+from tests.report.test_read import launched
 
 
 @pytest.fixture(params=["pipe", "device"])
