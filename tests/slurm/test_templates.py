@@ -12,7 +12,8 @@ import pytest
 
 from tests.launch.jobs import REPO, environment, losses, settings
 from tests.slurm.cluster import Cluster, read, tiny
-from tests.test_packaging import build, copy_tree
+from tests.test_packaging import build
+from tests.texts import copy_checkout
 
 RELEASE = pytest.mark.release
 
@@ -70,7 +71,9 @@ def test_ranks_that_do_not_fit_the_mesh_are_refused_before_they_start(
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with the wheel in it, and this environment's packages behind it; its `bin`."""
     base = tmp_path_factory.mktemp("installed")
-    wheel = next(path for path in build(copy_tree(base / "tree"), base / "dist", "--wheel") if path.suffix == ".whl")
+    wheel = next(
+        path for path in build(copy_checkout(base / "tree"), base / "dist", "--wheel") if path.suffix == ".whl"
+    )
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(base / "venv")], check=True)
     site = next((base / "venv/lib").glob("python*/site-packages"))
     (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
