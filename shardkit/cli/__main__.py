@@ -161,7 +161,7 @@ def schema() -> None:
     """Print the JSON schema of the configuration, for editors."""
     import json
 
-    from ..config.load import json_schema
+    from ..config.errors import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
 

@@ -1,23 +1,18 @@
 """Refuses settings that a strategy, a device or other settings cannot honour, and makes the table of them.
 
 The rows of the table, and their refusals, are declared on the config's fields (`schema`).
-`python -m shardkit.config.capability docs/capability.md` puts the table between that page's markers.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_type_hints
 
 from ..errors import ConfigError
 from .presets import task_of
 from .schema import DOCUMENT_KEYS, SHARDING, STRATEGIES, Capability, RunConfig, Section, TaskName, sections
-
-MARKERS = ("<!-- capability:begin -->", "<!-- capability:end -->")
 
 _BEYOND_KEYS = (
     Capability(
@@ -314,10 +309,3 @@ def markdown_table() -> str:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
-
-
-if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    before, _, marked = page.read_text(encoding="utf-8").partition(MARKERS[0])
-    after = marked.partition(MARKERS[1])[2]
-    page.write_text(f"{before}{MARKERS[0]}\n{markdown_table()}\n{MARKERS[1]}{after}", encoding="utf-8")

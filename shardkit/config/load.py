@@ -2,12 +2,10 @@
 
 A later layer wins. `model.preset` expands in the layer that sets it: a preset on the command line also replaces sizes
 that the file sets, and a size set beside a preset wins over it. If an override is given twice, the last one wins.
-`python -m shardkit.config.load configs/schema.json` writes the JSON schema for editors.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from ..errors import ConfigError, one_line
-from .errors import Path, combined, from_validation, json_schema, shown, unknown_key, wrong_value
+from .errors import Path, combined, from_validation, shown, unknown_key, wrong_value
 from .other_tools import other_tool_error
 from .presets import HF_PRESETS, MODEL_PRESETS
 from .removed import KEYS
@@ -28,7 +26,7 @@ from .schema import RunConfig, section_fields
 from .yaml import Document, check_plain, read_text, read_yaml
 
 COMMAND_LINE = "command line"
-__all__ = ["LoadedConfig", "json_schema", "load_config", "resolve_batch"]
+__all__ = ["LoadedConfig", "load_config", "resolve_batch"]
 
 Overrides = Sequence[str] | Mapping[str, Any]
 
@@ -370,11 +368,3 @@ def _scalar(value: Any) -> str:
     else:
         text = yaml.safe_dump(value)
     return str(text).removesuffix("\n").removesuffix("\n...")
-
-
-if __name__ == "__main__":
-    try:
-        FilePath(sys.argv[1]).write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
-    except (IndexError, OSError) as problem:
-        print(f"usage: python -m shardkit.config.load configs/schema.json ({problem})", file=sys.stderr)
-        sys.exit(2)

@@ -95,38 +95,30 @@ def _check_tokenizer(config: RunConfig, folder: Path) -> None:
     )
 
 
-def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized]) -> None:
-    """Refuse data of different sizes: ranks would take different numbers of steps and wait for others; collective."""
-    everyone: list[Any] = world.gather(
-        [None if train is None else len(train), sum(map(len, val.values())) if val else None]
-    )
-    for split, sizes in zip(("training", "validation"), zip(*everyone, strict=True), strict=True):
-        if len(set(sizes)) > 1:
-            shown = ", ".join("none" if size is None else str(size) for size in sizes[: 4 * SHOWN])
-            raise DataError(
-                f"ranks see different {split} data: {shown} samples on ranks 0 to {len(sizes[: 4 * SHOWN]) - 1}",
-                "give every rank the whole data (the sampler splits it); check that its files are on all nodes",
-            )
+def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized], digests: Mapping[str, str]) -> None:
+    """Refuse ranks with other data: they would take different numbers of steps, or train on a mixture; collective.
 
-
-def check_same_digests(world: World, digests: Mapping[str, str]) -> None:
-    """Refuse ranks whose data differ at the same size, or are tokenised differently: they would train on a mixture.
-
-    Collective. `digests`: of this rank's data, by name, as `Task.digests` gives them.
+    `digests`: of this rank's data, by name, as `Task.digests` gives them.
     """
-    everyone: list[Any] = world.gather((platform.node(), dict(digests)))
-    for name in sorted({name for _, rank_digests in everyone for name in rank_digests}):
+    n_val = str(sum(map(len, val.values()))) if val else "none"
+    facts = {
+        "number of training samples": str(0 if train is None else len(train)),
+        "number of validation samples": n_val,
+    }
+    everyone: list[Any] = world.gather((platform.node(), facts | dict(digests)))
+    # In the order of `facts`: sizes that differ say more than the digests, which then differ too.
+    for name in dict.fromkeys(name for _, rank_facts in everyone for name in rank_facts):
         ranks_with: dict[str, list[str]] = {}
-        for rank, (host, rank_digests) in enumerate(everyone):
-            ranks_with.setdefault(rank_digests.get(name, "none"), []).append(f"{rank} ({host})")
+        for rank, (host, rank_facts) in enumerate(everyone):
+            ranks_with.setdefault(rank_facts.get(name, "none"), []).append(f"{rank} ({host})")
         if len(ranks_with) > 1:
             parts = [
-                f"digest {digest} on {len(ranks)} rank{'s' * (len(ranks) > 1)}: {listed(ranks)}"
-                for digest, ranks in sorted(ranks_with.items(), key=lambda pair: -len(pair[1]))[:SHOWN]
+                f"{fact} on {len(ranks)} rank{'s' * (len(ranks) > 1)}: {listed(ranks)}"
+                for fact, ranks in sorted(ranks_with.items(), key=lambda pair: -len(pair[1]))[:SHOWN]
             ]
             raise DataError(
                 f"ranks do not have the same {name}, and would train a mixture: {'; '.join(parts)}",
-                "give every node the same files: the digest is of their contents, not of where they are",
+                "give every node the same files, whole (the sampler splits them): the contents count, not the place",
             )
 
 

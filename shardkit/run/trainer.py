@@ -25,7 +25,7 @@ from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts, build_model, load_task, read_prompts
 from ..telemetry.metrics import draws_bars
 from . import checks, directory
-from .checks import FirstUpdate, SumCheck, check_same_data, check_same_digests, make_loader, make_schedule, val_parts
+from .checks import FirstUpdate, SumCheck, check_same_data, make_loader, make_schedule, val_parts
 from .evaluate import report
 from .job import Job
 from .loop import Loop
@@ -85,11 +85,10 @@ class Trainer:
             self.task = load_task(checks.without_validation(self.config))
             data = self.task.dataset("train")
             self.val_data = val_parts(self.task) if self.config.train.eval_samples else {}
-            check_same_data(self.world, data, self.val_data)
+            check_same_data(self.world, data, self.val_data, self._digests())
             self.prompts = read_prompts(self.config, self.task)
             if data is None or len(data) == 0:
                 raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
-            check_same_digests(self.world, self._digests())
             self.data, self.schedule = data, make_schedule(self.config, self.world, data)
 
     def _enter_directory(self) -> None:

@@ -1,13 +1,8 @@
-"""Every metric of a step, declared once: metrics.jsonl's documentation, Prometheus and the report follow from here.
-
-`python -m shardkit.telemetry.catalog` prints the table of docs/reference.md.
-"""
+"""Every metric of a step, declared once: metrics.jsonl's documentation, Prometheus and the report follow from here."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 
@@ -28,7 +23,6 @@ _EVALUATIONS = "steps without an evaluation"
 _FP16 = "all but fp16"
 _TEXT = "all but text tasks"
 
-MARKERS = ("<!-- metrics:begin -->", "<!-- metrics:end -->")
 METRICS = (
     Metric("step", "", "optimizer step, from 1", prometheus="step"),
     Metric("loss", "", "mean over all target tokens of the step, all ranks", prometheus="loss"),
@@ -88,19 +82,3 @@ METRICS = (
 )  # fmt: skip
 STEP_PARTS = {metric.key: metric.label for metric in METRICS if metric.label}
 """The parts of `step_time_s`, with their words."""
-
-
-def markdown_table() -> str:
-    """The table of docs/reference.md: one line per field of `metrics.jsonl`."""
-    lines = ["| field | unit | meaning | absent in | Prometheus |", "|---|---|---|---|---|"]
-    for metric in METRICS:
-        served = f"`shardkit_{metric.prometheus}` ({metric.kind})" if metric.prometheus else ""
-        lines.append(f"| `{metric.key}` | {metric.unit} | {metric.meaning} | {metric.absent} | {served} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    before, _, marked = page.read_text(encoding="utf-8").partition(MARKERS[0])
-    after = marked.partition(MARKERS[1])[2]
-    page.write_text(f"{before}{MARKERS[0]}\n{markdown_table()}\n{MARKERS[1]}{after}", encoding="utf-8")

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.config import capability
-from shardkit.config.capability import CAPABILITIES, MARKERS, check, markdown_table, mesh_shape
+from shardkit.config.capability import CAPABILITIES, check, mesh_shape
 from shardkit.config.load import load_config, resolve_batch
 from shardkit.config.schema import STRATEGIES, RunConfig, StrategyName
 from shardkit.errors import ConfigError
 from shardkit.models.transformer import Block, Transformer, init_parameter
 from shardkit.parallel.compat import graph_breaks
 from shardkit.run.job import start
+from tests import generated
 from tests.ranks import run_ranks
 from tests.strategies import cases
 
@@ -220,10 +221,7 @@ def test_other_strategies_accept_only_the_mesh_they_have() -> None:
 
 
 def test_the_page_has_the_current_table() -> None:
-    begin, end = MARKERS
-    text = (REPO / "docs/capability.md").read_text(encoding="utf-8")
-    table = text.partition(begin)[2].partition(end)[0]
-    assert table.strip() == markdown_table(), "run: python -m shardkit.config.capability docs/capability.md"
+    assert generated.is_current("capability"), "run: python -m tests.generated"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -19,6 +19,7 @@ from shardkit.errors import ConfigError, DataError
 from shardkit.launch.script import Script
 from shardkit.launch.spec import JobSpec
 from shardkit.telemetry import catalog
+from tests import generated
 from tests.data.test_text import opened
 from tests.ranks import run_ranks
 from tests.texts import write_program
@@ -229,7 +230,7 @@ def test_a_metric_is_a_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
     metric = eval(example("Add a metric"), {"Metric": catalog.Metric})
     monkeypatch.setattr(catalog, "METRICS", (*catalog.METRICS, metric))
     row = "| `weight_norm` |  | global 2-norm of the weights after this step | steps without an evaluation | "
-    assert f"{row}`shardkit_weight_norm` (gauge) |" in catalog.markdown_table()
+    assert f"{row}`shardkit_weight_norm` (gauge) |" in generated.metrics_table()
 
 
 def test_a_row_format_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_two_ranks_tokenise_once_and_resume_refuses_other_data(tmp_path: Path) -
     of_rank = [{}, {"data.path": str(tmp_path / "other.jsonl")}]
     mixture = settings(tmp_path, **{"run.dir": str(tmp_path / "mixture")})
     for said in run_ranks(2, "tests.run.test_evaluate:train", keys=mixture, of_rank=of_rank):
-        assert re.search(r"ranks do not have the same data.*mixture: digest \w+ on 1 rank: 0 \(.+\); .*: 1 \(", said)
+        assert re.search(r"ranks do not have the same data.*mixture: \w+ on 1 rank: 0 \(.+\); .*: 1 \(", said)
     again = settings(tmp_path, **{"run.resume": True, "train.max_steps": 5})
     assert run_ranks(2, "tests.run.test_evaluate:train", keys=again) == ["", ""]
     (tmp_path / "other.jinja").write_text(PLAIN.replace("<|im_end|>", "<|endoftext|>"))

@@ -283,7 +283,8 @@ def test_a_rank_without_any_weight_joins_in_every_reduction(tmp_path: Path) -> N
 def test_ranks_that_see_different_data_are_told_so(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", task__factory="tests.launch.tasks:Uneven", train__eval_samples=4)
     done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, ranks=2, code=2)
-    assert "error: ranks see different validation data: 64, none samples on ranks 0 to 1" in done.stderr
+    assert "error: ranks do not have the same number of validation samples, and would train a mixture: " in done.stderr
+    assert re.search(r"mixture: 64 on 1 rank: 0 \(.+\); none on 1 rank: 1 \(", done.stderr), done.stderr
 
 
 def test_a_long_step_is_spoken_of_again_and_again(tmp_path: Path) -> None:

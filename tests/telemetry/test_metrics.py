@@ -12,8 +12,8 @@ from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
 from shardkit.telemetry import catalog
 from shardkit.telemetry.metrics import MetricsWriter
+from tests import generated
 from tests.memory.samples import gpu_row
-from tests.ranks import REPO
 
 
 def test_wandb_gets_every_step_and_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,5 @@ def test_a_large_world_has_no_series_per_rank(tmp_path: Path) -> None:
 
 
 def test_the_documented_metrics_are_the_declared_ones() -> None:
-    text = (REPO / "docs" / "reference.md").read_text(encoding="utf-8")
-    table = text.partition(catalog.MARKERS[0])[2].partition(catalog.MARKERS[1])[0]
-    assert table.strip() == catalog.markdown_table(), "run: python -m shardkit.telemetry.catalog docs/reference.md"
+    assert generated.is_current("metrics"), "run: python -m tests.generated"
     assert len({metric.key for metric in catalog.METRICS}) == len(catalog.METRICS)
