@@ -364,7 +364,7 @@ def after(
         ending = requeue.ending(batch.job_id, batch.restart)
     if ending is not None and ending.how == requeue.CANCELLED:
         if ending.comes_back:  # Slurm had begun to queue it again
-            requeue.cancel(batch.job_id)
+            commands.ask("scancel", batch.job_id)
         return _cancelled(batch, code, failures, saved is not None)
     if may_be_done and (batch.script is None or signal.SIGUSR2 not in warning.came):
         batch.note_end("done")
@@ -403,7 +403,7 @@ def after(
     say(f"{requeue_reason}: {requeue.queue_again(batch.job_id, requeue.bad_nodes(failures), batch.restart)}")
     warning.wait_for_term()
     if requeue.was_cancelled(batch.job_id):  # after the look above, and before the requeue
-        requeue.cancel(batch.job_id)
+        commands.ask("scancel", batch.job_id)
         return _cancelled(batch, code, failures, saved is not None)
     return exit_codes.PREEMPTED
 

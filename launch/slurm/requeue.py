@@ -131,11 +131,6 @@ def was_cancelled(job_id: str) -> bool:
     return CANCELLED in _announced_endings(job_id, _BEGAN)
 
 
-def cancel(job_id: str) -> None:
-    """Cancel a job that was requeued in the moment in which its user cancelled it."""
-    commands.ask("scancel", job_id)
-
-
 def kill_wait_s() -> int | None:
     """Seconds between SIGTERM and SIGKILL of a job that Slurm ends; None if Slurm does not answer."""
     match = re.search(r"^KillWait\s*=\s*(\d+)", commands.ask("scontrol", "show", "config").stdout, re.MULTILINE)

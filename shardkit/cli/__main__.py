@@ -15,19 +15,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .. import __version__
+from .. import __version__, errors
 from ..config.removed import COMMANDS
-from ..errors import ShardkitError, report
-from ..files import module_command, outlive_full_disks
-from .program import JobCommand, UsageError, Words, with_option_groups
+from ..errors import LaunchError, ShardkitError, printable
+from ..files import cache_dir, module_command, outlive_full_disks
+from .program import JobCommand, MaybePath, UsageError, Words, load, with_option_groups
 
 PACKAGE = Path(__file__).parent.parent
 
 
 MODULES = {
     "launch": "launch", "submit": "submit", "rehearse": "rehearse", "pretend_weights": "rehearse", "prove": "prove",
-    "doctor": "doctor",
-    "plan": "plan", "ladder": "ladder", "max_model": "ladder", "report": "report",
+    "plan": "plan", "ladder": "ladder", "max_model": "ladder",
     "checkpoint": "checkpoint", "convert": "checkpoint",
 }  # fmt: skip
 """A command's function → its module here; a command imports no module of another one."""
@@ -194,6 +193,71 @@ def tokenize(
     raise typer.Exit(subprocess.run(command).returncode)
 
 
+@app.command()
+def doctor(
+    run_dir: Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Check this directory's disk.")] = "runs",
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Keep the measured constants for planning.")] = False,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Device to measure.")] = "auto",
+) -> None:
+    """Look for problems that make training fail or crawl; under torchrun or srun also measure the ranks together."""
+    from ..hardware import calibration
+    from ..launch import doctor as machine
+    from ..launch.ranks.env import detect
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise LaunchError(f"--device {device!r} is not a device", "pass auto, cpu or cuda")
+    try:
+        env = detect()
+    except LaunchError:  # `examine` reports it as a finding
+        env = None
+    measured = None
+    if calibrate or (env is not None and env.world_size > 1):
+        from ..hardware.measure import measure
+
+        config = load("-", [f"run.device={device}", f"run.dir={run_dir}"]).config
+        measured = measure(config)
+        if measured is None:
+            return
+        if calibrate:
+            calibration.save(measured[0])
+    checks = machine.examine(Path(run_dir), cache_dir()) + (machine.findings(*measured) if measured else [])
+    extra = {"measured": measured[0]} if measured else {}
+    typer.echo(machine.as_json(checks, extra) if json_output else machine.render(checks))
+    raise typer.Exit(1 if machine.worst(checks) == "fail" else 0)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run.dir of a run, finished or not.")],
+    second: Annotated[
+        MaybePath, typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to compare with the first.")
+    ] = None,
+    out: Annotated[
+        MaybePath, typer.Option("--out", metavar="FILE", help="Default: report.html, or compare.html, in RUN_DIR.")
+    ] = None,
+) -> None:
+    """Write one HTML file that shows a run, or compares two: loss, every rank's memory, the plan.
+
+    For a script's run directory, it shows the starts, and the failed rank with its log.
+    """
+    from ..report.compare import compare_page
+    from ..report.measure import status
+    from ..report.page import run_page, save
+    from ..report.read import read_run
+    from ..report.script import read_script, script_page
+
+    path = out or run / ("report.html" if second is None else "compare.html")
+    if second is None and (script := read_script(run)) is not None:
+        save(script_page(script), path)
+        verdict = script.status[1]
+    else:
+        contents = read_run(run)
+        save(run_page(contents, path) if second is None else compare_page(contents, read_run(second)), path)
+        verdict = status(contents)[1] if second is None else ""
+    typer.echo(printable(f"{verdict}; report: {path}" if verdict else f"comparison: {path}"))
+
+
 def copy_templates(directory: Path, force: bool = False) -> list[Path]:
     """Copy the package's configs and Slurm templates, all checked before any is written; returns the files."""
     targets = {
@@ -223,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         app(args=None if argv is None else list(argv), prog_name="shardkit")
     except ShardkitError as error:
-        sys.exit(report(error))
+        sys.exit(errors.report(error))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Waiting:
     def __init__(self, doing: str, say: Callable[[str], None] = say) -> None:
         self._doing, self._say = doing, say
         self._began = time.monotonic()
-        self._wake, self._lock, self._ended = threading.Event(), threading.Lock(), False
+        self._wake, self._ended = threading.Event(), False
         self._thread = threading.Thread(target=self._tell, daemon=True)
 
     def __enter__(self) -> Waiting:
@@ -37,15 +37,12 @@ class Waiting:
 
     def now(self, doing: str) -> None:
         """Change what later lines say."""
-        with self._lock:
-            self._doing = doing
+        self._doing = doing
 
     def _tell(self) -> None:
         self._wake.wait(FIRST_S)
         while not self._ended:
-            with self._lock:
-                doing = self._doing
-            self._say(f"{doing} ({time.monotonic() - self._began:.0f} s)")
+            self._say(f"{self._doing} ({time.monotonic() - self._began:.0f} s)")
             self._wake.wait(EVERY_S)
 
 

@@ -612,11 +612,6 @@ def _to_dicts(rows: Any) -> list[dict[str, Any]]:
     return rows.to_pylist()  # type: ignore[no-any-return]
 
 
-def _existing(names: list[str], columns: list[str] | None) -> list[str] | None:
-    """Those of `columns` that a file has; None = all."""
-    return None if columns is None else [name for name in columns if name in names]
-
-
 def _pyarrow(module: str, path: str) -> Any:
     """A module of pyarrow, which `datasets` brings."""
     with importing(f"{path} needs pyarrow", "pip install shardkit[finetune]", DataError):
@@ -661,7 +656,7 @@ class Parquet(Table):
         file = self.open(piece.path)
         group = file.metadata.row_group(piece.start)
         n_rows = max(1, min(self.batch_rows, self.batch_bytes * group.num_rows // max(group.total_byte_size, 1)))
-        selected = _existing(file.schema_arrow.names, columns)
+        selected = columns and [name for name in columns if name in file.schema_arrow.names]
         yield from file.iter_batches(n_rows, row_groups=[piece.start], columns=selected, use_threads=False)
 
     def count_rows(self, path: str, pieces: Sequence[Piece]) -> list[int]:
@@ -703,7 +698,7 @@ class Arrow(Table):
         pyarrow = _pyarrow("pyarrow", path)
         with pyarrow.memory_map(path) as source:
             reader, batches = self._reader(pyarrow, path, source)
-            selected = _existing(reader.schema.names, columns)
+            selected = columns and [name for name in columns if name in reader.schema.names]
             for batch in batches:
                 batch = batch if selected is None else batch.select(selected)
                 batch.validate(full=True)  # pyarrow follows damaged offsets beyond the file otherwise

@@ -9,7 +9,7 @@ import resource
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
@@ -141,7 +141,11 @@ class HostProbe:
 
     def children_rss(self) -> int:
         """Sum of the RSS of all descendants, mostly data-loader workers; shared pages count for each process."""
-        return sum(_rss(pid) for pid in _descendants(os.getpid()))
+        total = 0
+        for child in self._process.children(recursive=True):
+            with suppress(psutil.Error):  # it ended meanwhile
+                total += int(child.memory_info().rss)
+        return total
 
 
 def _open(path: str, flags: int) -> int | None:
@@ -154,43 +158,6 @@ def _open(path: str, flags: int) -> int | None:
 def _kib_field(text: bytes, name: bytes) -> int:
     start = text.index(name) + len(name)
     return int(text[start : text.index(b"kB", start)]) * _KIB
-
-
-def _rss(pid: int) -> int:
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error:  # it ended meanwhile
-        return 0
-
-
-def _descendants(pid: int) -> list[int]:
-    """Process ids below `pid`. Reads the kernel's own lists, since psutil would scan every process of the machine."""
-    tasks = Path(f"/proc/{pid}/task")
-    if not (tasks / str(pid) / "children").exists():  # not Linux, or a kernel without CONFIG_PROC_CHILDREN
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    descendants, pending = [], [pid]
-    while pending:
-        current = pending.pop()
-        children: list[int] = []
-        for task in _listed(Path(f"/proc/{current}/task")):
-            children += _pids(task / "children")
-        descendants += children
-        pending += children
-    return descendants
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:  # the process ended meanwhile
-        return []
-
-
-def _pids(path: Path) -> list[int]:
-    try:
-        return [int(pid) for pid in path.read_text().split()]
-    except OSError:
-        return []
 
 
 # How much host memory this process may use, by its cgroup's limit or the machine's memory, and how much is in use.

@@ -331,18 +331,12 @@ def _cause(record: dict[str, Any], cap: str | None) -> str:
 
 
 def _fix(advice: list[Advice], path: Path, problem: str | None, row: RankRow) -> str:
-    best = [
-        tip.change + (f" ({tip.planned})" if tip.planned else "") for tip in advice if tip.verdict != "does not fit"
-    ]
-    tips = "set " + ", or ".join(best[:2]) if best else "use more ranks, or a smaller model"
+    tips = "use more ranks, or a smaller model"
     if row.device_mem is not None and row.device_mem.growth:
-        line = row.device_mem.growth_line
-        tips = (
-            f"drop the tensors that are made at {line}"
-            if line
-            else (
-                "find the tensors that outlive their step: shardkit rehearse -- COMMAND names the line that makes them"
-            )
-        )
+        tips = "find the tensors that outlive their step: shardkit rehearse -- COMMAND names the line that makes them"
+        if line := row.device_mem.growth_line:
+            tips = f"drop the tensors that are made at {line}"
+    elif fitting := [tip for tip in advice if tip.verdict != "does not fit"]:
+        tips = "set " + ", or ".join(tip.change + f" ({tip.planned})" * bool(tip.planned) for tip in fitting[:2])
     file = f"see {path}" if problem is None else f"{path} could not be written: {problem}"
     return f"{tips}; {file}"

@@ -86,12 +86,8 @@ def read_run(path: Path) -> Run:
         config=config,
         config_text=text,
         environment=_json(path / "env.json", notes, required=True) or {},
-        metrics=[line for line in _lines(path / "metrics.jsonl", notes) if isinstance(line.get("step"), int)],
-        samples=[
-            line
-            for line in (_lines(path / "samples.jsonl", notes) if (path / "samples.jsonl").exists() else ())
-            if isinstance(line.get("step"), int)
-        ],
+        metrics=_of_steps(path / "metrics.jsonl", notes),
+        samples=_of_steps(path / "samples.jsonl", notes) if (path / "samples.jsonl").exists() else [],
         gathers=list(_gathers(path / "memory.jsonl", notes)),
         traces=_by_rank(path / "trace", notes),
         plan=_json(path / "plan.json", notes),
@@ -160,6 +156,10 @@ def _lines(path: Path, notes: list[str], every: int = 1) -> Iterator[dict[str, A
         notes.append(f"{path.name}: the last line was cut short, and is left out")
     elif torn:
         notes.append(f"{path.name}: {len(torn)} damaged lines are left out, the first is line {torn[0]}")
+
+
+def _of_steps(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    return [line for line in _lines(path, notes) if isinstance(line.get("step"), int)]
 
 
 def _gathers(path: Path, notes: list[str]) -> Iterator[Gather]:
