@@ -148,7 +148,7 @@ def _compute(
 ) -> NoReturn:
     import json
 
-    from ..rehearse.computed import Sharpness, run_computed
+    from ..rehearse.computed import run_computed
     from ..rehearse.rehearsal import Limits
 
     names = [f"--{key}" for key in ("ranks", "live", "until", "expect", "assume") if getattr(options, key)]
@@ -160,7 +160,7 @@ def _compute(
         time_limit_s=options.time_limit, allow_writes=options.allow_writes, network=options.network, keep=options.keep
     )
     try:
-        run = run_computed(command, card, gpus, limits, Sharpness(how.late_copies, how.poison))
+        run = run_computed(command, card, gpus, limits, how.late_copies, how.poison)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     typer.echo(json.dumps(run.as_json(), indent=1) if json_output else run.text())

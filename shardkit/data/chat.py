@@ -300,22 +300,17 @@ def no_template() -> DataError:
 class RowReader:
     """Turns a row into one or several `Text`s.
 
-    Args:
-        loss_on: the text to predict: "all", the turns of the "assistant", or the "completion", which is the last of
-            these turns in a conversation.
-        ends: texts of special tokens that can end a turn. White space after such a token is not predicted.
-
-    Attributes:
-        further: columns that rows had and that are not read.
-        members: member of turns that neither this module nor the template reads → whether it was true or false, or 0
-            or 1, in every turn so far.
+    `loss_on`: the text to predict: "all", the turns of the "assistant", or the "completion", which is the last of these
+    turns in a conversation. `ends`: texts of special tokens that can end a turn. White space after such a token is not
+    predicted.
     """
 
     def __init__(
         self, columns: Columns, loss_on: LossOn, template: Template | None, ends: tuple[str, ...] = ()
     ) -> None:
         self.columns, self.loss_on, self.template, self.ends = columns, loss_on, template, ends
-        self.further: set[str] = set(columns.further)
+        self.further: set[str] = set(columns.further)  # columns that rows had and that are not read
+        # member of turns that nobody reads, neither the template → whether it was true, false, 0 or 1 in all turns
         self.members: dict[str, bool] = {}
         self._ignored = {*columns.names.values(), *columns.ignore}
         self._reads: dict[str, bool] = {}

@@ -92,13 +92,8 @@ class Documents:
     """One split of one or several tokenised sources. Memory-mapped; a pickle holds names alone and maps anew.
 
     A sample is {"tokens": int64 [L], "is_target": bool [L]}: `is_target[j]` says that token j is to be predicted from
-    the tokens before it; token 0 never counts.
-
-    Attributes:
-        sources: names of the sources.
-        source_of: uint8 [n], the index of each document's source.
-        lengths: int32 [n], tokens of each document.
-        long: what became of documents that were too long.
+    the tokens before it; token 0 never counts. Of each document, `lengths` has its tokens (int32), and `source_of` the
+    index of its source in `sources` (uint8). `long` counts what became of documents that were too long.
     """
 
     def __init__(self, stores: Sequence[Store], choice: Choice = Choice()) -> None:

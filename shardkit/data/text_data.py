@@ -105,14 +105,9 @@ class Streamed:
     """The rows of a `Stream`, each tokenised when it is asked for: {"tokens": int64 [L - 1], "targets": int64 [L - 1]}.
 
     A row that cannot be used is a sample without targets, up to a share of the rows that this process has read. What
-    became of rows that are too long is said at the first, and in counts after 100, 1,000, 10,000 … rows.
-
-    Args:
-        max_tokens: longest document; longer ones are truncated, or with `drop` have no targets.
-
-    Raises (from `[]`):
-        DataError: more rows are bad than `max_bad_rows` allows; the first is named. Or all rows that were read are too
-            long to have a target.
+    became of rows that are too long is said at the first, and in counts after 100, 1,000, 10,000 … rows. A document of
+    more than `max_tokens` is truncated, or with `drop` has no targets. DataError from `[]` if more rows are bad than
+    `max_bad_rows` allows, or all rows that were read are too long to have a target.
     """
 
     JUDGED_AFTER = 1000
@@ -222,19 +217,14 @@ class Streamed:
 class TextData:
     """The data of a text task: documents of a tokenizer's tokens, or one stream of bytes or of a `.bin` file's tokens.
 
-    Data are opened on first use: a task can be made for its model alone.
-
-    Args:
-        key: the setting that holds the model's vocabulary size.
-        reserved: ids at the vocabulary's end that the data may not use.
-
-    Attributes:
-        context: positions that a token's attention goes over on average, later ones included: `train.seq_len`, or once
-            training documents are packed, their mean length as its tokens see it.
+    Data are opened on first use: a task can be made for its model alone. `key`: the setting that holds the model's
+    vocabulary size. `reserved`: ids at the vocabulary's end that the data may not use.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int, key: str, reserved: int = 0) -> None:
         self.config = config
+        # positions that a token's attention goes over on average, later ones included: `train.seq_len`, or once
+        # training documents are packed, their mean length as its tokens see it
         self.context: float = config.train.seq_len
         self._vocabulary = vocab_size, key, reserved
 

@@ -32,19 +32,6 @@ PASSED = "passed"
 
 
 @dataclass(frozen=True)
-class Sharpness:
-    """What makes errors visible that a GPU shows by chance."""
-
-    # asynchronous copies begin late, so that a program that does not wait for them reads old bytes
-    late_copies: bool = False
-    poison: bool = False  # memory new from the driver is NaN
-
-    def variables(self) -> dict[str, str]:
-        late = {"EMUCUDA_COPY_DELAY_US": str(LATE_US)} if self.late_copies else {}
-        return {**late, **({"EMUCUDA_POISON": "1"} if self.poison else {})}
-
-
-@dataclass(frozen=True)
 class ComputedRun:
     kind: str  # `PASSED`, `FAILED`, or `NOT_KNOWN` if it was ended
     reason: str
@@ -66,15 +53,22 @@ class ComputedRun:
         }  # fmt: skip
 
 
-def run_computed(command: Sequence[str], card: Gpu, gpus: int, limits: Limits, sharpness: Sharpness) -> ComputedRun:
+def run_computed(
+    command: Sequence[str],
+    card: Gpu,
+    gpus: int,
+    limits: Limits,
+    late_copies: bool,  # copies begin late, so that a program that does not wait for them reads old bytes
+    poison: bool,  # memory new from the driver is NaN
+) -> ComputedRun:
     """Run a command to its end on emulated cards that compute."""
     machine = Machine(card, gpus, built(torch_of(command, os.environ), computing=True))
     with scratch_folder(limits.keep) as folder:
         records = folder / "records"
         records.mkdir()
-        environ = {
-            **emulated_environ(machine, limits, folder), **sharpness.variables(), "SHARDKIT_COMPUTED": str(records),
-        }  # fmt: skip
+        environ = {**emulated_environ(machine, limits, folder), "SHARDKIT_COMPUTED": str(records)}
+        environ |= {"EMUCUDA_COPY_DELAY_US": str(LATE_US)} if late_copies else {}
+        environ |= {"EMUCUDA_POISON": "1"} if poison else {}
         process = start_in_sandbox(command, folder, environ, limits)
         try:
             reason = _wait(process, limits.time_limit_s)
