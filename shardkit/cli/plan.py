@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigError, printable
+from ..errors import ConfigError
 from .program import Count, Number, Overrides, Text, Words, load
 from .progress import Waiting, say
 
 if TYPE_CHECKING:
     from ..config.load import LoadedConfig
-    from ..config.schema import RunConfig, RunSection
+    from ..config.schema import RunConfig
     from ..plan.search.ladder import Try
     from ..plan.target import Target
 
@@ -156,7 +156,6 @@ def plan(
     job = ConfigJob(config, tuple(overrides or ()))
     run_config = job.config()
     target = cards.target(run_config)
-    _note_refused_start(run_config.run)
     if search.auto:
         from .auto import plan_automatically
 
@@ -193,22 +192,6 @@ def plan(
     elif misfit and advice:
         typer.echo("\n" + show_changes(changes))
     raise typer.Exit(MISFIT if misfit else FITS)
-
-
-def _note_refused_start(run: RunSection) -> None:
-    """Note on stderr why training would not start in this directory; a plan reads neither runs nor checkpoints."""
-    from ..launch.local import restart
-
-    path, cause = Path(run.dir), ""
-    try:
-        if run.source is not None and not Path(run.source).exists():
-            cause = f"run.resume={run.source} does not exist"
-        elif not restart.has_run(path):
-            restart.refuse_without_run(path, run.resume)
-    except (ConfigError, OSError) as error:
-        cause = error.cause if isinstance(error, ConfigError) else str(error)
-    if cause:
-        say(f"note: training would be refused here, which a plan does not depend on: {printable(cause)}")
 
 
 def _plan_files(
