@@ -98,7 +98,7 @@ def test_the_global_random_state_is_left_alone(workers: int) -> None:
 def test_an_error_in_a_dataset_reaches_the_caller_whoever_loads(
     workers: int, kind: type[Exception], shown: str
 ) -> None:
-    loader = StepLoader(Broken(kind), schedule(), n_steps=5, workers=workers)
+    loader = StepLoader(Broken(kind), schedule(), n_steps=20, workers=workers)
     with pytest.raises(kind, match=shown):
         drain(loader)
     loader.close()
