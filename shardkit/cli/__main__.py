@@ -241,11 +241,9 @@ def report(
 
     For a script's run directory, it shows the starts, and the failed rank with its log.
     """
-    from ..report.compare import compare_page
     from ..report.measure import status
-    from ..report.page import run_page, save
+    from ..report.page import compare_page, read_script, run_page, save, script_page
     from ..report.read import read_run
-    from ..report.script import read_script, script_page
 
     path = out or run / ("report.html" if second is None else "compare.html")
     if second is None and (script := read_script(run)) is not None:

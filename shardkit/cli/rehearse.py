@@ -148,8 +148,7 @@ def _compute(
 ) -> NoReturn:
     import json
 
-    from ..rehearse.computed import run_computed
-    from ..rehearse.rehearsal import Limits
+    from ..rehearse.rehearsal import Limits, run_computed
 
     names = [f"--{key}" for key in ("ranks", "live", "until", "expect", "assume") if getattr(options, key)]
     names += ["--steps"] if options.steps != RehearsalOptions.steps else []

@@ -146,9 +146,7 @@ class MaskedWindows:
 
     A sample is {"tokens": int64 [T], "targets": int64 [T]}: the targets are the original tokens where a prediction is
     wanted and `IGNORE_INDEX` elsewhere. The last, shorter window is padded with token 0, which is never a target.
-
-    Args:
-        n_tokens: random replacements are drawn from [0, n_tokens).
+    Random replacements are drawn from [0, n_tokens).
     """
 
     def __init__(self, windows: Any, seed: int, split: str, fraction: float, mask_token: int, n_tokens: int) -> None:
@@ -211,11 +209,7 @@ def best_fit_decreasing(lengths: npt.NDArray[Any], capacity: int) -> tuple[Ints,
     Items of one length and bins of one remaining room are handled together, so the time depends on the number of
     different lengths more than on the number of items. A function of `lengths` and `capacity` alone.
 
-    Returns:
-        items, bounds: bin b holds `items[bounds[b]:bounds[b + 1]]`; bins are ordered by their first item.
-
-    Raises:
-        ValueError: a length is below 1 or above `capacity`.
+    Returns items and bounds: bin b holds `items[bounds[b]:bounds[b + 1]]`; bins are ordered by their first item.
     """
     if len(lengths) == 0:
         return np.empty(0, np.int64), np.zeros(1, np.int64)
@@ -344,10 +338,9 @@ class PackedDocuments:
 def collate_packed(samples: Sequence[dict[str, Any]], seq_len: int | None) -> dict[str, Any]:
     """A micro-batch of samples: one row of `seq_len` each, padded at its end; or all in one row (`seq_len=None`).
 
-    Returns:
-        "tokens", "targets" and "positions", int64 [rows, T]; "bounds", int32 [n + 1]: document d takes the places
-        [bounds[d], bounds[d + 1]) of the flattened rows; "lengths", the same as a tuple of n integers. Padding, token
-        0 with target `IGNORE_INDEX`, is a document of its own.
+    It has "tokens", "targets" and "positions", int64 [rows, T]; "bounds", int32 [n + 1]: document d takes the places
+    [bounds[d], bounds[d + 1]) of the flattened rows; "lengths", the same as a tuple of n integers. Padding, token 0
+    with target `IGNORE_INDEX`, is a document of its own.
     """
     lengths: list[int] = []
     tokens, targets = [], []

@@ -1,4 +1,4 @@
-"""One run as a page: a summary, then the memory of each rank, then config and versions."""
+"""A run as a page: a summary, the memory of each rank, then config and versions; pages of two runs, and of scripts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sized
-from dataclasses import replace
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from ..errors import ShardkitError, system_errors
 from ..files import write_whole
+from ..launch.failures import exit_codes, failure, job_starts
 from ..memory.rows import KINDS, LABELS, growing, pressure, quantized_bytes, summary
 from . import figures, measure, planned, traced
 from .html import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
@@ -326,6 +327,179 @@ def _config(run: Run) -> list[Markup]:
         table(["", "version"], [[words(name), words(value)] for name, value in rows]),
         folded("config.yaml", run.config_text),
     ]
+
+
+# Two runs on one page: their differences in settings and in results.
+
+NAMES = ("A", "B")
+UNIMPORTANT = ("run.dir", "run.overwrite", "run.resume", "logging.prometheus_port")
+"""Settings that differ between any two runs and do not affect results."""
+
+
+def compare_page(a: Run, b: Run) -> str:
+    """The HTML file that shows two runs side by side; ratios are B over A."""
+    runs = dict(zip(NAMES, (a, b), strict=True))
+    lead = Markup("").join(
+        Markup('<p>{}: {} <span class="faint">({})</span></p>').format(name, run.path, measure.status(run)[1])
+        for name, run in runs.items()
+    )
+    page = Page(f"{a.name} and {b.name}", lead)
+    notes = [paragraph(f"{name}: {note}", "faint") for name, run in runs.items() for note in run.notes]
+    page.section("summary", "Key figures", _key_figures(a, b), *notes)
+    page.section("settings", "What differs", _settings(a, b))
+    page.section("training", "Loss and throughput", page.figure("training", figures.training(runs)))
+    page.section("memory", "Memory over time", page.figure("memory", figures.worst_memory(runs)))
+    page.section("categories", "Where the memory is, on the worst rank", *_worst(page, runs))
+    return page.render()
+
+
+def _key_figures(a: Run, b: Run) -> Markup:
+    before, after = ({figure.label: figure for figure in measure.key_figures(run)} for run in (a, b))
+    lines = []
+    for label in dict.fromkeys([*before, *after]):
+        pair = [side.get(label) for side in (before, after)]
+        if any(figure is not None and figure.value is not None for figure in pair):
+            cells = [Cell("–") if figure is None else quantity(figure.value, figure.unit) for figure in pair]
+            x, y = (None if figure is None else figure.value for figure in pair)
+            lines.append([words(label), *cells, Cell("–") if not x or y is None else Cell(f"{y / x:.3f}", y / x)])
+    return table(["", ">A", ">B", ">B / A"], lines)
+
+
+def _settings(a: Run, b: Run) -> Markup:
+    sides = []
+    for run in (a, b):
+        settings = {key: value for key, value in measure.flat(run.config).items() if key not in UNIMPORTANT}
+        world = {name: fact for name, fact in facts(run) if name == "world"}
+        versions = {**mapping(run.environment.get("packages")), "git commit": run.environment.get("git_commit")}
+        sides.append([settings, world, {name: version for name, version in versions.items() if version}])
+    lines = [
+        [words(name), words(before.get(name, "–")), words(after.get(name, "–"))]
+        for before, after in zip(*sides, strict=True)
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
+    ]
+    return table(["", "A", "B"], lines) if lines else paragraph("Nothing: same settings, world and versions.")
+
+
+def _worst(page: Page, runs: dict[str, Run]) -> list[Markup]:
+    rows = {name: max(run.last_rows, key=pressure) for name, run in runs.items() if run.last_rows}
+    names = {name: f"{name}: rank {row.name}" for name, row in rows.items()}
+    bars = {names[name]: measure.parts(row) for name, row in rows.items() if row.state is not None}
+    peaks = {names[name]: measure.phase_peaks(runs[name].gathers, row.identity.rank) for name, row in rows.items()}
+    kinds = {"peak allocated" if row.device_mem else "peak RSS" for row in rows.values()}
+    return [
+        heading("State"),
+        page.figure(
+            "state", figures.categories({name: measure.state_alone(locations) for name, locations in bars.items()})
+        ),
+        heading("State and the rest of the peak"),
+        page.figure("categories", figures.categories(bars)),
+        heading("Peak by phase"),
+        page.figure("phases", figures.phases(peaks, " and ".join(sorted(kinds)))),
+    ]
+
+
+# The run directory of a script, which holds the logs of its starts and nothing else.
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "memory.jsonl")
+"""A directory with one of these is the run of a config."""
+_TIME = re.compile(r"(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)(\d\d)-node(\d+)-\d+")
+
+
+@dataclass(frozen=True)
+class ScriptStart:
+    """One launcher's start of the script, on one node."""
+
+    folder: Path
+    began: str  # local time; empty if the folder's name does not tell it
+    node: str
+    attempts: int  # how often the launcher started the ranks
+    failures: Sequence[failure.Failure]  # of the last attempt, likely origin first
+
+    def log_of(self, failed: failure.Failure) -> Path | None:
+        """The failed rank's stderr, if it is here."""
+        attempt = failure.attempts(self.folder)[-1]
+        for log in sorted(attempt.glob("*/stderr.log")):
+            if log.parent.name == str(failed.local_rank if failed.local_rank is not None else failed.rank):
+                return log
+        return None
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """The run directory of a script: its launchers' starts in order of time, and why earlier jobs ended."""
+
+    path: Path
+    starts: Sequence[ScriptStart]
+    ended: Sequence[str]
+
+    @property
+    def status(self) -> tuple[bool, str]:
+        """(whether no rank of the last start failed, how the last start ended)."""
+        newest = self.starts[-1]
+        if not newest.failures:
+            return True, "no rank of the last start reported an error"
+        origin = newest.failures[0]
+        return False, f"rank {origin.rank} failed: {_reason(origin)}"
+
+
+def read_script(path: Path) -> ScriptRun | None:
+    """The directory's starts; None if it is the run of a config, or no launcher has written there."""
+    if any((path / name).exists() for name in RUN_FILES):
+        return None
+    folders = [*path.glob("logs/*"), *path.glob("logs/*/*")]
+    starts = [_start(folder) for folder in folders if folder.is_dir() and failure.attempts(folder)]
+    if not starts:
+        return None
+    ended = [start.ended for start in job_starts.history(path, {})[0]]
+    ended += [reason for _, reason in job_starts.restarts(path)]
+    return ScriptRun(path, sorted(starts, key=lambda start: (start.began, start.node)), ended)
+
+
+def _start(folder: Path) -> ScriptStart:
+    parts = _TIME.fullmatch(folder.name)
+    began = "{}-{}-{} {}:{}:{}".format(*parts.groups()[:6]) if parts else ""
+    failures = [failed for failed in failure.of_launcher(folder) if failed.exit_code != exit_codes.PREEMPTED]
+    return ScriptStart(folder, began, parts[7] if parts else "", len(failure.attempts(folder)), failures)
+
+
+def _reason(failed: failure.Failure) -> str:
+    first_line = failed.message.partition("\n")[0]
+    return first_line or exit_codes.describe(failed.exit_code)
+
+
+def script_page(run: ScriptRun) -> str:
+    well, how = run.status
+    badge = Markup('<p><span class="badge{}" id="status">{}</span></p>').format("" if well else " bad", how)
+    page = Page(run.path.resolve().name, badge)
+    rows = [
+        [words(start.began or start.folder.name), words(start.node), Cell(str(start.attempts), start.attempts),
+         words(f"rank {start.failures[0].rank}: {_reason(start.failures[0])}" if start.failures
+               else "no rank reported an error"), words(start.folder)]
+        for start in run.starts
+    ]  # fmt: skip
+    parts = [table(["began", "node", ">starts of the ranks", "how it ended", "logs"], rows)]
+    if run.ended:
+        reasons = [[Cell(f"{number}"), words(reason)] for number, reason in enumerate(run.ended, 1)]
+        parts += [heading("Why earlier starts ended"), table(["", "reason"], reasons)]
+    parts.append(paragraph("A script has no metrics here: shardkit knows its starts and its ranks' logs.", "faint"))
+    page.section("starts", "Starts", *parts)
+    if run.starts[-1].failures:
+        page.section("failure", "The last start's failure", *_failures(run.starts[-1]))
+    return page.render()
+
+
+def _failures(start: ScriptStart) -> list[Markup]:
+    rows = []
+    for failed in start.failures:
+        log = start.log_of(failed)
+        code = exit_codes.describe(failed.exit_code)
+        rows.append([Cell(str(failed.rank), failed.rank), words(code), words(_reason(failed)), words(log or "–")])
+    origin = start.failures[0]
+    log = start.log_of(origin)
+    text = origin.trace or ("" if log is None else failure.last_lines(failure.tail(log)))
+    shown = [folded(f"Last lines of rank {origin.rank}", text)] if text else []
+    return [table(["rank", "ended with", "reason", "log"], rows), *shown]
 
 
 def save(text: str, path: Path) -> None:

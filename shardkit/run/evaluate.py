@@ -127,10 +127,7 @@ def write_samples(
 
     Temperature 0 takes the likeliest token. Above it, tokens are drawn by (train.seed, step, prompt), whatever the
     number of ranks. `is_over`: called before every token, with the same answer on every rank; True leaves the answers
-    as they are.
-
-    Returns:
-        On rank 0, in the order of the prompts, {"step", "prompt", "text", "tokens"}; the tokens are new ones.
+    as they are. Returns on rank 0, in the order of the prompts, {"step", "prompt", "text", "tokens"}, new ones.
     """
     world = job.world
     rows, _ = prompts.batch(job.config.train, world.size)

@@ -158,18 +158,12 @@ class Strategy:
 
     def scalars(self) -> dict[str, float]:
         """State that is one number: `optim.<fqn>.step`, and `engine.*` (a loss scaler); the same on every rank.
-
-        Raises:
-            CheckpointError: a state is neither one number nor elementwise, so it has no place in a checkpoint.
-        """
+        CheckpointError if a state is neither one number nor elementwise, so that it has no place in a checkpoint."""
         raise NotImplementedError
 
     def after_load(self, scalars: Mapping[str, float]) -> None:
-        """Restore saved `scalars` and update everything derived from the loaded ranges; collective.
-
-        Raises:
-            CheckpointError: a number is missing, or the engine cannot hold the saved values.
-        """
+        """Restore saved `scalars` and update everything derived from the loaded ranges; collective. CheckpointError if
+        a number is missing, or the engine cannot hold the saved values."""
         raise NotImplementedError
 
     def teardown(self) -> None:

@@ -51,13 +51,7 @@ class NextTokens:
 
 class CausalLM(NextTokens):
     """The built-in task `causal_lm`: windows of `train.seq_len` tokens or packed documents, cross-entropy of each next
-    token.
-
-    Data is opened on first use: a task can be made for its model alone.
-
-    Raises (from `dataset` and `describe`):
-        ConfigError: the data holds a token that `model.vocab_size` does not cover.
-        DataError: see `open_corpus` and `Windows`.
+    token. Data is opened on first use: a task can be made for its model alone.
     """
 
     block_classes: tuple[type[nn.Module], ...] = (Block,)

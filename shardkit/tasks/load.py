@@ -24,8 +24,7 @@ from ..data.tokenizer import load_tokenizer, tokenizer_path
 from ..errors import ConfigError, ShardkitError
 from .base import Task
 from .causal_lm import CausalLM
-from .hf_causal_lm import HFCausalLM
-from .hf_masked_lm import HFMaskedLM
+from .hf_text import HFCausalLM, HFMaskedLM
 from .images import ImageClassification, SuperResolution
 
 BUILT_IN: dict[TaskName, Callable[[RunConfig], Task]] = {

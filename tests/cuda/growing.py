@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit.memory.growth import AFTER, GATHERS
-from shardkit.memory.ledger import MemoryLedger
+from shardkit.memory.ledger import AFTER, GATHERS, MemoryLedger
 from tests.rehearse import injected
 
 MIB = 2**20

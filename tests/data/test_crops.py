@@ -19,7 +19,7 @@ from shardkit.data.pictures import (
 )
 from shardkit.data.windows import MaskedWindows, flatten_targets
 from shardkit.errors import ConfigError, DataError
-from shardkit.tasks.hf_masked_lm import HFMaskedLM
+from shardkit.tasks.hf_text import HFMaskedLM
 from shardkit.tasks.images import ImageClassification, SuperResolution, psnr
 
 

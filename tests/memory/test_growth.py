@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.memory.growth import GATHERS, Growth
+from shardkit.memory.ledger import GATHERS, Growth
 from shardkit.memory.probe import page_locked
 from shardkit.memory.rows import DeviceMemory, PhaseMemory, RankRow
 from shardkit.memory.table import render_table

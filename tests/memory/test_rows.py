@@ -8,8 +8,7 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit.memory.growth import MOST_CHARACTERS
-from shardkit.memory.ledger import ROW_BYTES
+from shardkit.memory.ledger import MOST_CHARACTERS, ROW_BYTES
 from shardkit.memory.rows import KINDS, PHASES, DeviceMemory, HostMemory, Identity, PhaseMemory, RankRow, StateBytes
 from tests.memory.samples import gpu_row
 

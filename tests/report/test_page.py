@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from shardkit.errors import ConfigError
-from shardkit.report.compare import compare_page
 from shardkit.report.html import Figure, Page
-from shardkit.report.page import facts, run_page, show_post_mortem
+from shardkit.report.page import compare_page, facts, run_page, show_post_mortem
 from shardkit.report.read import read_run
 from tests.cli.test_main import shardkit
 from tests.memory.samples import MIB

@@ -12,8 +12,8 @@ from shardkit.cli.__main__ import main
 from shardkit.errors import DataError
 from shardkit.launch.failures import job_starts
 from shardkit.report import measure, read
+from shardkit.report.page import read_script
 from shardkit.report.read import read_run
-from shardkit.report.script import read_script
 from tests.commands import python_m
 from tests.memory.samples import MIB
 from tests.report.samples import add, trace, write_run

@@ -20,7 +20,7 @@ from shardkit.config.load import load_config
 from shardkit.errors import ConfigError, DataError, ShardkitError
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
-from shardkit.tasks.hf_causal_lm import HFCausalLM
+from shardkit.tasks.hf_text import HFCausalLM
 from shardkit.tasks.load import read_prompts
 from tests.checkpoint.formats import hub
 from tests.commands import python_m

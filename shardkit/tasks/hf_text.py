@@ -1,9 +1,9 @@
-"""Masked-token prediction with BERT or another masked language model of transformers."""
+"""Next tokens and masked tokens, predicted with any such language model of transformers."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,11 +11,76 @@ from torch import nn
 from ..config.schema import RunConfig
 from ..data.text_data import TextData
 from ..data.tokenizer import embedding_rows, load_tokenizer, tokenizer_path
-from ..data.windows import MaskedWindows, flatten_targets
+from ..data.windows import MaskedWindows, documents_of, flatten_targets
 from ..errors import ConfigError
 from ..models.cross_entropy import attach_loss, check_loss_fits
+from ..models.hf import HFModel, hf_flops_per_token, import_transformers
 from ..models.lora import AdaptedModel, hf_model
-from .hf_causal_lm import refuse_long_sequences
+from ..models.packed_attention import check_heads, may_split, refuse_what_crosses_documents, register
+from .causal_lm import NextTokens
+
+NO_CHUNKS = "set model.loss_chunk_size=0: whole logits, through the model's own forward"
+
+
+class HFCausalLM(NextTokens):
+    """The built-in task `hf_causal_lm`: windows of `train.seq_len` tokens or packed documents, cross-entropy of each
+    next token.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.splits = config.parallel.cp > 1
+        packs = config.data.packing != "none" or self.splits
+        if packs:
+            import_transformers("hf_causal_lm")
+        attention = register() if packs else None
+        self.hf = hf_model(config, "hf_causal_lm", attention, embedding_rows(config))
+        self.adapter, self.resized = self.hf if isinstance(self.hf, AdaptedModel) else None, self.hf.resized
+        if packs:
+            refuse_what_crosses_documents(self.hf.reference)
+        if self.splits:
+            heads = self.hf.config.get_text_config().num_attention_heads
+            check_heads(heads, config.parallel.cp, "num_attention_heads")
+        refuse_long_sequences(config, self.hf)
+        if getattr(self.hf.config, "output_router_logits", False):
+            raise ConfigError(
+                "model.hf.output_router_logits=true asks for a load-balancing loss, which this task does not add",
+                "remove it, or write a task of your own",
+            )
+        super().__init__(TextData(config, self.hf.config.vocab_size, "model.hf.vocab_size"))
+        if config.model.loss_chunk_size:
+            check_loss_fits(self.hf.reference, NO_CHUNKS)
+        self.block_classes = self.hf.block_classes
+
+    def build_model(self) -> nn.Module:
+        model = attach_loss(self.hf.build(), self.config.model.loss_chunk_size)
+        return may_split(model) if self.splits else model
+
+    def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+        self.hf.init_parameter(fqn, full, generator)
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        total: torch.Tensor = model(batch["tokens"], batch["targets"], **documents_of(batch))
+        return total
+
+    def next_logits(self, model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab] at `positions` [n] of the flattened `tokens` [batch, seq]."""
+        logits: torch.Tensor = model(tokens, None, positions)
+        return logits
+
+    def flops_per_token(self) -> float | None:
+        trained = None if self.adapter is None else self.adapter.trained
+        return hf_flops_per_token(self.hf.reference, self.data.context, trained)
+
+
+def refuse_long_sequences(config: RunConfig, hf: HFModel) -> None:
+    """Refuse `train.seq_len` beyond the positions that the model's config names."""
+    longest = getattr(hf.config, "max_position_embeddings", None)
+    if longest and config.train.seq_len > longest:
+        raise ConfigError(
+            f"train.seq_len={config.train.seq_len} is longer than the model's {longest} positions",
+            f"set train.seq_len={longest}, or more positions in model.hf: max_position_embeddings (gpt2: n_positions)",
+        )
 
 
 class HFMaskedLM:
