@@ -239,14 +239,18 @@ def report(
 ) -> None:
     """Write one HTML file that shows a run, or compares two: loss, every rank's memory, the plan.
 
-    For a script's run directory, it shows the starts, and the failed rank with its log.
+    For a script's run directory, it shows the starts, and the failed rank with its log; for a proof's, its verdict.
     """
     from ..report.measure import status
     from ..report.page import compare_page, read_script, run_page, save, script_page
+    from ..report.proof import proof_page, read_verdict
     from ..report.read import read_run
 
     path = out or run / ("report.html" if second is None else "compare.html")
-    if second is None and (script := read_script(run)) is not None:
+    if second is None and (proof := read_verdict(run)) is not None:
+        save(proof_page(proof, run.resolve().name), path)
+        verdict = proof["headline"]
+    elif second is None and (script := read_script(run)) is not None:
         save(script_page(script), path)
         verdict = script.status[1]
     else:

@@ -27,7 +27,7 @@ class ProofOptions:
     json_file: Annotated[MaybePath, typer.Option("--json", metavar="FILE", help="Write the verdict there as JSON.")] = (
         None
     )
-    keep: Annotated[MaybePath, typer.Option(metavar="DIR", help="Keep records and logs in this new folder.")] = None
+    keep: Annotated[MaybePath, typer.Option(metavar="DIR", help="Keep records and logs, for a report.")] = None
 
 
 def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
@@ -49,6 +49,7 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
     from ..prove.runs import Runner, check
     from ..prove.verdict import SAME, ProofVerdict
     from ..rehearse.rehearsal import Limits, scratch_folder
+    from ..report.proof import VERDICT
 
     check(command, options.against)
     limits = Limits(
@@ -64,6 +65,8 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
         with scratch_folder(options.keep) as folder:
             runner = Runner(folder, limits)
             verdict = run(command, options.against, options.steps, runner, options.until or "")
+            if options.keep is not None:
+                (folder / VERDICT).write_text(json.dumps(verdict.as_json()))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except LaunchError as error:
@@ -71,6 +74,8 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
         raise
     write(verdict)
     typer.echo(verdict.text())
+    if options.keep is not None:
+        typer.echo(f"see it: shardkit report {options.keep}")
     raise typer.Exit(4 if options.expect and verdict.kind != SAME else verdict.exit_code)
 
 

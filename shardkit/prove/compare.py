@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from .inject import shardkit_pieces as pieces
+from .verdict import ALLOWED
 
-ALLOWED = 16.0
-"""How many times the distance of one ulp is still rounding."""
 Ranks = Mapping[int, dict[str, Any]]
 
 

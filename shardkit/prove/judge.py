@@ -37,14 +37,15 @@ class Judge:
         self.worst = 0.0
         self.uncounted: tuple[int, ...] = ()  # one process's backwards that leave nothing
         self.notes: list[str] = []
+        self.judged = 0  # the step whose gradients were compared last
+        self.distances: dict[str, dict[str, object]] = {}  # of these gradients
 
     def verdict(self) -> ProofVerdict:
         verdict = self.copies_at_start()
         for number in self.numbers:
             verdict = verdict or self.step(number)
-        if verdict is not None:
-            return replace(verdict, notes=(*self.notes, *verdict.notes))
-        return replace(self.same(), notes=tuple(self.notes))
+        verdict = verdict or self.same()
+        return replace(verdict, notes=(*self.notes, *verdict.notes), step=self.judged, gradients=self.distances or None)
 
     def _not_same(self, lines: Sequence[str], word: str, **details: Any) -> ProofVerdict:
         headline = f"NOT THE SAME as one process ({self.proof.world_size} ranks)"
@@ -86,6 +87,8 @@ class Judge:
             parallel, reference, moved, lambda tensors: explain(tensors, counts),
             substitute=None if plain is None else plain.get,
         )  # fmt: skip
+        self.judged = number
+        self.distances = {d.name: {"times": d.times, "cause": d.cause} for d in differences.values()}
         blind = self._blind(number, reference)
         if blind is not None:
             return blind

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 SAME, NOT_SAME, ROWS, FAILED, REFUSED, CANNOT_TELL = "same", "not the same", "rows", "failed", "refused", "cannot tell"
 EXIT_CODES = {SAME: 0, NOT_SAME: 4, ROWS: 9, FAILED: 8, REFUSED: 2, CANNOT_TELL: 7}
+ALLOWED = 16.0
+"""How many times the distance of one ulp is still rounding."""
 WORDS = (
     "factor", "sign", "shard", "not summed", "copies differ", "clip norm", "other tensors", "missing gradient",
     "micro-batches", "rows", "saved", "leak", "losses", "other",
@@ -24,6 +26,8 @@ class ProofVerdict:
     parameter: str | None = None  # nearest to the cause
     factor: float | None = None
     weights: dict[str, dict[str, float]] | None = field(default=None)
+    step: int = 0  # whose gradients these are: the first that differs, else the last
+    gradients: dict[str, dict[str, object]] | None = None  # name → its distance in `times` of rounding, and the cause
 
     @property
     def exit_code(self) -> int:
@@ -37,5 +41,6 @@ class ProofVerdict:
         return {
             "verdict": self.kind, "exit_code": self.exit_code, "word": self.word, "parameter": self.parameter,
             "factor": self.factor, "weights": self.weights, "reasons": [*self.reasons], "headline": self.headline,
-            "lines": [*self.lines], "notes": [*self.notes],
+            "lines": [*self.lines], "notes": [*self.notes], "step": self.step, "gradients": self.gradients,
+            "allowed": ALLOWED,
         }  # fmt: skip
