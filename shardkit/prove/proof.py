@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import LaunchError, listed, one_line
+from ..errors import LaunchError, gib, listed, one_line
 from . import rows, saved
 from .inject import shardkit_pieces as pieces
 from .judge import Judge
@@ -50,6 +51,12 @@ def _ended_early(run: RecordedRun, n_steps: int, runner: Runner) -> ProofVerdict
     """The verdict on a program that did not do its steps; its own error comes before any comparison."""
     if len(run.steps) == n_steps:
         return None
+    if (file := run.folder / "disk").exists():
+        disk = json.loads(file.read_text())
+        cause = f"the records need {gib(disk['needed'])} of disk, and {runner.folder} has {gib(disk['free'])} free"
+        raise LaunchError(
+            cause, "set TMPDIR or --keep to a larger disk, or take a smaller model, fewer ranks or --steps 1"
+        )
     if run.code and run.is_of_recorder:
         headline = f"CANNOT TELL: the recorder failed after {len(run.steps)} steps: {run.error()}"
         return ProofVerdict(

@@ -17,7 +17,7 @@ from shardkit.prove.verdict import WORDS
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
 PROGRAM = """
-import sys
+import shutil, sys
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -31,6 +31,8 @@ loader = iter(DataLoader(rows, 4, sampler=sampler))
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(16, 4))
 net = model if bug in ("reduce", "seed") else torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (world if bug == "rate" else 1))
+if bug == "disk":
+    shutil.disk_usage = lambda path: type("Usage", (), {"free": 1000})
 if bug == "fails":
     raise ValueError("no such corpus")
 for step in range(8):
@@ -78,6 +80,7 @@ def run_prove(folder: Path, command: list[str], *options: str) -> tuple[int, dic
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("reduce", 4, "not summed"), ("fails", 8, None), ("rows", 9, "rows"), ("scale", 4, "factor"),
         ("seed", 4, "copies differ"), ("zero", 4, "saved"), ("rate", 0, None),
+        ("disk", 2, None),
     ]),
 ])  # fmt: skip
 def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: str | None) -> None:
@@ -96,6 +99,8 @@ def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: st
         assert verdict["parameter"] == "3.bias"
     if bug == "rate":
         assert "the learning rate is 0.02 on the ranks, and 0.01 in one process: it stepped with the ranks'" in output
+    if bug == "disk":
+        assert "the records need 18.2 KiB of disk, and" in output and "has 1.0 KiB free" in output
     if bug == "fails":
         assert "ValueError: no such corpus" in output
 

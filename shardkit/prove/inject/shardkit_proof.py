@@ -14,6 +14,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import time
 import weakref
@@ -277,6 +278,8 @@ class ProofRecorder:
             self._load(bool(self.step.get("moved")))
             if self.engine() is not None:
                 self._hook_gradients()
+        elif self.index == 0:
+            self._check_disk()
         writer = self.writer
         self.open("start")
         with self.gathered(False):
@@ -293,6 +296,25 @@ class ProofRecorder:
             self.open(self.step["name"])
         else:
             self.writer = writer
+
+    def _check_disk(self) -> None:
+        """End the program before it has written anything if the pieces of all runs do not fit the disk."""
+        start = step = process = 0
+        with self.gathered(False):
+            for parameter in self.named().values():
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                n_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+                part = local.numel() * local.element_size() if hasattr(parameter, "to_local") else n_bytes
+                start += part
+                step += part if parameter.requires_grad else 0
+                process += n_bytes if parameter.requires_grad else 0
+        # A step's gradients before and after clipping, and weights; one process also writes gradients of moved weights.
+        needed = _ranks()[1] * (start + 3 * len(self.steps) * step) + 4 * len(self.steps) * process
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            with open(os.path.join(self.folder, "disk"), "w") as file:
+                json.dump({"needed": needed, "free": free}, file)
+            os._exit(1)
 
     def _hook_gradients(self) -> None:
         """See the gradients that DeepSpeed takes out of `.grad` while the backward runs."""
