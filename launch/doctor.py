@@ -370,10 +370,6 @@ def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
         for size, speed in constants[key]:
             amount = f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
             checks.append(Check(f"{key} {amount}", "pass", f"{speed / 1e9:.3g} GB/s bus bandwidth"))
-    if len(constants["latency_s"]) > 1:
-        far = max(range(1, len(hosts)), key=lambda rank: float(constants["latency_s"][rank]))
-        worst = float(constants["latency_s"][far])
-        checks.append(Check("latency", "pass", f"rank 0 to rank {far}@{hosts[far]}: {worst * 1e6:.0f} µs, the longest"))
     products = ", ".join(f"{kind} {flops / 1e12:.3g}" for kind, flops in constants["matmul_flops_by_dtype"].items())
     checks.append(Check("matmul by type", "pass", f"{products} TFLOP/s"))
     memories = ("memory", "memory_bytes_per_s"), ("host memory", "host_bytes_per_s")

@@ -26,7 +26,6 @@ from .schema import RunConfig, section_fields
 from .yaml import Document, check_plain, read_text, read_yaml
 
 COMMAND_LINE = "command line"
-__all__ = ["LoadedConfig", "load_config", "resolve_batch"]
 
 Overrides = Sequence[str] | Mapping[str, Any]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -215,8 +215,6 @@ class BatchSchedule:
         product = f"{self.micro_batch} × {self.accum} × {self.world} (micro × accum × world)"
         if self.global_batch != self.micro_batch * self.accum * self.world:
             raise ValueError(f"global_batch={self.global_batch} is not {product}")
-        if not 0 <= self.rank < self.world:
-            raise ValueError(f"rank={self.rank} of world={self.world}")
         if self.drop_last and self.n_samples < self.global_batch:
             raise ValueError(f"drop_last leaves no step: {self.n_samples} samples, global batch {self.global_batch}")
         self._order: Order = self.order or EpochOrder(self.n_samples, self.seed, self.shuffle)
@@ -253,10 +251,8 @@ Batch = Any
 Collate = Callable[[list[Any]], Batch]
 
 
-class MapDataset(Protocol):
+class MapDataset(Sized, Protocol):
     """`len()` and integer indexing."""
-
-    def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
 

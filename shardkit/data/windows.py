@@ -276,12 +276,9 @@ class PackedDocuments:
 
     A sample is {"tokens": int64 [n], "targets": int64 [n], "lengths": inputs of each document in it}, n at most
     `seq_len`; `collate_packed` makes a micro-batch. `packed`: as many documents as fit; `padding_free`: one document.
-    Documents of one token have nothing to predict and are left out.
-
-    Attributes:
-        n_documents, n_cut, n_pieces: documents with a target, those that were cut, and all pieces.
-        fill: share of the positions that hold a document's tokens.
-        context: inputs of a token's document (or piece), on average over the tokens.
+    Documents of one token have nothing to predict and are left out. `n_documents`, `n_cut` and `n_pieces` count those
+    with a target, those that were cut, and all pieces. `fill`: share of the positions that hold a document's tokens.
+    `context`: inputs of a token's document (or piece), on average over the tokens.
     """
 
     def __init__(self, documents: DocumentSource, seq_len: int, packing: Packing, name: str) -> None:

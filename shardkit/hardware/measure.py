@@ -50,7 +50,6 @@ def measure(config: RunConfig) -> tuple[calibration.Constants, list[str]] | None
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else calibration.cpu_name(),
             "threads": torch.get_num_threads(),
             "clock_skew_s": max(clocks) - min(clocks),
-            "latency_s": _latency(world),
             "collective_s": _collective(world, "all_reduce", 4) if world.size > 1 else None,
             "late_s": _late(world) if world.size > 1 and device.type == "cpu" else None,
             **{name: [[size, _bus_speed(world, name, size)] for size in sizes] for name in _COLLECTIVES},
@@ -167,26 +166,6 @@ def _late(world: World) -> float:
 # The names since torch 2.13, which warns about the older ones.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _latency(world: World) -> list[float]:
-    """Half a round trip of one number between rank 0 and each rank, in seconds; 0 for rank 0 itself."""
-    ball = torch.zeros(1, device=world.device)
-    seconds = [0.0]
-    for peer in range(1, world.size):
-        if world.rank == 0:
-
-            def round_trip(peer: int = peer) -> None:
-                dist.send(ball, peer)
-                dist.recv(ball, peer)
-
-            seconds.append(statistics.median([timed(world.device, round_trip) for _ in range(_ROUNDS + 1)][1:]) / 2)
-        elif world.rank == peer:
-            for _ in range(_ROUNDS + 1):
-                dist.recv(ball, 0)
-                dist.send(ball, 0)
-        dist.barrier(world.control_group)
-    return seconds
 
 
 # One device on its own

@@ -130,7 +130,6 @@ def test_resuming_with_another_layout_leaves_nothing_out(n: int, at: int) -> Non
     ("arguments", "message"),
     [
         ({"global_batch": 7}, "global_batch=7"),
-        ({"rank": 2}, "rank=2"),
         ({"n_samples": 3, "drop_last": True}, "drop_last leaves no step"),
     ],
 )

@@ -51,7 +51,6 @@ def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> No
     assert measured["operator_s"] < measured["collective_s"] < 1, "a collective is more than an operator"
     assert measured["context_bytes"] is None and measured["communicator_bytes"] is None, "the CPU has none"
     assert 0 <= measured["late_s"] < 1
-    assert measured["latency_s"][0] == 0 and measured["latency_s"][1] > 0
     assert {"torch", "torch GPUs", "DeepSpeed ops"} <= {check["name"] for check in found["checks"]}
     (kept,) = json.loads((tmp_path / "cache/shardkit/calibration.json").read_text()).values()
     assert kept == measured
@@ -62,13 +61,12 @@ def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> No
 def test_slow_ranks_and_wrong_clocks_are_named() -> None:
     constants = {
         "matmul_flops": [1e13, 1e13, 0.5e13, 1e13], "copy_bytes_per_s": [1e10] * 4, "all_reduce": [], "all_gather": [],
-        "reduce_scatter": [], "latency_s": [0, 1e-5, 1e-5, 9e-5], "clock_skew_s": 7.5,
+        "reduce_scatter": [], "clock_skew_s": 7.5,
         "matmul_flops_by_dtype": {"bf16": 1e13}, "memory_bytes_per_s": 2e12, "host_bytes_per_s": 1e11,
     }  # fmt: skip
     found = {check.name: check for check in doctor.findings(constants, ["a", "a", "b", "b"])}
     assert found["matmul per rank"].status == "warn" and "slow: rank 2@b" in found["matmul per rank"].found
     assert found["copies per rank"].status == "pass"
-    assert "rank 3@b" in found["latency"].found
     assert found["clocks"].status == "warn" and "chrony" in found["clocks"].fix
 
 
