@@ -70,6 +70,9 @@ def documents(folder: Path, pairs: bool) -> dict[str, Any]:
     return {"data.path": str(folder / "texts.jsonl"), "data.tokenizer": str(tokenizer), "data.cache_dir": str(folder)}
 
 
+State = dict[str, torch.Tensor]
+
+
 @dataclass
 class Ran:
     steps: list[tuple[float, float]]  # (loss, norm)
@@ -111,13 +114,17 @@ def run(settings: dict[str, Any]) -> Ran:
     return ran
 
 
-def whole_weights(strategy: Any, prefix: str = "model.") -> dict[str, torch.Tensor]:
+def whole_weights(strategy: Any) -> State:
+    return {name: tensor for name, tensor in whole_state(strategy).items() if name.startswith("model.")}
+
+
+def whole_state(strategy: Any) -> State:
     pieces: list[Any] = [None] * dist.get_world_size()
     mine = [
         (s.name, s.shape, s.start, s.local.detach().clone()) for s in strategy.shards() if s.name.startswith("model.")
     ]
     dist.all_gather_object(pieces, mine)
-    out: dict[str, torch.Tensor] = {}
+    out: State = {}
     for name, shape, start_at, local in (piece for rank in pieces for piece in rank):
         flat = out.setdefault(name, torch.full(shape, float("nan")).view(-1))
         flat[start_at : start_at + local.numel()] = local.float()
@@ -138,19 +145,27 @@ def assert_same(found: Ran, want: Ran, name: object) -> None:
         assert largest <= WEIGHTS * float(weight.abs().max()), f"{name}: {key} differs by {largest}"
 
 
-def resumed(cases: list[dict[str, Any]], folder: str) -> list[Any]:
-    """Train each case to its last step in one run directory, each from the checkpoint of the one before."""
-    return [steps_of({**case, "run.dir": f"{folder}/run"}) for case in cases]
-
-
-def steps_of(case: dict[str, Any]) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """(loss, norm) of each step, and the weights and moments with which the run began."""
-    with start(None, {**case, "run.device": "cpu"}) as job:
+def leg(settings: dict[str, Any], folder: str) -> tuple[list[tuple[float, float]], State, State]:
+    """Train on from the folder's last checkpoint: (loss, norm) of each step, and the state before and after them."""
+    zero3 = {"parallel.ds_config": PARTITION_ALL} if settings["parallel.strategy"] == "zero3" else {}
+    given = {
+        **REFERENCE,
+        **OPTIMIZERS["adamw"],
+        "run.device": "cpu",
+        "run.dir": f"{folder}/run",
+        "run.resume": "auto",
+        "optim.schedule": "constant",
+    }
+    given |= {"train.seq_len": SEQ, "train.global_batch_size": 8, "train.micro_batch_size": 2, "train.eval_samples": 0}
+    given |= {"data.path": f"{folder}/texts.jsonl", "data.tokenizer": f"{folder}/tokenizer", "data.cache_dir": folder}
+    with start(None, {**given, **zero3, **settings}) as job:
         trainer = Trainer(job)
-        began = whole_weights(job.strategy, "")
+        job.strategy.create_optimizer_state()
+        before = whole_state(job.strategy)
         records = list(trainer.recorded_steps())
+        after = whole_state(job.strategy)
     gc.collect()
-    return [(record["loss"], record["grad_norm"]) for record in records], began
+    return [(record["loss"], record["grad_norm"]) for record in records], before, after
 
 
 class Attention(nn.Module):

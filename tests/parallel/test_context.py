@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardkit.config import capability
 from shardkit.config.load import load_config
@@ -103,6 +106,25 @@ def test_evaluation_and_samples_are_those_of_whole_sequences() -> None:
     found = run_ranks(2, RUNS, cases={"fsdp": {**case, "parallel.strategy": "fsdp", "parallel.cp": 2}})[0]["fsdp"]
     assert want.texts and found.texts == want.texts
     assert_same(found, want, "fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_a_run_goes_on_with_other_parts_of_its_sequences(tmp_path: Path) -> None:
+    context_runs.documents(tmp_path, pairs=False)
+    legs = [(2, "ddp", 1), (4, "fsdp", 2), (4, "zero3", 4), (1, "single", 1)]
+    runs: list[Any] = []
+    for number, (world, engine, cp) in enumerate(legs, start=1):
+        case = {"parallel.strategy": engine, "parallel.cp": cp, "train.max_steps": 2 * number}
+        runs.append(run_ranks(world, "tests.parallel.context_runs:leg", settings=case, folder=str(tmp_path))[0])
+    for (_, _, saved), (_, loaded, _) in itertools.pairwise(runs):
+        assert saved.keys() == loaded.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+    (tmp_path / "run").rename(tmp_path / "split")
+    case = {"parallel.strategy": "single", "train.max_steps": 8}
+    want, *_ = run_ranks(1, "tests.parallel.context_runs:leg", settings=case, folder=str(tmp_path))[0]
+    assert_curve([step for steps, *_ in runs for step in steps], want, "resumed")
 
 
 @pytest.mark.parametrize(
