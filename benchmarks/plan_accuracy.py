@@ -144,18 +144,19 @@ def measured(overrides: list[str]) -> tuple[int, int]:
 
     from shardkit.config.load import load_config
     from shardkit.launch.ranks.env import RankEnv
+    from shardkit.parallel.context import new_group
     from shardkit.parallel.weights import Weights
     from shardkit.parallel.world import World
     from shardkit.plan.simulate.step import sample_batch
-    from shardkit.tasks.load import load_task
+    from shardkit.tasks.load import load_task, splitting
 
     config, rank, world_size = load_config(None, overrides).config, dist.get_rank(), dist.get_world_size()
     env = RankEnv(rank, world_size, rank, world_size, 0, 1, "group")
     group = dist.group.WORLD
     assert group is not None
-    world = World(env, torch.device("cpu"), group, group)
+    world = World(env, torch.device("cpu"), group, group, context=new_group(rank, world_size, config.parallel.cp))
     task = load_task(config)
-    batch = sample_batch(task, config)
+    batch = splitting(task, rank, config.parallel.cp)(sample_batch(task, config))
     weights = Weights(config.train.seed, getattr(task, "init_parameter", None))
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

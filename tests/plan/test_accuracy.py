@@ -65,6 +65,16 @@ def test_peaks_and_residents_are_those_of_real_runs(group: str) -> None:
         assert name.startswith(("cnn", "swinir")) or abs(beyond) <= 16 * 2**10, (name, row)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_split_sequences_take_what_the_plan_says() -> None:
+    known = cases()
+    names = ["transformer ddp@2 fp32 none adamw", "llama fsdp@4 fp32 full sgd", "lora zero3@2 bf16 full adamw"]
+    split = {name: (known[name][0], [*known[name][1], f"parallel.cp={known[name][0]}"]) for name in names}
+    for name, row in compare(split).items():
+        assert abs(row["error"]) <= 0.01, (name, row)
+
+
 ENGINES: dict[str, list[str]] = {
     "fsdp": ["train.eval_samples=1"],  # a micro-batch has two
     "zero3": ["train.eval_samples=16", f"parallel.ds_config={json.dumps(PARTITION_ALL)}", "parallel.bucket_mb=4"],
