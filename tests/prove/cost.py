@@ -59,6 +59,7 @@ if strategy == "fsdp2":
     net = fully_shard(model)
 if strategy == "zero2":
     import deepspeed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its extension would be compiled for minutes
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config={
         "train_micro_batch_size_per_gpu": 8 // world, "zero_optimization": {"stage": 2},
         "zero_allow_untested_optimizer": True,
