@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.memory.ledger import MOST_CHARACTERS, ROW_BYTES
-from shardkit.memory.rows import KINDS, PHASES, DeviceMemory, HostMemory, Identity, PhaseMemory, RankRow, StateBytes
+from shardkit.memory.rows import (
+    KINDS,
+    PHASES,
+    DeviceMemory,
+    HostMemory,
+    Identity,
+    PhaseMemory,
+    RankRow,
+    StateBytes,
+    gather_json,
+)
 from tests.memory.samples import gpu_row
 
 n_bytes = st.integers(0, 2**50)
@@ -52,3 +62,8 @@ def test_fields_of_a_later_version_are_passed_over() -> None:
     obj["host_mem"]["pinned"] = 2
     del obj["host_mem"]["staging"]  # this one was added after the first version
     assert RankRow.from_json(obj) == gpu_row(0)
+
+
+def test_a_device_says_in_how_many_steps_it_is_full_and_a_gather_its_millisecond() -> None:
+    assert DeviceMemory(1, 1, 1, 1, 100, 40, 7).full_in == 8
+    assert gather_json(1, 1.23456, [])["time"] == 1.235
