@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .compare import ALLOWED, Difference, Tensors, norm
+from .compare import Difference, Tensors, norm
 from .inject import shardkit_pieces as pieces
+from .verdict import ALLOWED
 
 NEAR = 2e-3
 """How near a factor is to a number that has a name."""

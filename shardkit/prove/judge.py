@@ -14,12 +14,12 @@ import torch
 
 from ..errors import listed
 from . import rows, weights
-from .compare import ALLOWED, Difference, Side, compare
+from .compare import Difference, Side, compare
 from .diagnosis import Counts, common_factor, explain, grouped
 from .inject import shardkit_pieces as pieces
 from .replay import Proof
 from .runs import PlannedStep, say
-from .verdict import CANNOT_TELL, NOT_SAME, ROWS, SAME, ProofVerdict
+from .verdict import ALLOWED, CANNOT_TELL, NOT_SAME, ROWS, SAME, ProofVerdict
 
 NO_INTERACTION = frozenset({"factor", "sign", "missing gradient", "not summed", "copies differ", "shard"})
 """Kinds of differences that rows which act on each other cannot make."""
