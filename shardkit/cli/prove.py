@@ -17,9 +17,12 @@ class ProofOptions:
         Text, typer.Option(metavar="'COMMAND'", help="The program of one process; default: the same with one process.")
     ] = None
     steps: Annotated[int, typer.Option(metavar="K", min=1, max=100, help="Optimizer steps to compare.")] = 2
-    gpus: Annotated[Count, typer.Option(metavar="N", min=1, max=64, help="Emulated GPUs, not the CPU.")] = None
+    gpus: Annotated[Count, typer.Option(metavar="N", min=1, max=64, help="Emulated GPUs, in place of the CPU.")] = None
     until: Annotated[Text, typer.Option(metavar="save", help="Compare the first saved files, too.")] = None
-    leak: Annotated[bool, typer.Option("--leak", help="Whether tokens of one document move another's loss.")] = False
+    leak: Annotated[bool, typer.Option("--leak", help="Whether tokens of one document move another's.")] = False
+    leak_separator: Annotated[
+        Count, typer.Option(metavar="ID", min=0, help="--leak, with the token between documents.")
+    ] = None
     time_limit: Annotated[float, typer.Option(metavar="S", min=1, help="End each run after S seconds.")] = 600.0
     allow_writes: Annotated[bool, typer.Option("--allow-writes", help="Let the program's writes be real.")] = False
     network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False
@@ -33,7 +36,8 @@ class ProofOptions:
 def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
     """Run the command behind `--`, unchanged, and compare its gradients and updates with those of one process.
 
-    Both run on the CPU over gloo. What they write is thrown away, and they reach no network.
+    Both run on the CPU over gloo, or on emulated GPUs with --gpus. What they write is thrown away, and they reach no
+    network.
 
     Exit code 0: the same; 4: not the same; 9: the same for the rows it saw, but rows repeat or are missing; 7: cannot
     tell; 8: the program failed by itself.
@@ -42,16 +46,24 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
     if not command:
         fix = "shardkit prove -- torchrun --nproc-per-node 2 train.py"
         raise LaunchError("no command stands behind `--`", fix)
-    _refuse_what_is_not_there(options)
+    _refuse_contradictions(options)
     import json
+    import os
 
+    from ..hardware.cards import DEFAULT, find_gpu
+    from ..prove.leaks import LeakSearch
     from ..prove.proof import prove as run
     from ..prove.runs import Runner, check
     from ..prove.verdict import SAME, ProofVerdict
-    from ..rehearse.rehearsal import Limits, scratch_folder
+    from ..rehearse.build import built
+    from ..rehearse.environment import torch_of
+    from ..rehearse.rehearsal import Limits, Machine, scratch_folder
     from ..report.proof import VERDICT
 
     check(command, options.against)
+    machine = None
+    if options.gpus is not None:
+        machine = Machine(find_gpu(DEFAULT), options.gpus, built(torch_of(command, os.environ), computing=True))
     limits = Limits(
         time_limit_s=options.time_limit, allow_writes=options.allow_writes, network=options.network, keep=options.keep
     )
@@ -63,8 +75,9 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
 
     try:
         with scratch_folder(options.keep) as folder:
-            runner = Runner(folder, limits)
-            verdict = run(command, options.against, options.steps, runner, options.until or "")
+            runner = Runner(folder, limits, machine)
+            leak = LeakSearch(options.leak_separator) if options.leak or options.leak_separator is not None else None
+            verdict = run(command, options.against, options.steps, runner, options.until or "", leak)
             if options.keep is not None:
                 (folder / VERDICT).write_text(json.dumps(verdict.as_json()))
     except KeyboardInterrupt:
@@ -85,16 +98,10 @@ def _refusal(error: LaunchError | None) -> dict[str, object]:
     return {"verdict": "refused", "exit_code": 2, **nothing, "reasons": reasons}
 
 
-def _refuse_what_is_not_there(options: ProofOptions) -> None:
-    """Refuse by name what no proof looks at yet, so that nobody takes it for proven."""
+def _refuse_contradictions(options: ProofOptions) -> None:
     if options.expect not in (None, "same"):
         raise LaunchError(f"--expect {options.expect}: a proof expects only one thing", "--expect same")
     if options.until not in (None, "save"):
         raise LaunchError(f"--until {options.until}: no such event", "--until save, or --steps K")
     if options.until and options.allow_writes:
         raise LaunchError("--until save reads the files that the sandbox keeps", "leave out --allow-writes")
-    if options.gpus is not None:
-        cause = "--gpus is not there yet: programs run on the CPU over gloo"
-        raise LaunchError(cause, "leave out --gpus; shardkit rehearse --compute runs tests on emulated cards")
-    if options.leak:
-        raise LaunchError("--leak is not there yet: documents are not told apart", "leave out --leak")

@@ -13,6 +13,7 @@ from ..errors import LaunchError, gib, listed, one_line
 from . import rows, saved
 from .inject import shardkit_pieces as pieces
 from .judge import Judge
+from .leaks import LeakSearch, look
 from .replay import Proof
 from .runs import OF_TORCHS_LOG, PlannedStep, RecordedRun, Runner, one_process, say
 from .verdict import CANNOT_TELL, FAILED, NOT_SAME, ROWS, SAME, ProofVerdict
@@ -21,10 +22,14 @@ STRANGE_SPREAD = 1e-3
 """Part of a gradient in fp32 that an ulp of the weights does not move: the loss depends on the number of the step."""
 
 
-def prove(command: Sequence[str], against: str | None, n_steps: int, runner: Runner, until: str = "") -> ProofVerdict:
+def prove(
+    command: Sequence[str], against: str | None, n_steps: int, runner: Runner, until: str = "",
+    leak: LeakSearch | None = None,
+) -> ProofVerdict:  # fmt: skip
     """The verdict on a command. Both programs run unchanged, in folders of the runner.
 
-    `until`: "save" for the parallel run to go on until it has saved, so that the files are compared, too.
+    `until`: "save" for the parallel run to go on until it has saved, so that the files are compared, too. `leak`: look
+    for documents that see each other.
     """
     process_command = shlex.split(against) if against else one_process(command)
     assert process_command is not None, "refused by `check`"
@@ -41,8 +46,10 @@ def prove(command: Sequence[str], against: str | None, n_steps: int, runner: Run
     feed = rows.drawn([parallel.record(name) for name in parallel.steps], parallel.record("batches"))
     proof = Proof(list(command), process_command, against is None, runner, parallel, feed, world_size)
     verdict = _of_runs(proof, n_steps)
+    if leak is not None:
+        verdict = look(proof, leak, verdict)
     if until and verdict.kind in (SAME, ROWS):
-        verdict = _of_files(parallel, verdict)
+        verdict = _of_files(proof, verdict)
     notes = sorted({note for record in parallel.record(parallel.steps[-1]).values() for note in record["notes"]})
     return replace(verdict, notes=(*verdict.notes, *(note for note in notes if note != "batch norm")))
 
@@ -65,8 +72,8 @@ def _ended_early(run: RecordedRun, n_steps: int, runner: Runner) -> ProofVerdict
     if run.code and not run.is_late:
         headline = f"FAILED by itself after {len(run.steps)} steps, with exit code {run.code}: {run.error()}"
         reasons = [f"run the command without a proof, and mend it; {runner.kept_log(run)}"]
-        if re.search("nccl|cuda|nvidia", run.error(), re.IGNORECASE):
-            reasons.append("a proof runs on the CPU over gloo: let the program choose its device and backend so")
+        if runner.machine is None and re.search("nccl|cuda|nvidia", run.error(), re.IGNORECASE):
+            reasons.append("it ran on the CPU over gloo: --gpus N emulates N GPUs for a program that insists on them")
         return ProofVerdict(FAILED, headline, reasons=tuple(reasons))
     if run.is_late:
         reason = f"the time limit of {runner.limits.time_limit_s:g} s came after {len(run.steps)} of {n_steps} steps"
@@ -130,41 +137,85 @@ def _of_runs(proof: Proof, n_steps: int) -> ProofVerdict:
     return replace(verdict, notes=(*notes, *verdict.notes))
 
 
-def _of_files(parallel: RecordedRun, verdict: ProofVerdict) -> ProofVerdict:
+def _of_files(proof: Proof, verdict: ProofVerdict) -> ProofVerdict:
     """The verdict with the saved files in view, of a program that is the same in memory."""
+    parallel = proof.parallel
     marker = parallel.folder / "save"
     if not marker.exists():
         reason = "the program saved nothing with torch or safetensors after its first step"
         return ProofVerdict(
             CANNOT_TELL, f"CANNOT TELL: {reason}", reasons=(reason, "what would tell: let it save sooner")
         )
-    n_steps = int(marker.read_text())
+    n_steps = min(int(marker.read_text()), len(parallel.steps))
+    n_further = int(marker.read_text()) - n_steps  # beyond the recorded ones
     named = ["start", *(f"step{number}" for number in range(1, n_steps + 1))]
     further = parallel.record("further")
     records = [parallel.record(name) for name in named if parallel.record(name)]
-    if further and n_steps > len(parallel.steps):
+    if further and n_further:
         records.append(further)
     memory, trained = saved.in_memory(parallel.folder, records)
     files, unread = saved.findings(parallel.folder.parent, memory, trained)
     complete = [finding for finding in files if not finding.is_foreign]
-    notes = (
-        *verdict.notes,
-        *unread,
-        *(f"{finding.path} holds other weights" for finding in files if finding.is_foreign),
-    )
-    for finding in complete:
+    foreign = [finding.path for finding in files if finding.is_foreign]
+    notes = (*verdict.notes, *unread, *(f"{path} holds other weights" for path in foreign))
+    if (wrong := _wrong_file(complete, "the ranks have in memory", notes)) is not None:
+        return wrong
+    process, file_notes = _files_of_one_process(proof, n_steps, n_further, set(memory), foreign if n_further else [])
+    notes = (*notes, *file_notes)
+    if (wrong := _wrong_file(process, "one process saves", notes)) is not None:
+        return wrong
+    equal = [finding for finding in process if finding.n_equal]
+    if not complete and not equal:
+        reason = "no saved file holds the trained weights under their names"
+        if any(finding.unsure for finding in process):
+            reason += ", and one process saves other numbers: averages, or wrong ones"
+            reason += f" (--steps {n_steps + n_further} would tell)"
+        return ProofVerdict(CANNOT_TELL, f"CANNOT TELL: {reason}", reasons=(reason, *unread), notes=notes)
+    lines = [
+        f"saved: {', '.join(finding.path for finding in findings[:3])} {words}"
+        for findings, words in ((complete, "as in memory"), (equal, "as one process saves it"))
+        if findings
+    ]
+    return replace(verdict, lines=(*verdict.lines, *lines), notes=notes)
+
+
+def _wrong_file(files: Sequence[saved.Finding], whose: str, notes: tuple[str, ...]) -> ProofVerdict | None:
+    for finding in files:
         if finding.wrong:
             name, words = finding.wrong[-1]
             lines = [f"  {name}: {words}" for name, words in finding.wrong[:4]]
-            headline = f"NOT THE SAME: {finding.path} holds other weights than the ranks in memory"
+            headline = f"NOT THE SAME: {finding.path} holds other weights than {whose}"
             lines = [f"{len(finding.wrong)} tensors differ, {finding.n_equal} are equal", *lines]
             reason = f"the saved {name}: {words}"
             return ProofVerdict(NOT_SAME, headline, tuple(lines), (reason,), notes, word="saved", parameter=name)
-    if not complete:
-        reason = "no saved file holds the trained weights under their names"
-        return ProofVerdict(CANNOT_TELL, f"CANNOT TELL: {reason}", reasons=(reason, *unread), notes=notes)
-    paths = ", ".join(finding.path for finding in complete[:3])
-    return replace(verdict, lines=(*verdict.lines, f"saved: {paths} as in memory"), notes=notes)
+    return None
+
+
+def _files_of_one_process(
+    proof: Proof, n_steps: int, n_further: int, weights: set[str], foreign: Sequence[str]
+) -> tuple[list[saved.Finding], list[str]]:
+    """What the ranks' files hold of one process's, which saves with the weights that the ranks had when they saved."""
+    say("one process, until it has saved")
+    numbers = range(1, n_steps + 1)
+    gradients = not proof.uses_engine()
+    steps = [PlannedStep(f"saving{n}", n - 1, n if gradients else None, gradients_only=True) for n in numbers]
+    feeds = None if proof.process_loader is None else [proof.united(number) for number in numbers]
+    proof.take(steps, feeds, True, until="save", further=n_further)
+    run = proof.newest
+    assert run is not None, "one process was started"
+    marker = run.folder / "save"
+    if not marker.exists():
+        return [], ["one process saved nothing, so that no file was compared with its"]
+    if (reached := int(marker.read_text())) != n_steps + n_further:
+        return [], [f"one process saves after {reached} steps, not {n_steps + n_further}: its files were not compared"]
+    buffers = {name for record in run.record("start").values() for name in record["buffers"]}
+
+    def is_weight(name: str) -> bool:
+        """Whether one process had the ranks' numbers: its buffers are of other batches, and the weights that the ranks
+        had between the recorded steps and the save, of which it may save an average, are not known."""
+        return name in weights if n_further else name not in buffers
+
+    return saved.compare(proof.parallel.folder.parent, run.folder.parent, is_weight, foreign)
 
 
 def _process_failed(proof: Proof) -> ProofVerdict:

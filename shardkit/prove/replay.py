@@ -32,8 +32,10 @@ class Proof:
 
     # ---- one process's runs
 
-    def take(self, steps: Sequence[PlannedStep], feeds: Sequence[list[list[Any]]] | None, once: bool = False) -> None:
-        """Let one process take steps, in as many starts as that needs, or in one."""
+    def take(
+        self, steps: Sequence[PlannedStep], feeds: Sequence[list[list[Any]]] | None, once: bool = False, **plan: Any
+    ) -> None:
+        """Let one process take steps, in as many starts as that needs, or in one. `plan`: more for the recorder."""
         remaining = list(steps)
         while remaining:
             fed = {}
@@ -42,7 +44,12 @@ class Proof:
                 draws = [draw for feed in feeds[len(steps) - len(remaining) :] for draw in feed]
                 fed = self.feed.plan(self.process_loader, draws)
             run = self.newest = self.runner.start(
-                self.process_command, remaining, parallel=str(self.parallel.folder), replay=self.is_replay, **fed
+                self.process_command,
+                remaining,
+                parallel=str(self.parallel.folder),
+                replay=self.is_replay,
+                **fed,
+                **plan,
             )
             for name in run.steps:
                 self.taken[name] = run

@@ -20,7 +20,16 @@ from ..errors import LaunchError, one_line
 from ..launch.local import processes
 from ..rehearse.build import entry_points
 from ..rehearse.environment import ask, interpreter
-from ..rehearse.rehearsal import TRACKERS_OFF, Limits, delete, refuse_without_sandbox, start_in_sandbox, summary
+from ..rehearse.rehearsal import (
+    TRACKERS_OFF,
+    Limits,
+    Machine,
+    delete,
+    emulated_environ,
+    refuse_without_sandbox,
+    start_in_sandbox,
+    summary,
+)
 from .inject import shardkit_pieces as pieces
 
 INJECT = Path(__file__).parent / "inject"
@@ -84,7 +93,7 @@ class RecordedRun:
         location = ""
         for line in lines[start:]:
             if (frame := re.match(r' +File "(.+)", line (\d+)', line)) and not re.search(
-                r"/lib/python|<|shardkit_p", frame[1]
+                r"/lib/python|<|shardkit_(p|leaks)", frame[1]
             ):
                 location = f" ({os.path.basename(frame[1])}:{frame[2]})"
             if not line.startswith((" ", "Traceback")):
@@ -103,6 +112,7 @@ class Runner:
 
     folder: Path
     limits: Limits
+    machine: Machine | None = None  # whose emulated cards the program uses; None: the CPU, over gloo
     n_started: int = 0
 
     def start(self, command: Sequence[str], steps: Sequence[PlannedStep], **plan: Any) -> RecordedRun:
@@ -129,17 +139,13 @@ class Runner:
 
     def execute(self, command: Sequence[str], folder: Path, n_steps: int) -> tuple[int, bool]:
         """The exit code of a command, and whether the time limit ended it."""
-        environ = {
-            **os.environ, **TRACKERS_OFF, **{name: os.environ.get(name, text) for name, text in _ON_CPU.items()},
-            "CUDA_VISIBLE_DEVICES": "", "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
-        }  # fmt: skip
+        environ = self._environ(folder)
         environ["SHARDKIT_PROOF"] = str(folder / "records")
         environ["SHARDKIT_PROOF_PLAN"] = str(folder / "plan.json")
         paths = [str(injected(self.folder)), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)  # without it torch loads no recorder
         if not self.limits.network:
-            environ["HF_HUB_OFFLINE"] = "1"
             environ["GLOO_SOCKET_IFNAME"] = environ["TP_SOCKET_IFNAME"] = "lo"
         with open(folder / "log", "wb") as log:
             process = start_in_sandbox(command, folder, environ, self.limits, log)
@@ -151,6 +157,17 @@ class Runner:
         for name in ("root", "work"):
             delete(folder / name)
         return process.returncode, is_late
+
+    def _environ(self, folder: Path) -> dict[str, str]:
+        """This process's environment, with trackers off: without cards, or with emulated ones."""
+        if self.machine is not None:
+            environ = emulated_environ(self.machine, self.limits, folder)
+            return {"OMP_NUM_THREADS": "1", **environ, "SHARDKIT_COMPUTED": str(folder / "records")}
+        return {
+            **os.environ, **TRACKERS_OFF, **{name: os.environ.get(name, text) for name, text in _ON_CPU.items()},
+            **({} if self.limits.network else {"HF_HUB_OFFLINE": "1"}),
+            "CUDA_VISIBLE_DEVICES": "", "MLFLOW_TRACKING_URI": f"file:{folder / 'mlruns'}",
+        }  # fmt: skip
 
     def _wait(self, process: subprocess.Popen[bytes], records: Path) -> bool:
         """Wait for a program's end; True if it had to be ended."""
@@ -167,7 +184,7 @@ def injected(folder: Path) -> Path:
     path = folder / "inject"
     if not path.exists():
         path.mkdir()
-        for name in ("shardkit_proof", "shardkit_pieces"):
+        for name in ("shardkit_proof", "shardkit_pieces", "shardkit_leaks"):
             shutil.copy(INJECT / f"{name}.py", path)
         entry_points(path, "shardkit_proof", "shardkit_proof = shardkit_proof:attach")
     return path

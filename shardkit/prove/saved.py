@@ -1,11 +1,11 @@
-"""Compare the files that a program saved with the weights that its ranks had in memory."""
+"""Compare the files that ranks saved with the weights in their memory, and with those that one process saves."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,14 +14,17 @@ from typing import Any
 import torch
 import torch.distributed.tensor  # so that torch loads DTensors from files of weights alone
 
+from ..errors import listed
 from .compare import Ranks
 from .inject import shardkit_pieces as pieces
+from .verdict import ALLOWED
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 State = dict[str, torch.Tensor]
 WRAPPERS = re.compile(
     r"(^|\.)(module|model|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|state_dict)(?=\.)"
 )
+OF_OPTIMIZER = re.compile(r"optim|exp_avg|momentum_buffer|(^|\.)state\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Finding:
     n_equal: int
     wrong: tuple[tuple[str, str], ...]  # name and words, of tensors that are not those in memory
     is_foreign: bool = False  # no tensor is that in memory: an average of the weights, or another step's
+    unsure: tuple[str, ...] = ()  # names whose numbers differ, and need not be equal
 
 
 def findings(folder: Path, memory: Mapping[str, torch.Tensor], trained: set[str]) -> tuple[list[Finding], list[str]]:
@@ -109,6 +113,73 @@ def _fit_together(parts: list[torch.Tensor], full: torch.Tensor) -> bool:
     return False
 
 
+def compare(
+    ranks: Path, process: Path, is_weight: Callable[[str], bool], foreign: Collection[str]
+) -> tuple[list[Finding], list[str]]:
+    """What the files below the ranks' overlay hold of those that one process has saved under the same paths.
+
+    `is_weight`: whether a name's numbers are to be equal. `foreign`: paths whose numbers are not.
+    """
+    files, notes, ends = dict(_files(ranks)), [], []
+    parts = _parts(files)
+    for path, load in _files(process):
+        try:
+            expected = _numbers(load())
+            tensors = _numbers(files[path]()) if path in files else None
+        except Exception as error:  # any reader's errors: the files are the programs'
+            notes.append(f"{path} cannot be read: {type(error).__name__}")
+            continue
+        if not expected:
+            continue
+        if tensors is None:
+            notes.append(f"one process saves {path}, and the ranks do not")
+            continue
+        if path in parts:
+            continue
+        wrong, unsure, n_equal = [], [], 0
+        for name, tensor in expected.items():
+            if name not in tensors:
+                is_tied = any(torch.equal(tensor, twin) for key, twin in expected.items() if key in tensors)
+                wrong += [] if is_tied else [(name, "not in the file, where one process has it")]
+            elif tensors[name].shape != tensor.shape:
+                words = f"saved as {tuple(tensors[name].shape)}, by one process as {tuple(tensor.shape)}"
+                wrong.append((name, words))
+            elif _is_rounding(tensors[name], tensor):
+                n_equal += 1
+            elif not is_weight(name) or path in foreign:
+                unsure.append(name)
+            else:
+                wrong.append((name, "saved with other numbers than by one process of the same weights"))
+        if len(surplus := tensors.keys() - expected.keys()):
+            notes.append(f"only the ranks save {listed(sorted(surplus))} in {path}")
+        ends.append(Finding(path, n_equal, tuple(wrong), unsure=tuple(unsure)))
+    return ends, notes
+
+
+def _parts(paths: Iterable[str]) -> set[str]:
+    """The torch files that are one of several, which differ by a number: each may hold what one rank has."""
+    by_name: dict[str, list[str]] = {}
+    for path in paths:
+        if path.endswith(ENDINGS[1:]):
+            by_name.setdefault(re.sub(r"\d+", "", path), []).append(path)
+    return {path for several in by_name.values() if len(several) > 1 for path in several}
+
+
+def _numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A file's floating-point tensors by plain name, without those of an optimizer."""
+    return {
+        _plain(key): tensor
+        for key, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.dim() and not OF_OPTIMIZER.search(key)
+    }
+
+
+def _is_rounding(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    eps = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, expected.dtype))
+    distance = torch.linalg.vector_norm(tensor.double() - expected.double())
+    return bool(distance <= ALLOWED * eps * torch.linalg.vector_norm(expected.double()))
+
+
 def _plain(key: str) -> str:
     """A name without wrappers and without the adapter's name, which peft leaves out of its files."""
     return WRAPPERS.sub("", "." + key.replace(".default", "")).lstrip(".")
@@ -120,7 +191,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Any]]:
     for number, lower in enumerate(overlays):
         upper = folder / "upper" / str(number)
         for parent, _, names in os.walk(upper):
-            original = os.path.join(lower, Path(parent).relative_to(upper))
+            original = os.path.normpath(os.path.join(lower, Path(parent).relative_to(upper)))
             if ".metadata" in names:
                 yield original, lambda parent=parent: _distributed(parent)
             shards = sorted(os.path.join(parent, name) for name in names if name.endswith(".safetensors"))

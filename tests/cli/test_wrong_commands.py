@@ -179,8 +179,6 @@ WRONG = [
     ("prove", "no command stands behind `--`", "-- torchrun --nproc-per-node 2 train.py"),
     ("prove -- /bin/ls", "/bin/ls is not a Python program", "name the Python program itself"),
     ("prove -- python3 train.py", "python3 names no number of processes", "--against 'python train.py"),
-    ("prove --gpus 2 -- torchrun train.py", "--gpus is not there yet", "leave out --gpus"),
-    ("prove --leak -- torchrun train.py", "--leak is not there yet", "leave out --leak"),
     ("prove --expect faster -- torchrun train.py", "--expect faster", "--expect same"),
     ("prove --until friday -- torchrun train.py", "--until friday", "--until save"),
     ("prove --until save --allow-writes -- torchrun train.py", "the sandbox keeps", "leave out --allow-writes"),

@@ -18,7 +18,7 @@ from shardkit.prove.verdict import WORDS
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
 PROGRAM = """
 import shutil, sys
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch.distributed.fsdp
 from torch.utils.data import DataLoader, DistributedSampler
 
 bug = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -29,7 +29,10 @@ rows = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.tenso
 sampler = DistributedSampler(rows, world, rank, seed=1) if bug != "rows" else None
 loader = iter(DataLoader(rows, 4, sampler=sampler))
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(16, 4))
-net = model if bug in ("reduce", "seed") else torch.nn.parallel.DistributedDataParallel(model)
+if bug == "sharded":  # one group, whose parameters stay gathered from the forward to the backward
+    net = torch.distributed.fsdp.fully_shard(model)
+else:
+    net = model if bug in ("reduce", "seed") else torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (world if bug == "rate" else 1))
 if bug == "disk":
     shutil.disk_usage = lambda path: type("Usage", (), {"free": 1000})
@@ -42,25 +45,31 @@ for step in range(8):
             optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(net(x), y) / 2
         (loss * world if bug == "scale" else loss).backward()
-    if net is model:  # DDP would send rank 0's weights to all
+    if net is model and bug != "sharded":  # DDP would send rank 0's weights to all
         for p in list(model.parameters())[: -1 if bug == "reduce" else None]:
             dist.all_reduce(p.grad)
             p.grad /= world
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
-    if rank == 0 and step == 3:
+    if rank == 0 and step == (1 if bug == "fused half" else 3):
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         if bug == "zero":
             state["3.weight"][2:] = 0
+        if bug.startswith("fused"):  # under names that the modules do not have
+            state = {"fused": torch.cat([state["0.weight"].flatten(), state["3.weight"].flatten()])}
+        if bug == "fused half" and world > 1:
+            state["fused"][10:] = 0
         torch.save({"model": state}, "weights.pt")
 """
+
+SAVES = ("zero", "fused", "fused half")
 
 
 def prove(folder: Path, bug: str, *options: str) -> tuple[int, dict[str, Any], str]:
     (folder / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", *filter(None, [bug])]
-    return run_prove(folder, command, *options, *(["--until", "save"] if bug == "zero" else []))
+    return run_prove(folder, command, *options, *(["--until", "save"] if bug in SAVES else []))
 
 
 def run_prove(folder: Path, command: list[str], *options: str) -> tuple[int, dict[str, Any], str]:
@@ -79,7 +88,8 @@ def run_prove(folder: Path, command: list[str], *options: str) -> tuple[int, dic
     ("", 0, None), ("last", 4, "micro-batches"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("reduce", 4, "not summed"), ("fails", 8, None), ("rows", 9, "rows"), ("scale", 4, "factor"),
-        ("seed", 4, "copies differ"), ("zero", 4, "saved"), ("rate", 0, None),
+        ("seed", 4, "copies differ"), ("zero", 4, "saved"), ("rate", 0, None), ("sharded", 0, None),
+        ("fused", 0, None), ("fused half", 4, "saved"),
         ("disk", 2, None),
     ]),
 ])  # fmt: skip
@@ -101,6 +111,8 @@ def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: st
         assert "the learning rate is 0.02 on the ranks, and 0.01 in one process: it stepped with the ranks'" in output
     if bug == "disk":
         assert "the records need 18.2 KiB of disk, and" in output and "has 1.0 KiB free" in output
+    if bug == "fused":
+        assert "weights.pt as one process saves it" in output
     if bug == "fails":
         assert "ValueError: no such corpus" in output
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
-from shardkit.prove.saved import findings
+from shardkit.prove.saved import compare, findings
 
 MEMORY = {
     "layers.0.weight": torch.randn(6, 4),
@@ -122,3 +122,38 @@ def test_a_file_of_parts_is_read_as_what_it_holds(tmp_path: Path) -> None:
     half_dtensors(upper, MEMORY)
     (finding,), unread = findings(tmp_path, MEMORY, TRAINED)
     assert not unread and ("layers.0.weight", "saved as (3, 4), in memory (6, 4)") in finding.wrong
+
+
+@pytest.mark.parametrize("write", [torch_file, safetensors_shards, distributed_checkpoint])
+@pytest.mark.parametrize(("change", "words"), [
+    ("", ""), ("half", "saved as (3, 4), by one process as (6, 4)"), ("zeros", "other numbers"),
+    ("missing", "where one process has it"), ("rounding", ""), ("average", "other numbers"),
+])  # fmt: skip
+def test_saved_files_of_one_process(
+    tmp_path: Path, write: Callable[[Path, State], None], change: str, words: str
+) -> None:
+    """Under names that no module of the program has."""
+    near = {name: tensor * (1 + 1e-7) for name, tensor in MEMORY.items()}
+    for folder, tensors in (("ranks", near if change == "rounding" else changed(MEMORY, change)), ("process", MEMORY)):
+        upper = tmp_path / folder / "upper" / "0" / "runs"
+        upper.mkdir(parents=True)
+        (tmp_path / folder / "overlays.json").write_text(json.dumps({"overlays": ["/home/me"], "read_only": []}))
+        write(upper, {f"fused.{name}": tensor for name, tensor in tensors.items()})
+    (finding,), notes = compare(tmp_path / "ranks", tmp_path / "process", lambda name: True, [])
+    assert finding.path.startswith("/home/me/runs") and not notes
+    assert bool(finding.wrong) == bool(words) and all(words in each for _, each in finding.wrong)
+    (finding,), _ = compare(tmp_path / "ranks", tmp_path / "process", lambda name: False, [])
+    assert bool(finding.wrong) == (change in ("half", "missing"))
+    assert bool(finding.unsure) == (change in ("zeros", "average"))
+
+
+def test_files_that_the_ranks_do_not_save_and_ends_of_optimizers(tmp_path: Path) -> None:
+    for folder in ("ranks", "process"):
+        upper = tmp_path / folder / "upper" / "0"
+        upper.mkdir(parents=True)
+        (tmp_path / folder / "overlays.json").write_text(json.dumps({"overlays": ["/home/me"], "read_only": []}))
+        moments = {"state": {0: {"exp_avg": torch.randn(3)}}, "optimizer": {"exp_avg": torch.randn(3)}}
+        torch.save({"w": torch.ones(2), **moments}, upper / "weights.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "process" / "upper" / "0" / "adapter.pt")
+    (finding,), notes = compare(tmp_path / "ranks", tmp_path / "process", lambda name: True, [])
+    assert not finding.wrong and notes == ["one process saves /home/me/adapter.pt, and the ranks do not"]

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import shardkit_leaks as leaks  # type: ignore[import-not-found]
 import shardkit_pieces as pieces  # type: ignore[import-not-found]
 import torch
 
@@ -47,6 +48,8 @@ class ProofRecorder:
         self.fed_calls: list[Any] = plan.get("calls", [])
         self.awaits_save = plan.get("until") == "save"
         self.n_further = 0  # steps after those of the plan
+        self.n_further_before_save: int = plan.get("further", 0)  # in the parallel run
+        self.leak: dict[str, Any] = plan.get("leak", {})  # look for documents that see each other
         self.n_calls = 0
         self.compute = ""  # a type of 16 bits in which modules compute, whatever the weights' type
         self.batches: dict[str, list[Any]] = {}  # loader, or `calls` → packed batches
@@ -67,7 +70,7 @@ class ProofRecorder:
         self.loaders: dict[int, int] = {}  # id of a loader → its number
         self.iterators: dict[int, Any] = {}  # loader → its newest iterator
         self.yielded: dict[int, int] = {}  # loader → batches that the program got
-        self.after_backward: dict[str, Any] = {}  # FSDP1's gradients
+        self.after_backward: dict[str, Any] = {}  # FSDP's gradients
         self.hooked: dict[str, Any] = {}  # gradients of a backward, where an engine takes them out of `.grad`
         self.has_hooks: set[int] = set()
         self.sources: dict[str, dict[int, dict[str, Any]]] = {}
@@ -163,13 +166,19 @@ class ProofRecorder:
             self.sources[name] = pieces.read(self.source, name)
         return pieces.by_name(self.sources[name], field)  # type: ignore[no-any-return]
 
-    def _load(self, moved: bool) -> None:
-        """Give the parameters the parallel run's weights before this step, moved by an ulp each if `moved`."""
+    def _load(self, before: int | None = None) -> None:
+        """Give the parameters the parallel run's weights after so many steps, or those before this step.
+
+        Each is moved by an ulp where this step wants it. Steps beyond the recorded ones have left only the newest.
+        """
         assert self.source is not None, "the parallel run has no source"
-        before = int(self.step["weights"])
+        before = int(self.step["weights"]) if before is None else before
+        moved = bool(self.step.get("moved"))
         stored = self._source("start", "weights")
         if before:
             stored = {**stored, **self._source(f"step{before}", "after")}
+        if self.n_further:
+            stored = {**stored, **self._source("further", "after")}
         engine, missing, unverified = self.engine(), [], []
         if "step1" not in self.sources:
             self.sources["step1"] = pieces.read(self.source, "step1")
@@ -245,8 +254,30 @@ class ProofRecorder:
         self.n_calls += 1
         if self.awaits_save:
             self.watch_saves()
+        if self.leak:
+            self._look_for_leaks(module, args, kwargs)
         self.record["rows"].append(rows_of(args, kwargs))
         return args, kwargs
+
+    def _look_for_leaks(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Change documents of this micro-batch, and end if that could tell; else the next one may hold several."""
+        rank, world_size = _ranks()
+        name = f"call{self.n_calls}"
+
+        def meet(word: dict[str, Any]) -> dict[int, Any]:
+            """Every rank's word: through files, as no collective is added."""
+            pieces.PieceWriter(os.path.join(self.folder, f"{name}.rank{rank}.bin")).close(word)
+            deadline = time.monotonic() + PATIENCE_S
+            while len(words := pieces.read(self.folder, name)) < world_size:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"only ranks {', '.join(map(str, words))} called a module {self.n_calls} times")
+                time.sleep(0.02)
+            return words  # type: ignore[no-any-return]
+
+        record = leaks.probe(module, args, kwargs, self.leak["separator"], rank, meet)
+        pieces.PieceWriter(os.path.join(self.folder, f"leak.rank{rank}.bin")).close(record)
+        if record["changes"]:
+            self._end()
 
     def _keep_batch(self, key: str, batch: Any) -> None:
         """Write a batch that no row numbers name; None takes the place of one that holds other objects than tensors."""
@@ -275,7 +306,7 @@ class ProofRecorder:
                 if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
                     self.notes.add("batch norm")
         if self.source is not None:
-            self._load(bool(self.step.get("moved")))
+            self._load()
             if self.engine() is not None:
                 self._hook_gradients()
         elif self.index == 0:
@@ -290,6 +321,7 @@ class ProofRecorder:
         self.writer.close({
             "weights": self.weights(frozen=True) if self.source is None else shapes,
             "world": _ranks()[1], "group": self._data_parallel_ranks(),
+            "buffers": [canonical(name) for root in self.roots for name, _ in root.named_buffers()],
             "missing": self.record.pop("missing", []), "unverified": self.record.pop("unverified", []),
         })  # fmt: skip
         if writer is None:
@@ -391,10 +423,12 @@ class ProofRecorder:
         if self.index >= len(self.steps):
             if not self.awaits_save or self._has_saved():
                 self._end()
+            elif self.source is not None:
+                self._load(len(self.steps))
             return
         self.open(self.step["name"])
         if self.source is not None:
-            self._load(bool(self.step.get("moved")))
+            self._load()
 
     def _has_saved(self) -> bool:
         """Whether a rank has saved in an earlier step than the one that ends. In the same step another rank may
@@ -410,11 +444,15 @@ class ProofRecorder:
         self.watch_saves()
         if self._has_saved():
             self._end()
+        if self.source is not None:
+            if self.n_further == self.n_further_before_save:
+                self._load(len(self.steps))
+            return
         self.open("further")
         self.writer.close({"after": self.weights(frozen=False)})
 
     def _note_save(self) -> None:
-        """Tell all ranks of the first save of any after the first step, with the number of steps before it."""
+        """Tell all ranks of the first save of any after the first step, with the planned and further steps so far."""
         if self.awaits_save and self.index and os.getpid() == self.pid:
             with contextlib.suppress(FileExistsError), open(os.path.join(self.folder, "save"), "x") as file:
                 file.write(str(self.index + self.n_further))
@@ -642,15 +680,23 @@ class ProofRecorder:
         )
         if is_fsdp1 and _ranks()[1] > 1:  # its gradients take collectives, which ranks may need unlike often
             return lambda: None
-        if not is_fsdp1:
+        # Between forward and backward FSDP1 gathers nothing, and FSDP2's root holds parameters without gradients.
+        is_fsdp = is_fsdp1 or any(
+            hasattr(module, "_get_fsdp_state") for root in self.roots for module in root.modules()
+        )
+        parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        parameters += [p for root in self.roots for p in root.parameters()]
+        if not is_fsdp:
             before = self._copied_gradients()
-        elif any(p.grad is not None and bool(p.grad.any()) for root in self.roots for p in root.parameters()):
-            before = self.after_backward  # between forward and backward FSDP1 gathers nothing
+        elif any(
+            bool((g.to_local() if hasattr(g, "to_local") else g).any()) for p in parameters if (g := p.grad) is not None
+        ):
+            before = self.after_backward
         else:
             before = {}
 
         def write() -> dict[str, Any]:
-            if is_fsdp1:
+            if is_fsdp:
                 self.after_backward = self._copied_gradients()
             return {
                 name: None if gradient is None
