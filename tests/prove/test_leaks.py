@@ -70,6 +70,14 @@ def test_documents_are_told_apart_and_a_missing_mask_leaks(named: dict[str, Any]
     assert finding(Packed(masked, hides_logits=True), ids, **named).leaks is (not masked)
 
 
+def test_positions_of_as_many_rows_as_tokens_are_no_mask_of_tokens_by_tokens() -> None:
+    ids, positions, numbers = (tensor[:1].expand(TOKENS, -1) for tensor in (IDS, POSITIONS, NUMBERS))
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0  # padding
+    answer = finding(Packed(), ids, attention_mask=mask, position_ids=positions, numbers=numbers)
+    assert answer.leaks is False, answer
+
+
 def test_a_document_of_the_next_one_alone_leaks() -> None:
     numbers = NUMBERS.clone()
     numbers[:, 4] = 0  # off by one: the second document's first token still sees the first document

@@ -228,7 +228,7 @@ def _by_argument(name: str, tensor: Any, shape: tuple[int, int]) -> tuple[str, A
         documents = tensor.reshape(shape)
     elif is_whole and name == "attention_mask" and tuple(tensor.shape) == shape and int(tensor.max()) > 1:
         documents = tensor.masked_fill(tensor == 0, -1)
-    elif tensor.dim() in (2, 3, 4) and tuple(tensor.shape[-2:]) == (tokens, tokens) and tokens > 1:
+    elif tensor.shape[-2:] == (tokens, tokens) and tuple(tensor.shape) != shape and 1 < tensor.dim() < 5:
         return _by_square(name, tensor, shape)
     elif is_whole and tensor.numel() in (tokens, rows * tokens) and int(tensor.max()) > 1 and _counts_up(tensor):
         positions = tensor.reshape(-1, tokens).expand(shape)
