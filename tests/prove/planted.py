@@ -26,12 +26,13 @@ from typing import Any
 
 import tests.preloaded  # noqa: F401 - first: it sets variables that torch and DeepSpeed read
 from shardkit.errors import ShardkitError
+from shardkit.prove.leaks import LeakSearch
 from shardkit.prove.proof import prove
 from shardkit.prove.runs import Runner, injected
 from shardkit.rehearse.rehearsal import Limits
 from tests.ranks import LEAKS, _die_with_parent
 
-from .programs import LAYOUTS, Draw, draw
+from .programs import OF_OPTION, Draw, draw
 
 PROGRAM_S = 60.0
 """How long one start of a tiny program may take on a machine that others use."""
@@ -122,8 +123,9 @@ def judge(program: Draw, folder: Path) -> dict[str, Any]:
     against = f"python {one}" if program.plain_reference else None
     began = time.monotonic()
     try:
+        until, leak = ("save", None) if program.until == "save" else ("", LeakSearch() if program.until else None)
         runner = Forked(folder, Limits(time_limit_s=PROGRAM_S))
-        verdict = prove(command, against, 2, runner, program.until).as_json()
+        verdict = prove(command, against, 2, runner, until, leak).as_json()
     except ShardkitError as error:
         verdict = {"verdict": "refused", "word": None, "lines": [str(error)], "reasons": []}
     return {**verdict, "seconds": time.monotonic() - began}
@@ -186,17 +188,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0:20", help="from:to")
     parser.add_argument("--kind", choices=["both", "planted", "right"], default="both")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--layouts", help="separated by commas; else all that the options are drawn for, but FURTHER")
     parser.add_argument("--until", choices=["", "save"], default="", help="what is saved is judged, too")
+    parser.add_argument("--leak", action="store_true", help="whether documents see each other is judged, too")
     parser.add_argument("--exact", action="store_true", help="another word for a defect is wrong, too")
     parser.add_argument("--log", type=Path, help="a file to which each answer is added, a line of JSON each")
     given = parser.parse_args(argv)
     first, last = map(int, given.seeds.split(":"))
     kinds = ["planted", "right"] if given.kind == "both" else [given.kind]
-    layouts = tuple(given.layouts.split(","))
+    option = "leak" if given.leak else given.until
+    layouts = tuple(given.layouts.split(",")) if given.layouts else OF_OPTION[option]
     if {"accelerate", "trainer"} & set(layouts):
         import transformers.trainer  # noqa: F401 - before the forks: it takes seconds
-    answers = campaign(range(first, last), kinds, layouts, given.log, given.until)
+    answers = campaign(range(first, last), kinds, layouts, given.log, option)
     return int(any(text != "right" and (given.exact or text != "another word") for text in answers))
 
 

@@ -193,6 +193,51 @@ class Causal(Model):
 """
 
 
+PACKED = f"""
+class Rows(Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(i)
+        cut = int(torch.randint(4, 9, (1,), generator=generator))
+        documents = torch.tensor([0] * cut + [1] * (12 - cut))
+        positions = torch.cat([torch.arange(cut), torch.arange(12 - cut)])
+        return torch.randint(3, {VOCABULARY}, (12,), generator=generator), positions, documents
+
+
+def collate(rows):
+    ids, positions, documents = (torch.stack(column) for column in zip(*rows))
+    labels = torch.where(positions == 0, -100, ids)
+    return {{"input_ids": ids, "position_ids": positions, "documents": documents, "labels": labels}}
+
+
+def loss_of(net, batch, reduction):
+    logits = net(batch["input_ids"], batch["position_ids"], batch["documents"]).float()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction=reduction)
+"""
+
+
+def packed(transformer: str, defect: str) -> str:
+    """The model for rows of two documents, in which a token sees those before it in its own."""
+    causal = "torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril()"
+    mask = f"({causal} & (d[:, None] == d[:, :, None]))[:, None]"
+    if defect == "documents see each other":
+        mask = f"{causal}[None, None]"
+    documents = "documents"
+    if defect == "the last block's documents see each other":
+        documents = "documents * (block is not self.blocks[-1])"
+    if defect == "documents cut a token late":
+        documents = "documents.roll(1, 1) * (position_ids.cummax(1).values > 0)"
+    return (
+        transformer.replace("def forward(self, x):", "def forward(self, x, d):")
+        .replace("is_causal=True", f"attn_mask={mask}")
+        .replace("x = block(x)", f"x = block(x, {documents})")
+        .replace("attention_mask=None", "position_ids, documents")
+        .replace("self.embed(input_ids)", "self.embed(input_ids) + torch.sin(position_ids[..., None] * 0.5).to(DTYPE)")
+    )
+
+
 @dataclass(frozen=True)
 class Defect:
     """One way to train wrongly, and the answers that name it."""
@@ -211,7 +256,7 @@ class Defect:
     fp32: bool = False
     """Only there: in bf16 a share of the targets that is off by a few per cent is no more than rounding."""
     until: str = ""
-    """The option that looks for it: save."""
+    """The option that looks for it: save or leak."""
 
 
 ALL = ("ddp", "manual", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
@@ -221,6 +266,7 @@ FURTHER = ("hsdp", "cp", "pp", "accelerate", "trainer")
 TORCH = ("ddp", "manual", "fsdp1", "fsdp2", "hsdp")
 MEAN = (*ALL, "hsdp", "accelerate", "trainer")
 SPLIT = ("fsdp2", "hsdp", "tp")
+PACKS = ("ddp", "manual", "fsdp1", "fsdp2", "zero1", "tp", "hsdp", "accelerate")
 DEFECTS = [
     Defect("times ranks", ("factor",), MEAN, ragged=False),
     Defect("not times ranks", ("factor",), (*ALL, "hsdp", "accelerate"), "plain", ragged=True),
@@ -273,7 +319,12 @@ DEFECTS = [
     Defect("one shard in a checkpoint", ("saved",), SPLIT, until="save"),
     Defect("a tensor not saved", ("saved",), (*TORCH, "zero1", "zero2", "tp", "pp"), until="save"),
     Defect("an old tensor saved", ("saved",), (*TORCH, "tp", "pp"), until="save"),
+    Defect("documents see each other", ("leak",), PACKS, models=("transformer", "lora"), until="leak"),
+    Defect("the last block's documents see each other", ("leak",), PACKS, models=("transformer",), until="leak"),
+    Defect("documents cut a token late", ("leak",), PACKS, models=("transformer", "lora"), until="leak"),
 ]
+OF_OPTION = {"": LAYOUTS, "save": (*LAYOUTS, "hsdp", "pp"), "leak": PACKS}
+"""Option → the layouts that are drawn for it."""
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 CLIPS = {"clipped before the reduce", "local norm"}
 
@@ -297,7 +348,7 @@ class Draw:
     layers: int
     no_sync: bool
     plain_reference: bool
-    until: str = ""  # the option: save
+    until: str = ""  # the option: save or leak
     file: str = ""  # torch's, safetensors, dcp, torch's by ranks, DeepSpeed's checkpoint
     adapter: bool = False  # only that is saved
 
@@ -316,7 +367,7 @@ class Draw:
     def line(self) -> str:
         traits = [self.model, self.layout, f"{self.world} ranks", f"accumulation {self.accumulation}", self.dtype]
         marks = {"ragged": self.ragged, "clip": self.clip, "tied": self.tied, "no_sync": self.no_sync}
-        marks |= {"against": self.plain_reference, f"{self.file} file": self.until, "adapter": self.adapter}
+        marks |= {"against": self.plain_reference, f"{self.file} file": self.file, "adapter": self.adapter}
         return ", ".join([*traits, self.optimizer, *(name for name, present in marks.items() if present)])
 
     def program(self) -> str:
@@ -338,6 +389,8 @@ def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS, until: s
     if layout.startswith("zero") or layout == "tp":
         model = "transformer" if model == "lora" else model
     if layout in ("cp", "trainer"):
+        model = "transformer" if model == "perceptron" else model
+    if until == "leak":
         model = "transformer" if model == "perceptron" else model
     accumulates = defect.accumulates if defect and defect.accumulates is not None else rng.random() < 0.5
     accumulation = rng.choice([2, 3]) if accumulates and layout != "tp" else 1
@@ -372,7 +425,9 @@ def draw(seed: int, *, right: bool, layouts: tuple[str, ...] = LAYOUTS, until: s
         drawn = replace(drawn, world=4, batch=2)
     if layout == "pp":
         drawn = replace(drawn, world=2, layers=2, tied=False)
-    if until:
+    if until == "leak":
+        drawn = replace(drawn, until=until, ragged=False)
+    if until == "save":
         file = rng.choice(["torch", "safetensors", "dcp", "rank"])
         if layout not in SPLIT or defect:  # each rank saves its shards
             file = {"rank": "torch"}.get(file, file)
@@ -404,6 +459,8 @@ def script(d: Draw, layout: str, defect: str) -> str:
         context = CONTEXT.replace("dist.all_reduce(gradient)\n        ", "") if "values" in defect else CONTEXT
         model = context + "\n" + model.replace("F.scaled_dot_product_attention", "attend")
     texts = TEXTS
+    if d.until == "leak":
+        texts, model = PACKED, packed(model, defect)
     if d.layout == "trainer":  # of six sizes, so that ranks rarely have as many targets
         texts = TEXTS.replace("(4, 7, 21)[int(torch.randint(3,", "(4, 6, 9, 12, 16, 21)[int(torch.randint(6,")
         if d.defect != "mean of means":
@@ -469,7 +526,7 @@ def _begin(d: Draw, layout: str, defect: str) -> str:
         given = {"adamw": ("AdamW", "'lr': 1e-3, 'torch_adam': True"), "sgd": ("SGD", "'lr': 0.05, 'momentum': 0.9")}
         kind, settings = given[d.optimizer]
         accumulation = 1 if defect == "several backwards" else "ACCUMULATION"
-        shards = ", 'stage3_param_persistence_threshold': 0" if d.until else ""  # of tensors as small as these, too
+        shards = ", 'stage3_param_persistence_threshold': 0" if d.until == "save" else ""
         return text + (
             "config = {\n    'train_micro_batch_size_per_gpu': BATCH,\n"
             f"    'gradient_accumulation_steps': {accumulation},\n    'gradient_clipping': CLIP or 0.0,\n"
@@ -618,7 +675,7 @@ def _clip(d: Draw, layout: str, defect: str) -> list[str]:
 def _steps(d: Draw, layout: str, defect: str, lines: list[str]) -> str:
     lines = [*lines, "print(step, float(loss), flush=True)"]
     before = ""
-    if d.until and layout != "one":
+    if d.until == "save" and layout != "one":
         lines += ["if step == SAVES:\n" + indent(_save(d, layout, defect), "    ")]
         before = f"SAVES = {1 + d.seed % 2}\n"
         before += "old = [p.detach().clone() for p in model.parameters()]\n" if defect == "an old tensor saved" else ""

@@ -8,14 +8,15 @@ import pytest
 
 from tests.commands import python_m
 
-from .programs import DEFECTS, FURTHER, LAYOUTS, draw
+from .programs import DEFECTS, FURTHER, LAYOUTS, PACKS, draw
 
-SAVED = ("--until", "save", "--layouts", ",".join((*LAYOUTS, "hsdp", "pp")))
+SAVED, LEAKS = ("--until", "save"), ("--leak",)
 OTHERS = ("--layouts", ",".join(FURTHER))
 
 
-@pytest.mark.parametrize("until", ["", "save"])
-@pytest.mark.parametrize("layouts", [LAYOUTS, (*FURTHER, "tp")])
+@pytest.mark.parametrize(
+    ("layouts", "until"), [(LAYOUTS, ""), (FURTHER, ""), (LAYOUTS, "save"), (("hsdp", "pp"), "save"), (PACKS, "leak")]
+)
 def test_every_draw_is_a_program_and_the_same_one_each_time(layouts: tuple[str, ...], until: str) -> None:
     for seed in range(200):
         for right in (True, False):
@@ -30,13 +31,14 @@ def test_every_defect_is_drawn() -> None:
     drawn = {
         draw(seed, right=False, layouts=(*LAYOUTS, *FURTHER), until=until).defect
         for seed in range(len(DEFECTS))
-        for until in ("", "save")
+        for until in ("", "save", "leak")
     }
     assert drawn == {defect.name for defect in DEFECTS}
 
 
-@pytest.mark.parametrize("until", ["", "save"])
-@pytest.mark.parametrize("layouts", [LAYOUTS, (*FURTHER, "tp")])
+@pytest.mark.parametrize(
+    ("layouts", "until"), [(LAYOUTS, ""), (FURTHER, ""), (LAYOUTS, "save"), (("hsdp", "pp"), "save"), (PACKS, "leak")]
+)
 def test_a_defect_changes_the_program(layouts: tuple[str, ...], until: str) -> None:
     for seed in range(200):
         program = draw(seed, right=False, layouts=layouts, until=until)
@@ -92,6 +94,6 @@ def test_draws_that_were_judged_wrong_once(seed: int, kind: str, options: tuple[
 @pytest.mark.release
 @pytest.mark.timeout(7200)  # 800 draws, which a person starts: `make test-release`
 @pytest.mark.parametrize("first", range(0, 400, 50))
-@pytest.mark.parametrize("options", [(), OTHERS, SAVED], ids=["", "others", "saved"])
+@pytest.mark.parametrize("options", [(), OTHERS, SAVED, LEAKS], ids=["", "others", "saved", "leak"])
 def test_all_draws_are_judged_right(first: int, options: tuple[str, ...]) -> None:
     python_m("tests.prove.planted", "--seeds", f"{first}:{first + 50}", *options, timeout=7000, code=0)
