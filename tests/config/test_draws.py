@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import tempfile
 import time
 import types
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -23,6 +24,7 @@ from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from tests.strategies.graphs.engines import Report
 from tests.strategies.graphs.pool import Pool
+from tests.strategies.graphs.proof import first_difference, recorder, watch
 from tests.texts import write_numbers
 
 STEPS = 3
@@ -45,9 +47,12 @@ MISSING = float("nan")
 
 @dataclass(frozen=True)
 class Draw:
-    """A training of some steps by these settings."""
+    """A training of some steps by these settings, recorded; `ranks` and `moved`: see `proof.recorder`."""
 
     settings: dict[str, Any]
+    records: Path
+    ranks: Path | None = None
+    moved: bool = False
 
     @property
     def compiles(self) -> bool:
@@ -59,7 +64,9 @@ class Draw:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
             job = stack.enter_context(start(load_config(None, self.settings)))
-            for record in Trainer(job).recorded_steps():
+            trainer = Trainer(job)
+            watch(recorder(self.records, STEPS, self.ranks, self.moved), job)
+            for record in trainer.recorded_steps():
                 loss = record["loss"] + record.get("val_loss", 0.0)
                 curve.append((loss, record.get("grad_norm", MISSING)))
 
@@ -92,6 +99,13 @@ class Verdict:
     words: str
 
 
+def is_exact(config: dict[str, Any]) -> bool:
+    """Whether ranks and one process round alike."""
+    exact = config.get("precision.mode", "fp32") in ("fp32", "tf32")
+    exact = exact and "8bit" not in config.get("optim.name", "")
+    return exact and config.get("precision.reduce_dtype", "auto") in ("auto", "fp32")
+
+
 def judge(ranks: list[Report | None], one: Report | None, config: dict[str, Any]) -> tuple[str, str]:
     """(outcome, words) of a draw's two ranks against one process."""
     if None in ranks:
@@ -105,10 +119,7 @@ def judge(ranks: list[Report | None], one: Report | None, config: dict[str, Any]
         return ("stray" if late else "refused"), " ".join(reports[0].error.split())
     if one is None or one.error:
         return "no reference", "hang" if one is None else " ".join(one.error.split())[-300:]
-    exact = config.get("precision.mode", "fp32") in ("fp32", "tf32")
-    exact = exact and "8bit" not in config.get("optim.name", "")
-    exact = exact and config.get("precision.reduce_dtype", "auto") in ("auto", "fp32")
-    tolerances = TOLERANCES["fp32" if exact else "other"]
+    tolerances = TOLERANCES["fp32" if is_exact(config) else "other"]
     for step, (got, want) in enumerate(zip(reports[0].curve, one.curve, strict=True)):
         for name, mine, right, tolerance in zip(("loss", "norm"), got, want, tolerances, strict=True):
             both_missing = mine != mine and right != right
@@ -129,13 +140,20 @@ class Campaign:
             for seed in seeds:
                 if until is not None and time.monotonic() > until:
                     break
-                self._judge(seed, settings(seed, folder), one, two)
+                self._judge(seed, settings(seed, folder), one, two, folder)
 
-    def _judge(self, seed: int, config: dict[str, Any], one: Pool, two: Pool) -> None:
-        ranks = two.run(Draw(config))
+    def _judge(self, seed: int, config: dict[str, Any], one: Pool, two: Pool, folder: Path) -> None:
+        records = folder / f"records-{seed}"
+        ranks = two.run(Draw(config, records / "ranks"))
         trained = all(report is not None and not report.error for report in ranks)
-        (alone_report,) = one.run(Draw(alone(config))) if trained else [None]
+        process = Draw(alone(config), records / "process", records / "ranks")
+        (alone_report,) = one.run(process) if trained else [None]
         outcome, words = judge(ranks, alone_report, config)
+        if outcome == "equal" and is_exact(config):
+            one.run(replace(process, moved=True))
+            _, words = first_difference(records / "ranks", records / "process", STEPS, 2)
+            outcome = "wrong" if words else "equal"
+        shutil.rmtree(records, ignore_errors=True)
         self.verdicts.append(Verdict(seed, outcome, words))
         if outcome not in ("equal", "refused"):
             drawn = {k: v for k, v in config.items() if k not in ("run.dir", "data.cache_dir", "data.path")}
