@@ -73,7 +73,9 @@ def max_model(
     config: Config,
     overrides: Overrides = None,
     *,
-    find: Annotated[str, typer.Option(metavar="model|batch", help="The most parameters, or samples.")] = "model",
+    find: Annotated[
+        str, typer.Option(metavar="model|batch|length", help="The most parameters, samples, or tokens a sequence.")
+    ] = "model",
     gpus: Gpus = 1,
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
@@ -82,13 +84,13 @@ def max_model(
     confirm: Annotated[bool, typer.Option("--confirm", help="Train sizes around the boundary here.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the runs of --confirm.")] = Path("max-model"),
 ) -> None:
-    """Find the largest model, or micro-batch, that CONFIG's settings can train, by prediction or real steps."""
+    """Find the largest model or micro-batch, or the longest sequence, that CONFIG trains: by prediction or real steps."""
     from ..config.load import resolve_batch
-    from ..plan.search.ladder import batch_sizes, largest, model_sizes
+    from ..plan.search.ladder import batch_sizes, largest, lengths, model_sizes
     from ..plan.target import target_here
 
-    if find not in ("model", "batch"):
-        raise ConfigError(f"--find {find} is neither model nor batch", "pass --find model or --find batch")
+    if find not in ("model", "batch", "length"):
+        raise ConfigError(f"--find {find} is neither model, batch nor length", "pass --find model, batch or length")
     job = ConfigJob(config, tuple(overrides or ()))
     start = job.config()
     if find == "model" and (start.task.factory is not None or start.task.name != "causal_lm"):
@@ -101,13 +103,21 @@ def max_model(
         try_it = job.tried(gpus, out, 3, memory_cap)
     else:
         target = CardOptions(gpus, gpus, gpu, gpu_memory, host_memory, memory_cap).target(start)
-    if find == "batch":
+    if find == "length":
+        if start.task.factory is not None or start.task.name not in ("causal_lm", "hf_causal_lm"):
+            raise ConfigError("--find length is for causal language models", "pass --find batch")
+        sizes = lengths(start)
+    elif find == "batch":
         sizes = batch_sizes(resolve_batch(start, gpus) if start.train.global_batch_size is not None else None)
     else:
         limit = (target.device_memory or 0) * gpus + (1 << 40)
         sizes = model_sizes(start.model, limit / 2, 16 if start.precision.mode == "fp8" else 1)
     answer = largest(job.config, sizes, target, try_it, look_ahead=6 if find == "model" else 0)
-    size, next_size, unit = answer.largest, answer.next_up, "samples" if find == "batch" else "parameters"
+    size, next_size, unit = (
+        answer.largest,
+        answer.next_up,
+        {"model": "parameters", "batch": "samples", "length": "tokens"}[find],
+    )
     typer.echo(f"largest   {size.amount:,} {unit}: {' '.join(size.settings)}")
     short = "; the next one is short of host memory" if answer.limited_by == "host" else ""
     typer.echo(f"needs     {gib(answer.predicted)} of {gib(target.device_memory or 0)} (predicted){short}")

@@ -85,7 +85,7 @@ WRONG = [
     ("plan --from ds.json --model nope", "--model nope cannot be read", "config.json"),
     ("plan --from args.yaml", "args.yaml is a file of transformers' Trainer", "shardkit rehearse"),
     ("plan --from ds.json --auto --gpu l4", "--auto searches from a config", "into a config"),
-    ("max-model recipe.yaml --find params", "--find params is neither model nor batch", "--find batch"),
+    ("max-model recipe.yaml --find params", "--find params", "model, batch or length"),
     ("launch", "neither a config nor a script was given", "shardkit launch CONFIG"),
     ("launch recipe.yaml", "one rank per GPU, but run.device=cpu", "pass --nproc-per-node N"),
     ("launch recipe.yaml --nproc_per_node 2", "No such option: --nproc_per_node", "did you mean --nproc-per-node?"),

@@ -172,6 +172,7 @@ FINEST = 1.02
 """Neighbouring sizes differ by at most this factor, if layers, widths and heads allow."""
 _STEP = 0.004  # relative step of large widths and depths; squared for the width, it stays well below `FINEST`
 _LARGEST_BATCH = 65536
+_LONGEST = 2**22
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,17 @@ def batch_sizes(accumulated: int | None = None) -> list[Size]:
     """Every micro-batch size up to 65536; a fixed `accumulated` replaces a global batch that only some divide."""
     step = () if accumulated is None else (f"train.grad_accum_steps={accumulated}", "train.global_batch_size=null")
     return [Size((f"train.micro_batch_size={n}", *step), n) for n in range(1, _LARGEST_BATCH + 1)]
+
+
+def lengths(config: RunConfig) -> list[Size]:
+    """Sequence lengths up to 4 Mi, each at most 2 % longer than the last as far as whole parts of 128 tokens allow."""
+    unit = math.lcm(128, config.parallel.cp)
+    positions = "model.max_seq_len" if config.task.name == "causal_lm" else "model.hf.max_position_embeddings"
+    sizes, length = [], unit
+    while length <= _LONGEST:
+        sizes.append(Size((f"train.seq_len={length}", f"{positions}={length}"), length))
+        length = max(length + unit, int(length * FINEST) // unit * unit)
+    return sizes
 
 
 def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | None, look_ahead: int = 0) -> Boundary:

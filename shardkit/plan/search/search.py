@@ -77,7 +77,7 @@ def engines(config: RunConfig, target: Target) -> Iterator[tuple[str, dict[str, 
         settings = {"parallel.strategy": strategy}
         changes = {"offload_optimizer": "none", "offload_param": "none", **keys}
         if strategy != parallel.strategy:  # another engine starts from the section's defaults
-            defaults = ParallelConfig().model_dump(exclude={"strategy"})
+            defaults = ParallelConfig().model_dump(exclude={"strategy", "cp", "cp_across_nodes"})
             others = {key: as_override(value) for key, value in defaults.items() if value != getattr(parallel, key)}
             changes = {**others, **changes}
         settings |= {
@@ -92,10 +92,11 @@ def micro_batches(config: RunConfig, target: Target, fixed_keys: Collection[str]
     """(samples per rank and step, the micro-batch sizes that divide them): the global batch does not change."""
     train = config.train
     if train.global_batch_size is not None:
-        samples, remainder = divmod(train.global_batch_size, target.world_size)
+        data_ranks = target.world_size // config.parallel.cp
+        samples, remainder = divmod(train.global_batch_size, data_ranks)
         if remainder or not samples:
-            cause = f"train.global_batch_size={train.global_batch_size} is no multiple of {target.world_size} ranks"
-            raise ConfigError(cause, f"set a multiple of {target.world_size}")
+            cause = f"train.global_batch_size={train.global_batch_size} is no multiple of {data_ranks} data ranks"
+            raise ConfigError(cause, f"set a multiple of {data_ranks}")
     else:
         samples = train.micro_batch_size * (train.grad_accum_steps or 1)
     if {"train.micro_batch_size", "train.grad_accum_steps"} & set(fixed_keys):
@@ -181,7 +182,9 @@ class Search:
             raise ConfigError("there is no memory to fit into", "pass --gpu or --gpu-memory; for CPUs --memory-cap")
         self._load, self._target, self._fixed_keys = load, target, fixed_keys
         self._margin, self._report = margin, report
-        self.samples, self._sizes = micro_batches(load(()), target, fixed_keys)
+        config = load(())
+        self.samples, self._sizes = micro_batches(config, target, fixed_keys)
+        self._data_ranks = target.world_size // config.parallel.cp
         self._stack = ExitStack()
         self._planners: list[Planner] = []
         self._idle: queue.Queue[Planner] = queue.Queue()
@@ -356,7 +359,7 @@ class Search:
             *combination.settings,
             f"train.micro_batch_size={size}",
             "train.grad_accum_steps=null",
-            f"train.global_batch_size={self.samples * self._target.world_size}",
+            f"train.global_batch_size={self.samples * self._data_ranks}",
         )
 
     def _filled(self, estimate: MemoryEstimate, needed: float, on_host: float) -> float:
