@@ -84,7 +84,7 @@ def max_model(
     confirm: Annotated[bool, typer.Option("--confirm", help="Train sizes around the boundary here.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the runs of --confirm.")] = Path("max-model"),
 ) -> None:
-    """Find the largest model or micro-batch, or the longest sequence, that CONFIG trains: by prediction or real steps."""
+    """Find the largest model or micro-batch, or the longest sequence, CONFIG trains: by prediction, or real steps."""
     from ..config.load import resolve_batch
     from ..plan.search.ladder import batch_sizes, largest, lengths, model_sizes
     from ..plan.target import target_here

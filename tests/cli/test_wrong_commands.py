@@ -91,7 +91,7 @@ WRONG = [
     ("launch recipe.yaml --nproc_per_node 2", "No such option: --nproc_per_node", "did you mean --nproc-per-node?"),
     ("launch --nproc-per-node 2 -- my_train.py", "my_train.py does not exist", "name a file that exists"),
     (f"{LAUNCH} two", "--nproc-per-node 'two' is not a number of ranks", "a number from 1"),
-    (f"{LAUNCH} 3", "train.global_batch_size=4 is not a multiple of micro_batch_size × world size", "=3 or 6"),
+    (f"{LAUNCH} 3", "train.global_batch_size=4 is not a multiple of micro_batch_size × data ranks", "=3 or 6"),
     (f"{LAUNCH} 2 parallel.strategy=single", "parallel.strategy=single", "ddp"),
     (f"{LAUNCH} 2 --nnodes 2", "--nnodes 2 without --rdzv-endpoint", "pass --rdzv-endpoint HOST:PORT"),
     ("train --config", "argument --config: expected one argument", "write --config FILE"),
