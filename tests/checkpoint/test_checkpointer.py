@@ -159,6 +159,16 @@ def test_a_failure_in_the_background_is_raised_at_the_wait(make: Any, monkeypatc
             checkpoints.wait()
 
 
+def test_a_usual_file_that_leaves_the_cache_by_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[tuple[int, int]] = []
+    monkeypatch.setattr(writer_module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(writer_module.os, "posix_fadvise", lambda _, at, n, advice: advised.append((at, n)))
+    writer_module.write_file(tmp_path / "file", [torch.zeros(10)] * 5)  # at multiples of 64 bytes
+    assert advised == [(0, 104), (104, 128)]
+    (tmp_path / "new").touch()
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
 def test_the_callers_own_state_comes_back(make: Any, tmp_path: Path) -> None:
     checkpoints = make(fakes.Plain())
     run = RunState(step=1, extra={"curriculum": [1, 2.5, None], "name": "ä"})

@@ -38,8 +38,8 @@ def test_every_range_is_what_was_written(saved: Path, whole: fakes.Plain, data: 
 
 @pytest.fixture
 def large(tmp_path: Path, alone: None) -> tuple[Path, torch.Tensor]:
-    """A checkpoint with a tensor of one chunk and eight blocks, and the tensor."""
-    plain = fakes.Plain(n_elements=8 * BLOCK_BYTES // 4)
+    """A checkpoint with a tensor of one chunk and eight blocks, of which the last is short, and the tensor."""
+    plain = fakes.Plain(n_elements=8 * BLOCK_BYTES // 4 - 5)
     plain.wholes["model.0"].copy_(torch.arange(plain.wholes["model.0"].numel()))
     checkpoints = Checkpointer(plain, fakes.world(), CheckpointConfig(), tmp_path)
     checkpoints.save(RunState(step=1))
@@ -52,9 +52,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of every read."""
     read: list[int] = []
     real = reader_module.os.preadv
-    monkeypatch.setattr(
-        reader_module.os, "preadv", lambda fd, buffers, at: read.append(real(fd, buffers, at)) or read[-1]
-    )
+    monkeypatch.setattr(reader_module.os, "preadv", lambda fd, to, at: read.append(real(fd, to, at)) or read[-1])
     return read
 
 
@@ -67,7 +65,7 @@ def test_a_part_of_a_chunk_costs_no_more_than_its_blocks(large: tuple[Path, torc
 def test_whole_blocks_are_read_together(large: tuple[Path, torch.Tensor], counted: list[int]) -> None:
     with CheckpointReader(large[0]) as checkpoint:
         assert torch.equal(checkpoint.read("model.0"), large[1])
-    assert counted == [8 * BLOCK_BYTES], "block by block, a large checkpoint would take longer"
+    assert counted == [8 * BLOCK_BYTES - 20], "block by block, a large checkpoint would take longer"
 
 
 @pytest.mark.parametrize("most", [BLOCK_BYTES // 3, 2 * BLOCK_BYTES])

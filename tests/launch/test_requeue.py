@@ -71,6 +71,7 @@ def starts(run_dir: Path, *ended: tuple[int, str | None], job: str = "7") -> Non
         ([(5, None), (5, None), (5, "failed: x")], "lost, or it was killed; failed: x"),
         ([(0, "failed: x"), (0, "failed: x")], None),
         ([(0, "failed: x"), (0, "failed: x"), (3, "failed: x")], None),
+        ([(5, "failed: x"), (3, "failed: x"), (3, "failed: x")], None),  # it is not still at 5
         ([(0, "preempted"), (0, "preempted"), (0, "preempted"), (0, "preempted")], None),
         ([(0, None), (0, "preempted"), (0, None), (0, "preempted"), (0, None)], "made no step"),
         ([(0, "taken back by Slurm"), (0, "preempted"), (0, "taken back by Slurm")], None),
@@ -168,11 +169,11 @@ def test_processes_that_died_without_a_word_are_named(
 def test_srun_waits_for_the_other_tasks_no_longer_than_slurm_may_take_to_end_them(
     ended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter((1000.0, 1069.0, 1071.5))
+    times, logs = iter((1000.0, 1001.0, 1069.0, 1071.5)), iter([ended] * 3)  # read every two seconds at most
     monkeypatch.setattr(requeue, "time", SimpleNamespace(monotonic=lambda: next(times)))  # no other thread's
     monkeypatch.setattr(requeue, "kill_wait_s", lambda: 40)
-    bound = requeue.Bound(lambda: ended)
-    assert [bound.is_passed() for _ in range(3)] == [False, False, bool(ended)]
+    bound = requeue.Bound(lambda: next(logs))
+    assert [bound.is_passed() for _ in range(4)] == [False, False, False, bool(ended)]
 
 
 def test_a_job_that_slurm_says_nothing_of_was_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,8 @@ def test_stragglers_are_named() -> None:
     assert [(slow.name, round(slow.ratio, 2)) for slow in summary(rows).stragglers] == [("4@node9", 1.3)]
     assert "slow: rank 4@node9 is busy for 1.30 × the median of a step" in render_table(rows)
     assert not summary(rows[:4]).stragglers
+    assert summary(rows).spreads["step_time_s"].mean == pytest.approx(0.106)
+    assert summary([cpu_row(0, step_time_s=0.0)]).spreads["step_time_s"].skew == 1.0, "equal ranks, as any zeros"
 
 
 def test_one_rank_has_no_spread_and_no_mark() -> None:

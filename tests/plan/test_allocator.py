@@ -31,13 +31,14 @@ def test_large_requests_have_segments_of_their_own() -> None:
     assert allocator.reserved == 12 * MIB
 
 
-def test_freed_memory_is_kept_and_used_again_but_not_required() -> None:
+def test_freed_memory_is_kept_and_the_smallest_sufficient_block_used_again_but_not_required() -> None:
     allocator = CachingAllocator(expandable=False)
-    block = allocator.malloc(64 * MIB)
-    allocator.free(block)
-    assert (allocator.reserved, allocator.required, allocator.allocated) == (64 * MIB, 0, 0)
-    allocator.malloc(40 * MIB)
-    assert allocator.reserved == 64 * MIB
+    blocks = [allocator.malloc(size * MIB) for size in (12, 64, 96)]
+    for block in blocks:
+        allocator.free(block)
+    assert (allocator.reserved, allocator.required, allocator.allocated) == (172 * MIB, 0, 0)
+    assert allocator.malloc(40 * MIB).address == blocks[1].address
+    assert allocator.reserved == 172 * MIB
 
 
 @pytest.mark.parametrize(("expandable", "allocated"), [(False, 40 * MIB), (True, 40 * MIB - 2**19)])
@@ -155,6 +156,16 @@ def test_a_log_is_replayed_for_one_device_with_growth_streams_and_phases() -> No
     assert (found.allocated, found.reserved, found.required) == (36 * MIB, 50 * MIB, 50 * MIB)
     assert found.reserved_by_phase == {"start": 20 * MIB, "forward": 20 * MIB, "backward": 50 * MIB}
     assert found.arenas == {(0, False): 20 * MIB, (1, False): 30 * MIB}
+
+
+def test_a_log_gives_the_cache_back_where_the_program_did() -> None:
+    log = EventLog()
+    tensor = log.made("cuda:0", "op")
+    for mib in [30, -30] * 150:
+        log.changed(tensor, mib * MIB)
+    log.released()
+    log.changed(tensor, 40 * MIB)
+    assert replay(log, "cuda:0", expandable=False).reserved == 40 * MIB, "70 MiB if the cache were kept"
 
 
 def test_a_full_card_can_need_more_than_the_segments_in_use_on_a_large_one() -> None:

@@ -110,9 +110,7 @@ def test_what_fsdp_cannot_gather_is_refused_by_name() -> None:
     refused, _ = run_ranks(2, REACHING + "refusals", timeout=300)
     assert "is used where it is not gathered" in refused["Leftover"], refused
     assert "a parameter of SideLoss is used where it is not gathered" in refused["SideLoss"], refused
-    assert re.search(r"blocks\.\d\.norm in the block blocks\.\d \(.*reaching.py:\d+\) is used", refused["Late"]), (
-        refused
-    )
+    assert re.search(r"blocks\.\d\.norm in the block blocks\.\d \(.*reaching.py:\d+\) is used", refused["Late"])
     assert "changes its input in place" in refused["InPlace"] and "blocks.0" in refused["InPlace"]
     assert "blocks.0.norm " in refused["PartCalled"] and "is used where it is not gathered" in refused["PartCalled"]
     assert "blocks.0.norm in the block blocks.0" in refused["ByRank"], "every rank says so"
@@ -129,12 +127,7 @@ def test_units_own_each_parameter_once_and_innermost_come_first() -> None:
     names = {name: unit.kind for unit in units for name in unit.names}
     assert sorted(name for unit in units for name in unit.names) == sorted(name for name, _ in model.named_parameters())
     assert [unit.kind for unit in units if unit.kind != "block"] == ["shared", "shared", "shared", "rest"]
-    assert (
-        names["blocks.0.mix.norm.weight"]
-        == names["blocks.0.mix.mix.weight"]
-        == names["blocks.0.norm.weight"]
-        == "shared"
-    )
+    assert {names[f"blocks.0.{name}.weight"] for name in ("mix.norm", "mix.mix", "norm")} == {"shared"}
     order = [unit.modules for unit in units]
     assert order.index((model.norm,)) < order.index((model.blocks[0].mix,)) < order.index((model.blocks[0],))
     words = describe_blocks(model, find_blocks(model))

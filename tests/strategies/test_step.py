@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardkit.config.schema import ParallelConfig, RunConfig
 from shardkit.errors import ConfigError
@@ -24,7 +25,7 @@ CLIPPED = RunConfig.model_validate({"train": {"max_norm": 1.0}})
 
 
 class Alone:
-    """One process's engine and ledger, which notes in `seen` the flags and phases of a step."""
+    """One process's engine and ledger, which notes in `seen` the flags and phases of a step, if they follow others."""
 
     def __init__(self) -> None:
         self.model = nn.Linear(1, 1, bias=False)
@@ -38,7 +39,7 @@ class Alone:
 
     @contextmanager
     def phase(self, name: str, follows: bool = False) -> Iterator[None]:
-        self.seen.append(name)
+        self.seen.append(f"then {name}" if follows else name)
         yield
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -47,9 +48,7 @@ class Alone:
 
 def accumulated(batches: list[step.MicroBatch], n_targets: float, world: int) -> tuple[Alone, float]:
     alone = Alone()
-    total, _ = step.accumulate(
-        alone, alone, batches, lambda model, batch: model(batch).sum(), n_targets, world, CPU
-    )  # fmt: skip
+    total, _ = step.accumulate(alone, alone, batches, lambda model, batch: model(batch).sum(), n_targets, world, CPU)
     return alone, total.item()
 
 
@@ -75,7 +74,8 @@ def test_gradients_are_those_of_the_global_sum_over_its_targets(world: int, n_ta
     # The filler weighs nothing; engines average over ranks, so the sum is multiplied by their number.
     assert alone.model.weight.grad.item() == pytest.approx((2 * 3 + 5) * world / max(n_targets, 1))
     assert total == pytest.approx((2 * 3 + 5) * alone.model.weight.item())
-    assert alone.seen == [False, "forward", "backward"] * 2 + [True, "forward", "backward"]
+    later = ["then forward", "then backward"]
+    assert alone.seen == [False, "forward", "then backward", False, *later, True, *later]
 
 
 @pytest.mark.parametrize("loss", [torch.ones(2), torch.ones(1), 1.0])
@@ -235,6 +235,9 @@ def test_a_gpus_times_are_in_seconds_and_waited_for_at_the_last_stop_only(monkey
         watch.stop()
     assert watch.seconds() == pytest.approx(4.25)
     assert Event.waited == [9250.0]
+    with FakeTensorMode():  # a plan's loss is copied as any other
+        step.HostValue(torch.ones((), device="cuda")).arrived.wait()
+    assert Event.waited == [9250.0] * 2
 
 
 class Clock:
