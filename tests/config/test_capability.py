@@ -127,12 +127,19 @@ def test_fsdp_offloads_the_optimizer_together_with_parameters() -> None:
         assert "offload_param=cpu too" in refused(both | {"parallel.offload_param": "none"}).cause
 
 
-def test_zero_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "library", "fix"),
+    [
+        ("parallel.strategy", "zero2", "deepspeed", "pip install deepspeed, or set parallel.strategy=fsdp"),
+        ("logging.wandb_project", "project", "wandb", "pip install"),
+    ],
+)
+def test_a_library_that_is_not_installed_is_named(
+    key: str, value: str, library: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    error = refused({"parallel.strategy": "zero2"})
-    assert "needs deepspeed, which is not installed" in error.cause
-    assert "pip install deepspeed" in error.fix
-    assert "fsdp" in error.fix
+    error = refused({key: value})
+    assert f"needs {library}, which is not installed" in error.cause and fix in error.fix
     run_check({"parallel.strategy": "fsdp"})
 
 

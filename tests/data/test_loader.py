@@ -57,18 +57,6 @@ def test_batches_follow_the_plan_whoever_loads_them(workers: int) -> None:
         assert drain(StepLoader(Squares(10), schedule(rank=rank), n_steps=5, workers=workers)) == expected
 
 
-def test_some_ranks_get_fillers_at_the_end_of_an_epoch() -> None:
-    parts = [drain(StepLoader(Squares(10), schedule(rank=rank), n_steps=2))[1][0] for rank in range(2)]
-    flags = [is_filler for rank in parts for _, is_filler in rank]
-    assert sorted(flags) == [False, False, True, True]
-    assert all(batch == [0] for rank in parts for batch, is_filler in rank if is_filler)
-
-
-def test_goes_on_from_a_state() -> None:
-    whole = drain(StepLoader(Squares(10), schedule(), n_steps=5))
-    assert drain(StepLoader(Squares(10), schedule(), state=whole[1][1], n_steps=3)) == whole[2:]
-
-
 def test_close_ends_the_workers_and_further_use_is_refused() -> None:
     before = set(multiprocessing.active_children())
     loader = StepLoader(Squares(100), schedule(100), n_steps=50, workers=2)

@@ -1,23 +1,20 @@
-"""Rows that differ from the first one, unusual tokenizers and templates, and a row's road to its batch."""
+"""Rows that differ from the first one, unusual tokenizers and templates."""
 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import shardkit
-from shardkit.data.loader import BatchSchedule, StepLoader
 from shardkit.data.tokenizer import load_tokenizer
 from shardkit.errors import ConfigError, DataError
 from tests.commands import python_m
 
 from .chats import KINDS, PLAIN, conversation, write_lines, write_tokenizer
-from .test_text import config, everything, opened
+from .test_text import everything, opened
 
 pytest.importorskip("transformers")
 
@@ -279,37 +276,3 @@ def test_a_template_that_changes_earlier_turns_trains_each_as_it_was_answered(
         DataError, match=r"row 2 from byte 0 on: the chat template changes earlier turns .* it makes 3 samples"
     ):
         streamed[1]
-
-
-MOST = 12
-
-
-def test_a_row_reaches_its_batch_through_few_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    from shardkit.data.text_data import TextData
-
-    path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(40)))
-    write_tokenizer(tmp_path / "tok")
-    settings = config(tmp_path, path)
-    root = Path(shardkit.__file__).parent
-    files: set[str] = set()
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(str(root)) and frame.f_code.co_name != "<module>":
-            files.add(str(Path(name).relative_to(root)))
-
-    sys.setprofile(note)
-    try:
-        text = TextData(settings, 512, "model.vocab_size")
-        data = text.dataset("train")
-        schedule = BatchSchedule(len(data), 4, 4, 1, 0, 1, 0, True, False)
-        loader = StepLoader(data, schedule, text.collate, n_steps=2)
-        batch = next(loader)
-    finally:
-        sys.setprofile(None)
-    loader.close()
-    assert len(batch.micro_batches[0][0]["tokens"]) == 4
-    with capsys.disabled():
-        print(f"\na row of JSON to a batch: {len(files)} files: {', '.join(sorted(files))}")
-    assert len(files) <= MOST

@@ -111,17 +111,11 @@ def test_every_format_and_convention_gives_the_same_documents(tmp_path: Path) ->
         assert everything(opened(tmp_path, tmp_path / name, **keys)) == reference, name
 
 
-def test_prompts_are_masked_and_completions_end(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i} plus {i} is", "completion": f" {2 * i}"} for i in range(20)]
-    path = write_lines(tmp_path / "sums.jsonl", rows)
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tok"))
-    for row, (tokens, mask) in zip(rows, everything(opened(tmp_path, path)), strict=True):
-        prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
-        assert tokens == [*prompt, *tokenizer.encode(row["completion"]), tokenizer.eos_token_id]
-        assert mask == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
+def test_a_prompt_may_count_and_no_end_be_added(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "sums.jsonl", [{"prompt": "3 plus 3 is", "completion": " 6"}] * 9)
     tokens, mask = everything(opened(tmp_path, path, loss_on="all", add_eos=False))[3]
     assert all(mask[1:])
-    assert tokenizer.decode(tokens) == "3 plus 3 is 6"
+    assert load_tokenizer(tmp_path / "tok").decode(tokens) == "3 plus 3 is 6"
 
 
 def test_windows_of_text_hold_each_token_once(tmp_path: Path) -> None:

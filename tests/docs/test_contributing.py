@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,12 +27,10 @@ REPO = Path(__file__).resolve().parents[2]
 TEXT = (REPO / "CONTRIBUTING.md").read_text()
 
 
-def section(title: str) -> str:
-    return TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0]
-
-
 def example(title: str) -> str:
-    return section(title).partition("```python\n")[2].partition("```")[0]
+    """The code in a section of the page."""
+    section = TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return section.partition("```python\n")[2].partition("```")[0]
 
 
 def names_of(title: str, **known: Any) -> dict[str, Any]:
@@ -106,32 +103,18 @@ def test_a_figure_is_recorded_under_every_engine(tmp_path: Path) -> None:
             assert pair == pytest.approx(expected, rel=1e-4), engine
 
 
-@pytest.fixture
-def extended(tmp_path: Path) -> Any:
-    """A module with the example's key in the section that has all the others."""
-    path = tmp_path / "extended_schema.py"
-    path.write_text(
+def test_a_strategy_dependent_key_is_refused_by_its_declaration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "extended_schema.py").write_text(
         "from typing import Annotated, Literal\n"
         "from shardkit.config.schema import ParallelConfig as Section, RunConfig\n"
         "from shardkit.config.schema import Capability\n"
         f"{example('Add a config key')}\n"
         "class Extended(RunConfig):\n    parallel: ParallelConfig = ParallelConfig()\n"
     )
-    return loaded_module(path)
-
-
-def loaded_module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # annotations and docstrings of fields are looked up there
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[path.stem]
-    return module
-
-
-def test_a_strategy_dependent_key_is_refused_by_its_declaration(extended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    extended = importlib.import_module("extended_schema")
     entries = capability.declared("parallel", extended.ParallelConfig)
     [declared] = [entry for entry in entries if entry.key not in ParallelConfig.model_fields]
     monkeypatch.setattr(capability, "DECLARED", [*capability.DECLARED, declared])

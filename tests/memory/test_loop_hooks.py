@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -99,23 +97,10 @@ def test_the_five_lines_around_a_loop_work_as_they_stand(
     assert "optimizer" in capsys.readouterr().out
 
 
-def fields(found: dict[str, Any], above: str = "") -> Iterator[str]:
-    for key, value in found.items():
-        yield key
-        if isinstance(value, dict) and above not in ("state", "phases"):
-            # One category or phase is enough.
-            yield from fields(next(iter(value.values())) if key in ("state", "phases") else value, key)
-
-
 def test_every_field_of_memory_jsonl_is_documented() -> None:
     text = (REPO / "docs" / "memory.md").read_text()
     schema = text.partition("## memory.jsonl")[2].partition("## The table")[0]
-    written = json.loads(json.dumps(gather_json(20, 1.0, [gpu_row(0)])))
     assert f'"schema": {SCHEMA}' in schema
-    row = written["ranks"][0]
-    missing = [
-        name
-        for name in {*written, *fields(row), *row["state"], *row["phases"]}
-        if f'"{name}"' not in schema and f"`{name}`" not in schema
-    ]
-    assert missing == []
+    names = set(re.findall(r'"(\w+)": ', json.dumps(gather_json(20, 1.0, [gpu_row(0)]))))
+    assert names > {"params", "update", "host_mem"}
+    assert [name for name in names if f'"{name}"' not in schema and f"`{name}`" not in schema] == []

@@ -61,49 +61,45 @@ def test_childrens_memory_belongs_to_the_rank() -> None:
         child.stdin.close()
 
 
-def test_cgroup_v2_limit_is_the_tightest_ancestors(tmp_path: Path) -> None:
-    mounts = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n"
-    write_files(tmp_path / "proc/self", {"cgroup": "0::/slurm/job1/step0\n", "mounts": mounts})
-    limits = {"job1/step0/memory.max": "max\n", "job1/memory.max": "8589934592\n", "memory.max": "17179869184\n"}
-    write_files(tmp_path / "sys/fs/cgroup/slurm", limits)
-    assert min(memory_limits(tmp_path)) == (8 * 2**30, tmp_path / "sys/fs/cgroup/slurm/job1")
+V2 = "cgroup2 /cg cgroup2 rw,nosuid 0 0\n"
+V1 = "cgroup /cg/cpu cgroup rw,cpu 0 0\ncgroup /cg/memory cgroup rw,memory 0 0\n"
+LIMITS: dict[str, tuple[str, str, dict[str, str], list[tuple[int, str]]]] = {
+    "v2, its ancestors'": ("0::/slurm/job/step\n", V2,
+                          {"slurm/job/step/memory.max": "max\n", "slurm/job/memory.max": f"{8 << 30}\n",
+                           "slurm/memory.max": f"{16 << 30}\n"}, [(8 << 30, "slurm/job"), (16 << 30, "slurm")]),
+    "v1, in a container": ("9:cpu:/docker/a\n4:memory:/docker/a\n0::/\n", V1,
+                           {"memory/memory.limit_in_bytes": f"{4 << 30}\n"}, [(4 << 30, "memory")]),
+    "v2, none": ("0::/\n", V2, {"memory.max": "max\n"}, []),
+    "v1, none": ("4:memory:/\n", V1, {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, []),
+    "not Linux": ("", "", {}, []),
+}  # fmt: skip
+"""Case → /proc/self/cgroup, the mounts, the files below /cg, and the limits with their folders."""
 
 
-def test_cgroup_v1_limit_beside_other_controllers(tmp_path: Path) -> None:
-    memberships = "9:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/\n"
-    mounts = "cgroup /cg/cpu cgroup rw,cpu 0 0\ncgroup /cg/memory cgroup rw,memory 0 0\n"
-    write_files(tmp_path / "proc/self", {"cgroup": memberships, "mounts": mounts})
-    write_files(tmp_path / "cg/memory", {"memory.limit_in_bytes": "4294967296\n"})  # as in a container: only the root
-    assert memory_limits(tmp_path) == [(4 * 2**30, tmp_path / "cg/memory")]
-
-
-@pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n"])
-def test_no_cgroup_limit(tmp_path: Path, text: str) -> None:
-    kind, file = ("cgroup2", "memory.max") if text == "max\n" else ("cgroup", "memory.limit_in_bytes")
-    write_files(tmp_path / "proc/self", {"cgroup": "0::/\n4:memory:/\n", "mounts": f"x /cg {kind} rw,memory 0 0\n"})
-    write_files(tmp_path / "cg", {file: text})
-    assert memory_limits(tmp_path) == memory_limits(tmp_path / "not-linux") == []
+@pytest.mark.parametrize("case", LIMITS)
+def test_limits_are_those_of_the_cgroup_and_its_ancestors(case: str, tmp_path: Path) -> None:
+    memberships, mounts, files, limits = LIMITS[case]
+    if mounts:
+        write_files(tmp_path / "proc/self", {"cgroup": memberships, "mounts": mounts})
+    write_files(tmp_path / "cg", files)
+    assert memory_limits(tmp_path) == [(n_bytes, tmp_path / "cg" / folder) for n_bytes, folder in limits]
 
 
 GIB = 2**30
 
 
-def test_file_caches_do_not_count_as_used(tmp_path: Path) -> None:
-    (tmp_path / "memory.current").write_text(f"{6 * GIB}\n")
-    (tmp_path / "memory.stat").write_text(
-        f"anon {GIB}\nactive_file {GIB}\ninactive_file {GIB}\nslab_reclaimable 4096\n"
-    )
-    assert HostLimit(8 * GIB, tmp_path).in_use() == 4 * GIB - 4096
-
-
-def test_cgroup_v1_counts_its_descendants(tmp_path: Path) -> None:
-    (tmp_path / "memory.usage_in_bytes").write_text(f"{6 * GIB}\n")
-    (tmp_path / "memory.stat").write_text(f"active_file 1\ntotal_active_file {GIB}\ntotal_inactive_file {2 * GIB}\n")
-    assert HostLimit(8 * GIB, tmp_path).in_use() == 3 * GIB
-
-
-def test_a_cgroup_that_is_gone_is_empty(tmp_path: Path) -> None:
-    assert HostLimit(GIB, tmp_path / "gone").in_use() == 0
+@pytest.mark.parametrize(
+    ("current", "stat", "caches"),
+    [
+        ("memory.current", f"anon {GIB}\nactive_file {GIB}\ninactive_file 7\nslab_reclaimable 9\n", GIB + 16),
+        ("memory.usage_in_bytes", f"active_file 1\ntotal_active_file {GIB}\ntotal_inactive_file 7\n", GIB + 7),
+        ("gone", "", 6 * GIB),
+    ],
+)
+def test_file_caches_do_not_count_as_used(current: str, stat: str, caches: int, tmp_path: Path) -> None:
+    """Of cgroup v2; of v1 with its descendants; of a cgroup that is gone."""
+    write_files(tmp_path, {current: f"{6 * GIB}\n", "memory.stat": stat})
+    assert HostLimit(8 * GIB, tmp_path).in_use() == 6 * GIB - caches
 
 
 def test_this_process_is_within_its_limit() -> None:

@@ -14,7 +14,6 @@ from shardkit.config.schema import ActivationConfig, RunConfig
 from shardkit.data.windows import PackedDocuments, Packing, collate_packed, documents_of
 from shardkit.errors import ConfigError
 from shardkit.models import packed_attention as module
-from shardkit.models.packed_attention import BatchDocuments, document_attention
 from shardkit.parallel.blocks import find_blocks
 from shardkit.parallel.weights import Weights
 from shardkit.tasks.load import load_task
@@ -105,7 +104,8 @@ def trained(name: str, packing: str, policy: str = "none") -> tuple[float, dict[
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_documents_train_as_each_one_alone(name: str) -> None:
+def test_packed_documents_train_as_each_one_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUERIES", 4)  # several blocks in a document
     want, gradients = trained(name, "none")
     for packing, policy in (("packed", "none"), ("padding_free", "none"), ("packed", "full")):
         loss, packed = trained(name, packing, policy)
@@ -113,24 +113,6 @@ def test_packed_documents_train_as_each_one_alone(name: str) -> None:
         assert packed.keys() == gradients.keys()
         for key, gradient in gradients.items():
             torch.testing.assert_close(packed[key], gradient, rtol=1e-5, atol=1e-5, msg=f"{packing} {policy} {key}")
-
-
-def test_a_document_does_not_see_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "QUERIES", 4)
-    lengths = (9, 1, 14, 6)
-    draws = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 15, heads, 8, generator=draws, dtype=torch.float64) for heads in (4, 2, 2))
-    bounds = torch.tensor([0, 9, 10, 24, 30], dtype=torch.int32)
-    for window in (None, 1, 3, 8):
-        out = document_attention(q, k, v, BatchDocuments(bounds, lengths), window=window).flatten(0, 1)
-        places = torch.arange(30)
-        which = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
-        ago = places[:, None] - places
-        sees = (which[:, None] == which) & (ago >= 0) & (ago < (window or 30))
-        scores = torch.einsum("qhd,khd->hqk", q.flatten(0, 1), k.flatten(0, 1).repeat_interleave(2, 1)) / 8**0.5
-        weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-        want = torch.einsum("hqk,khd->qhd", weights, v.flatten(0, 1).repeat_interleave(2, 1))
-        torch.testing.assert_close(out, want)
 
 
 @pytest.mark.parametrize(

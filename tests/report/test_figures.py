@@ -136,12 +136,8 @@ def test_of_many_ranks_those_with_the_largest_peaks_stand_beside_the_plan(gpu: R
     assert [name for name in heading.split() if "@" in name] == ["3@node1", "4@node1", "5@node1", "6@node1"], heading
 
 
-def found(run: Run) -> dict[str, KeyFigure]:
-    return {figure.label: figure for figure in measure.key_figures(run)}
-
-
 def test_key_figures_of_a_run_on_gpus(gpu: Run) -> None:
-    figures = found(gpu)
+    figures = {figure.label: figure for figure in measure.key_figures(gpu)}
     assert figures["final loss"].value == pytest.approx(2.0)
     assert figures["best loss"].value == pytest.approx(1.2)
     assert figures["best loss"].remark == "step 19"

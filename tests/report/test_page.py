@@ -29,34 +29,23 @@ REPO = Path(__file__).resolve().parent.parent.parent
 
 
 class Reader(HTMLParser):
-    """Scripts, links and cells of a page."""
+    """The scripts of a page, and the attributes of its tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.scripts, self.outside, self.links, self.ids = list[str](), list[str](), list[str](), set[str]()
-        self.handlers, self.values, self._in_script = list[str](), list[str](), False
+        self.scripts = re.findall(r"<script[^>]*>(.*?)</script", text, re.DOTALL)
+        self.attributes: list[tuple[str, str | None]] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        found = {key: value or "" for key, value in attributes}
-        self._in_script = tag == "script"
-        if tag == "script":
-            self.scripts.append("")
-        self.outside += [v for k, v in found.items() if k in ("src", "srcset", "data", "action")]
-        self.handlers += [key for key in found if key.startswith("on")]
-        if tag == "a":
-            self.links.append(found["href"])
-        if "id" in found:
-            self.ids.add(found["id"])
-        if "data-value" in found:
-            self.values.append(found["data-value"])
+        self.attributes += attributes
 
-    def handle_endtag(self, tag: str) -> None:
-        self._in_script = False
+    def of(self, *names: str) -> list[str | None]:
+        return [value for name, value in self.attributes if name in names]
 
-    def handle_data(self, data: str) -> None:
-        if self._in_script:
-            self.scripts[-1] += data
+    def links(self) -> list[str]:
+        """Those that lead out of the page."""
+        return [link for link in self.of("href") if not str(link).startswith(("#", "data:"))]
 
 
 @pytest.fixture
@@ -85,7 +74,8 @@ def test_every_name_is_escaped(hostile: Path, tmp_path: Path) -> None:
         assert len(page.scripts) == 2
         assert "alert(1)" not in page.scripts[0]
         assert "<" not in page.scripts[1].partition("const REPORT = ")[2].partition("\n")[0]
-        assert page.outside == page.handlers == []
+        assert page.of("src", "srcset", "data", "action") == []
+        assert not [name for name, _ in page.attributes if name.startswith("on")]
         assert html.escape(EVIL) in text
         assert "<script>alert" not in text
         assert "<b>" not in text
@@ -98,18 +88,17 @@ def test_a_page_has_every_part_of_a_run(hostile: Path) -> None:
         "training", "memory", "state", "categories", "traced-categories", "traced-phases", "phases", "ranks",
         "timeline", "plan",
     ]  # fmt: skip
-    assert page.ids >= {*sections, *(f"figure-{name}" for name in drawn)}
-    assert [link for link in page.links if not link.startswith("#")] == ["profile/rank0_a%26b%3Ci%3E_memory.html"]
-    exact = set(page.values)
-    assert {str(6 * 2**30 + 20 * MIB), str(3 * 2**30), str(200 * MIB)} <= exact  # largest peak, OOM's request, trace
+    assert set(page.of("id")) >= {*sections, *(f"figure-{name}" for name in drawn)}
+    assert page.links() == ["profile/rank0_a%26b%3Ci%3E_memory.html"]
+    exact = {str(6 * 2**30 + 20 * MIB), str(3 * 2**30), str(200 * MIB)}
+    assert exact <= set(page.of("data-value"))  # largest peak, OOM's request, trace
 
 
 def test_links_are_relative_to_the_file(hostile: Path, tmp_path: Path) -> None:
     out = tmp_path / "elsewhere" / "deep"
     out.mkdir(parents=True)
     page = Reader(run_page(read_run(hostile), out / "report.html"))
-    [link] = [link for link in page.links if not link.startswith("#")]
-    assert link == "../../run%20%3Cb%3E/profile/rank0_a%26b%3Ci%3E_memory.html"
+    assert page.links() == ["../../run%20%3Cb%3E/profile/rank0_a%26b%3Ci%3E_memory.html"]
 
 
 def test_a_run_of_one_line_still_has_a_page(tmp_path: Path) -> None:
@@ -124,8 +113,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     a = read_run(write_run(tmp_path / "a", gpu=True, strategy="ddp"))
     b = read_run(write_run(tmp_path / "b", steps=10, lr=0.01))
     text = compare_page(a, b)
-    page = Reader(text)
-    assert page.ids >= {"figure-training", "figure-memory", "figure-categories", "figure-phases"}
+    assert set(Reader(text).of("id")) >= {"figure-training", "figure-memory", "figure-categories", "figure-phases"}
     assert re.search(r"parallel\.strategy</td><td[^>]*>ddp</td><td[^>]*>fsdp<", text)
     assert re.search(r"optim\.lr</td><td[^>]*>0\.001</td><td[^>]*>0\.01<", text)
     assert "run.dir</td>" not in text  # differs between any two

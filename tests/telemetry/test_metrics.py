@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from shardkit.config import capability
-from shardkit.config.load import load_config
-from shardkit.errors import ConfigError
 from shardkit.telemetry import catalog
 from shardkit.telemetry.metrics import MetricsWriter
 from tests import generated
@@ -27,15 +23,6 @@ def test_wandb_gets_every_step_and_a_resumed_run_keeps_its_id(tmp_path: Path, mo
     run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) == 2
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_wandb_that_is_not_installed_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(capability.importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
-    config = load_config(overrides={"logging.wandb_project": "project"}).config
-    with pytest.raises(ConfigError, match="needs wandb") as error:
-        capability.check(config, device="cpu", world_size=2, local_world_size=2)
-    assert "pip install" in error.value.fix
 
 
 def test_tensorboard_gets_every_gathers_memory(tmp_path: Path) -> None:
