@@ -241,8 +241,8 @@ def test_parameters_that_do_not_move_are_an_error(tmp_path: Path, text: Path) ->
     assert "no parameter changed in the first step" in done.stderr
 
 
-CONFIG_RANKS = {"quickstart": 2, "ddp": 2, "fsdp": 2, "hsdp": 4, "zero1": 2, "zero2": 2, "zero3": 2, "zero3_offload": 2,
-                "single_gpu_offload": 0}  # fmt: skip
+CONFIG_RANKS = {"quickstart": 2, "ddp": 2, "fsdp": 2, "hsdp": 4, "long": 4, "zero1": 2, "zero2": 2, "zero3": 2,
+                "zero3_offload": 2, "single_gpu_offload": 0}  # fmt: skip
 
 
 @pytest.mark.slow
