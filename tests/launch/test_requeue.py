@@ -166,9 +166,7 @@ def test_processes_that_died_without_a_word_are_named(
 
 
 @pytest.mark.parametrize("ended", ["", ENDED.format("task 0")])
-def test_srun_waits_for_the_other_tasks_no_longer_than_slurm_may_take_to_end_them(
-    ended: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_srun_waits_no_longer_than_slurm_may_take_to_end_tasks(ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
     times, logs = iter((1000.0, 1001.0, 1069.0, 1071.5)), iter([ended] * 3)  # read every two seconds at most
     monkeypatch.setattr(requeue, "time", SimpleNamespace(monotonic=lambda: next(times)))  # no other thread's
     monkeypatch.setattr(requeue, "kill_wait_s", lambda: 40)

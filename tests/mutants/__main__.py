@@ -44,7 +44,10 @@ FOLDER = REPO / "build" / "mutants"
 CHOSEN: dict[str, list[str]] = {
     "shardkit/memory/rows.py": ["tests/memory/test_rows.py", "tests/memory/test_table.py"],
     "shardkit/plan/model/allocator.py": ["tests/plan/test_allocator.py"],
-    "launch/slurm/requeue.py": ["tests/launch/test_requeue.py"],
+    "launch/slurm/requeue.py": [
+        "tests/launch/test_requeue.py",
+        "tests/launch/test_script.py::test_a_scripts_job_is_requeued_when_it_ended_as_told_or_slurm_took_it",
+    ],
     "shardkit/checkpoint/native/reader.py": [
         "tests/checkpoint/test_reader.py",
         "tests/checkpoint/test_manage.py",
