@@ -154,9 +154,11 @@ def measured(overrides: list[str]) -> tuple[int, int]:
     env = RankEnv(rank, world_size, rank, world_size, 0, 1, "group")
     group = dist.group.WORLD
     assert group is not None
-    world = World(env, torch.device("cpu"), group, group, context=new_group(rank, world_size, config.parallel.cp))
+    cp = config.parallel.cp
+    context = new_group(rank, world_size, cp) if cp > 1 else None
+    world = World(env, torch.device("cpu"), group, group, context=context)
     task = load_task(config)
-    batch = splitting(task, rank, config.parallel.cp)(sample_batch(task, config))
+    batch = splitting(task, rank, cp)(sample_batch(task, config))
     weights = Weights(config.train.seed, getattr(task, "init_parameter", None))
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

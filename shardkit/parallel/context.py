@@ -70,20 +70,16 @@ class ContextParallel:
             self.active = before
 
 
-def new_group(rank: int, world_size: int, size: int) -> ContextParallel | None:
-    """This rank's group, of `size` neighbouring ranks; collective. None if sequences are whole."""
-    if size == 1:
-        return None
+def new_group(rank: int, world_size: int, size: int) -> ContextParallel:
+    """This rank's group, of `size` neighbouring ranks; collective."""
     groups = [list(range(start, start + size)) for start in range(0, world_size, size)]
     group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
     assert group is not None
     return ContextParallel(rank % size, size, group)
 
 
-def split_sequences(model: nn.Module, context: ContextParallel | None) -> None:
+def split_sequences(model: nn.Module, context: ContextParallel) -> None:
     """Give each attention module that can work on parts of sequences its group."""
-    if context is None:
-        return
     modules = [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
     if not modules:
         raise ConfigError(

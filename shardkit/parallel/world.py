@@ -162,7 +162,8 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
         control_group, ledger = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         if env.rank == 0:  # every rank has read the address
             rendezvous.withdraw(_meeting_place(config))
-        shared = new_group(env.rank, env.world_size, config.parallel.cp)
+        cp = config.parallel.cp
+        shared = new_group(env.rank, env.world_size, cp) if cp > 1 else None
         yield World(env, device, control_group, ledger, foreign_groups, shared)
         failed = False
     finally:

@@ -41,7 +41,8 @@ def parallelize(
     model = weights.build(
         lambda: refuse_parameters(make_model(), strategy), strategy.construction(), strategy.facts.shards_state
     )
-    split_sequences(model, context)
+    if context is not None:
+        split_sequences(model, context)
     make_contiguous(model, strategy)
     model.train()
     prepare_batchnorm(model, config, device)

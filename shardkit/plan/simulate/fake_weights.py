@@ -178,7 +178,8 @@ def fake_world(
         if zero:
             stack.enter_context(compat.deepspeed_alone(_CPUAdam))
         stack.enter_context(compat.transformers_in_training())
-        yield _EqualRanks(env, device, group, group, context=new_group(rank, world_size, cp))
+        context = new_group(rank, world_size, cp) if cp > 1 else None
+        yield _EqualRanks(env, device, group, group, context=context)
 
 
 class _EqualRanks(World):
