@@ -116,17 +116,9 @@ def test_metadata_states_python_dependencies_and_command(built: Built) -> None:
     assert "shardkit = shardkit.cli.__main__:main" in texts["entry_points.txt"]
 
 
-def test_wheel_works_away_from_the_checkout(unpacked: Path, tmp_path: Path) -> None:
-    code = "import shardkit, shardkit.launch.ranks.env as env; print(shardkit.__file__); print(env.__file__)"
-    places = run(code, unpacked, tmp_path).splitlines()
-    assert [Path(place).relative_to(unpacked) for place in places] == [
-        Path("shardkit/__init__.py"),
-        Path("shardkit/launch/ranks/env.py"),
-    ]
-
-
-def test_wheel_copies_out_its_configs(built: Built, unpacked: Path, tmp_path: Path) -> None:
-    run("from shardkit.cli.__main__ import main; main(['init', 'here'])", unpacked, tmp_path)
+def test_wheel_works_away_from_the_checkout(built: Built, unpacked: Path, tmp_path: Path) -> None:
+    code = "import shardkit.launch.ranks.env as env; print(env.__file__); from shardkit.cli.__main__ import main; "
+    assert run(code + "main(['init', 'here'])", unpacked, tmp_path).startswith(f"{unpacked}/shardkit/launch/")
     written = {
         f"shardkit/{path.relative_to(tmp_path / 'here')}" for path in (tmp_path / "here").rglob("*") if path.is_file()
     }

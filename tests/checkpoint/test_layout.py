@@ -27,17 +27,7 @@ def test_checkpoints_are_sorted_by_number_not_by_name(tmp_path: Path) -> None:
     assert [layout.step_of(p) for p in layout.checkpoints(tmp_path)] == [100000000, 10, 2]
 
 
-def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
-    make(tmp_path, "step_00000001", "step_00000002.tmp", "step_00000003.deleted")
-    (tmp_path / "latest.tmp").write_text("x")
-    (tmp_path / "latest.part0123456789ab").write_text("x")
-    layout.sweep(tmp_path)
-    assert names(tmp_path) == ["latest.tmp", "step_00000001"]
-    assert [p.name for p in layout.checkpoints(tmp_path)] == ["step_00000001"]
-    assert not any(name.startswith("step") and "." in name for name in names(tmp_path))
-
-
-OTHERS = ["notes.tmp", "mine.deleted", "step_00000001.corrupt", "step_00000002.superseded"]
+OTHERS = ["notes.tmp", "latest.tmp", "mine.deleted", "step_00000001.corrupt", "step_00000002.superseded"]
 
 
 @pytest.mark.parametrize(
@@ -46,13 +36,16 @@ OTHERS = ["notes.tmp", "mine.deleted", "step_00000001.corrupt", "step_00000002.s
         # A crash between the renames of a replacement brings the old one back; one after them keeps the new one.
         (["step_00000001.old", "step_00000001.tmp"], {"step_00000001": "step_00000001.old"}),
         (["step_00000001", "step_00000001.old"], {"step_00000001": "step_00000001"}),
+        # One while a checkpoint is written or deleted leaves nothing of it.
+        (["step_00000001", "step_00000002.tmp", "step_00000003.deleted"], {"step_00000001": "step_00000001"}),
         (OTHERS, {name: name for name in OTHERS}),
     ],
 )
 def test_a_sweep_keeps_one_of_a_replacement_and_what_is_not_its_own(
     folders: list[str], left: dict[str, str], tmp_path: Path
 ) -> None:
-    layout.sweep(make(tmp_path, *folders))
+    (make(tmp_path, *folders) / "latest.part0123456789ab").write_text("x")
+    layout.sweep(tmp_path)
     assert {path.name: (path / "file").read_text() for path in tmp_path.iterdir()} == left
 
 

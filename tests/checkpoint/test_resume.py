@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +102,6 @@ def arguments(root: Path, ranks: int) -> list[str]:
     return [f"{k}={'null' if v is None else str(v).lower() if isinstance(v, bool) else v}" for k, v in values.items()]
 
 
-def command(root: Path, *overrides: str, ranks: int = 2) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    return [sys.executable, *launcher, "-m", "shardkit.train", *arguments(root, ranks), *overrides]
-
-
 def run(root: Path, *overrides: str, ranks: int = 0, code: int | None = None) -> subprocess.CompletedProcess[str]:
     return python_m("shardkit.train", *arguments(root, ranks), *overrides, ranks=ranks, code=code)
 
@@ -186,25 +180,15 @@ def test_what_does_not_fit_is_refused_in_two_lines(
     overrides, words = REFUSED[case]
     before = contents(finished / "run")
     extra = [o.replace("elsewhere", str(tmp_path / "new")) for o in overrides]
-    user_error(run_here(command(finished, "train.max_steps=4", *extra, ranks=0)[3:], capfd, monkeypatch), *words)
-    assert contents(finished / "run") == before, "a refused run leaves the directory as it was"
-
-
-def run_here(
-    arguments: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> subprocess.CompletedProcess[str]:
-    """What the command does, in this process: most of its time is the start."""
     for name in set(os.environ) - set(environment()):
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a deterministic run sets it, for the whole process
-    code = 0
-    try:
-        with start(load_config(None, arguments)) as job:
-            Trainer(job).fit()
-    except ShardkitError as error:
-        code = report(error)
+    argv = [*arguments(finished, 0), "train.max_steps=4", *extra]
+    with pytest.raises(ShardkitError) as caught, start(load_config(None, argv)) as job:  # as the command, here
+        Trainer(job).fit()
     torch.use_deterministic_algorithms(False)
-    return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+    user_error(subprocess.CompletedProcess(argv, report(caught.value), *capfd.readouterr()), *words)
+    assert contents(finished / "run") == before, "a refused run leaves the directory as it was"
 
 
 def test_another_run_starts_from_a_checkpoint(finished: Path, tmp_path: Path) -> None:

@@ -172,12 +172,6 @@ SRUN = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(affinity, "available_cores", lambda: 16)
-
-
-@pytest.mark.usefixtures("cores")
 @pytest.mark.parametrize(
     ("local_world_size", "environ", "expected"),
     [
@@ -193,7 +187,10 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, {"SLURM_CPUS_PER_TASK": "8"}, 4),  # in the batch script: shared by the ranks that it starts
     ],
 )
-def test_default_threads(local_world_size: int, environ: dict[str, str], expected: int) -> None:
+def test_default_threads(
+    local_world_size: int, environ: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(affinity, "available_cores", lambda: 16)
     assert default_omp_threads(local_world_size, environ) == expected
 
 
@@ -201,12 +198,6 @@ def test_default_threads(local_world_size: int, environ: dict[str, str], expecte
 def test_refuses_what_is_no_number_of_threads(value: str) -> None:
     with pytest.raises(LaunchError, match="OMP_NUM_THREADS"):
         default_omp_threads(2, {"OMP_NUM_THREADS": value})
-
-
-def cgroup(root: Path, membership: str, limits: dict[str, str]) -> Path:
-    write_files(root, {"proc/self/cgroup": membership})
-    write_files(root / "sys/fs/cgroup", limits)
-    return root
 
 
 @pytest.mark.parametrize(
@@ -226,7 +217,9 @@ def cgroup(root: Path, membership: str, limits: dict[str, str]) -> Path:
     ],
 )
 def test_cgroup_quota(tmp_path: Path, membership: str, limits: dict[str, str], expected: float | None) -> None:
-    assert cgroup_cpu_quota(cgroup(tmp_path, membership, limits)) == expected
+    write_files(tmp_path, {"proc/self/cgroup": membership})
+    write_files(tmp_path / "sys/fs/cgroup", limits)
+    assert cgroup_cpu_quota(tmp_path) == expected
 
 
 def test_cores_are_those_of_affinity_and_quota_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:

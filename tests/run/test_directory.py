@@ -443,14 +443,15 @@ def test_a_command_that_is_started_again_without_a_name_deletes_no_checkpoint(tm
     python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing", code=0)  # a finished run is overwritten
 
 
-def test_an_overwrite_never_deletes_its_own_jobs_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overwrite_never_deletes_its_own_jobs_checkpoints(
+    tmp_path: Path, prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a program of the user's own makes the trainer, and nobody has asked for the restart's overrides."""
     old_run(tmp_path / "run")
     (tmp_path / "run/env.json").write_text('{"job": "job nightly", "torchrun": null}')
     monkeypatch.setenv("SHARDKIT_JOB_ID", "nightly")
-    world: Any = SimpleNamespace(is_main=True, gather=lambda found: [found])
     with pytest.raises(ConfigError, match=r"this job's earlier start .*up to step 5\)") as caught:
-        directory.prepare(load_config(None, [f"run.dir={tmp_path}/run", "run.overwrite=true"]), world)
+        prepared("run.overwrite=true")
     assert "run.resume=true" in caught.value.fix
     assert (tmp_path / "run/checkpoints/step_00000005").is_dir()
 

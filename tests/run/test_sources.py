@@ -46,10 +46,6 @@ def config(folder: Path, **more: Any) -> RunConfig:
     return load_config(None, keys).config
 
 
-def test_a_whole_folder_passes(folder: Path) -> None:
-    check_sources(config(folder))
-
-
 def test_missing_weights_are_named_before_anything_is_built(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=rf"no \*\.safetensors in {folder}"):
@@ -183,8 +179,6 @@ def test_a_name_that_no_hub_has_is_two_lines(key: str, reachable: Path) -> None:
 
 
 def test_local_names_and_other_tasks_ask_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardkit.config.load import load_config
-
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some" / "model").mkdir(parents=True)
