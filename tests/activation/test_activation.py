@@ -261,12 +261,7 @@ def test_offload_copies_a_shared_storage_once_and_leaves_parameters() -> None:
     x = torch.ones(16, 64, requires_grad=True)
     model(x).sum().backward()
     # Each block saves its input (the second's is the first's output), `hidden` under three views, and `a - b`.
-    assert moved_bytes(model[0]) == 2 * (2 * 16 * 64 * 4 + 16 * 32 * 4)
-
-
-def moved_bytes(block: nn.Module) -> int:
-    offloader = block.forward.outer.func.__self__
-    return int(offloader.moved_bytes)
+    assert model[0].forward.outer.func.__self__.moved_bytes == 2 * (2 * 16 * 64 * 4 + 16 * 32 * 4)
 
 
 def test_offload_frees_what_it_moved() -> None:
@@ -320,15 +315,6 @@ def test_products_that_are_written_to_in_place() -> None:
     assert_same(gradients(technique(chain(), policy="selective_op"), loss), gradients(chain(), loss))
 
 
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-
 @pytest.mark.parametrize("policy", ["full", "selective_op"])
 @pytest.mark.parametrize("n_layers", [1, 2, 3])
 def test_several_backward_passes_through_a_block(policy: str, n_layers: int) -> None:
@@ -336,7 +322,8 @@ def test_several_backward_passes_through_a_block(policy: str, n_layers: int) -> 
 
     def chain() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(*(Perceptron() for _ in range(n_layers))) for _ in range(2)))
+        layers = [[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(n_layers)] for _ in range(2)]
+        return nn.Sequential(*(nn.Sequential(*block) for block in layers))
 
     def loss(model: nn.Module) -> torch.Tensor:
         x = torch.linspace(-1, 1, 40).view(5, 8).requires_grad_()

@@ -27,17 +27,12 @@ def tensor_sum(values: torch.Tensor, start: int = 0) -> int:
     return as_checksum(WordSums()(values, start))
 
 
-def cuts(numel: int, seed: int) -> list[int]:
-    chance = random.Random(seed)
-    return [0, *sorted(chance.sample(range(1, numel), 5)), numel]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_checksums_of_a_tensors_ranges_add_up(dtype: torch.dtype) -> None:
     for seed in range(6):
-        numel = random.Random(seed).randrange(8, 300_000)
-        values = of(dtype, numel, seed)
-        ends = cuts(numel, seed)
+        chance = random.Random(seed)
+        numel = chance.randrange(8, 300_000)
+        values, ends = of(dtype, numel, seed), [0, *sorted(chance.sample(range(1, numel), 5)), numel]
         views = sum(tensor_sum(values[a:b], a) for a, b in pairwise(ends))
         copies = sum(tensor_sum(values[a:b].clone(), a) for a, b in pairwise(ends))
         assert views % 2**48 == copies % 2**48 == tensor_sum(values), (seed, numel, ends)

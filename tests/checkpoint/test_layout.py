@@ -11,10 +11,6 @@ from shardkit.checkpoint.native import layout
 from tests.checkpoint import fakes
 
 
-def names(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir())
-
-
 def make(root: Path, *folders: str) -> Path:
     for name in folders:
         (root / name).mkdir(parents=True)
@@ -66,7 +62,7 @@ def test_what_a_silent_rank_has_written_is_read_off_the_disk(tmp_path: Path) -> 
 def test_publishing_replaces_what_is_there(tmp_path: Path) -> None:
     make(tmp_path, "step_00000001", "step_00000001.tmp", "step_00000001.old")
     layout.publish(tmp_path / "step_00000001.tmp", tmp_path / "step_00000001")
-    assert names(tmp_path) == ["step_00000001"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     assert (tmp_path / "step_00000001" / "file").read_text() == "step_00000001.tmp"
 
 

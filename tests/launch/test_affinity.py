@@ -110,15 +110,10 @@ def rank(local_rank: int, source: str = "torchelastic") -> RankEnv:
     return RankEnv(local_rank, 2, local_rank, 2, 0, 1, source)
 
 
-@pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    found: list[list[int]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(list(cpus)), raising=False)
-    return found
-
-
 @pytest.mark.usefixtures("cpus")
-def test_a_rank_moves_to_its_share(moves: list[list[int]]) -> None:
+def test_a_rank_moves_to_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: moves.append(list(cpus)), raising=False)
     affinity.bind(rank(1), {"SHARDKIT_CPUS": "0-1:2-3"})
     affinity.bind(rank(1), {})  # torchrun by hand
     affinity.bind(rank(1, "slurm"), {"SLURM_CPU_BIND_TYPE": "mask_cpu:"})  # Slurm has done it

@@ -178,34 +178,28 @@ def test_a_node_is_lost_and_returns(tmp_path: Path) -> None:
 ONE = JobSpec(config="c.yaml", run_dir="runs/a", nproc_per_node=2, overrides=("optim.lr=1",), log_dir="runs/a/logs/1")
 
 
-def text(spec: JobSpec) -> str:
-    return shlex.join(build_argv(spec)[3:])
+NUMBERED = replace(ONE, nodes=(2, 2), rendezvous=Rendezvous("n1:999", node_rank=1, is_host=False, run_id="j"))
+"""Its nodes are numbered from outside."""
 
 
-def test_one_node_meets_in_a_file() -> None:
-    assert text(ONE) == (
-        "--nnodes 1 --nproc-per-node 2 --max-restarts 0 --rdzv-backend c10d --rdzv-id shardkit"
-        " --rdzv-conf store_type=file --log-dir runs/a/logs/1 --redirects 3"
-        " -m shardkit.train --config c.yaml optim.lr=1"
-    )
-
-
-def test_one_nodes_file_is_where_the_launcher_wants_it_and_settings_are_kept() -> None:
-    spec = replace(ONE, rendezvous=Rendezvous(folder="/tmp/x", conf="join_timeout=9"))
-    assert "--rdzv-endpoint /tmp/x/agent --rdzv-id shardkit --rdzv-conf store_type=file,join_timeout=9" in text(spec)
-
-
-def test_nodes_that_are_numbered_from_outside_keep_their_numbers() -> None:
-    spec = replace(ONE, nodes=(2, 2), rendezvous=Rendezvous("n1:999", node_rank=1, is_host=False, run_id="j"))
-    assert "--rdzv-id j --node-rank 1 --master-addr n1 --master-port 999" in text(spec)
-    assert "c10d" not in text(spec)
-    elastic = text(replace(spec, max_restarts=2))
-    assert "--rdzv-backend c10d --rdzv-endpoint n1:999 --rdzv-id j --rdzv-conf is_host=false" in elastic
-
-
-def test_an_elastic_job_has_a_range_of_nodes() -> None:
-    spec = replace(ONE, nodes=(1, 4), max_restarts=3, rendezvous=Rendezvous("head:29500"))
-    assert "--nnodes 1:4" in text(spec) and "--max-restarts 3" in text(spec)
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (ONE, "--nnodes 1 --nproc-per-node 2 --max-restarts 0 --rdzv-backend c10d --rdzv-id shardkit"
+              " --rdzv-conf store_type=file --log-dir runs/a/logs/1 --redirects 3 -m shardkit.train"
+              " --config c.yaml optim.lr=1"),
+        (replace(ONE, rendezvous=Rendezvous(folder="/tmp/x", conf="join_timeout=9")),
+         "--rdzv-endpoint /tmp/x/agent --rdzv-id shardkit --rdzv-conf store_type=file,join_timeout=9"),
+        (NUMBERED, "--rdzv-id j --node-rank 1 --master-addr n1 --master-port 999"),
+        (replace(NUMBERED, max_restarts=2),
+         "--rdzv-backend c10d --rdzv-endpoint n1:999 --rdzv-id j --rdzv-conf is_host=false"),
+        (replace(ONE, nodes=(1, 4), max_restarts=3, rendezvous=Rendezvous("head:29500")),
+         "--nnodes 1:4 --nproc-per-node 2 --max-restarts 3"),
+    ],
+)  # fmt: skip
+def test_nodes_meet_in_a_file_at_an_address_or_by_their_numbers(spec: JobSpec, words: str) -> None:
+    text = shlex.join(build_argv(spec)[3:])
+    assert words in text and ("c10d" in text) == (spec is not NUMBERED)
 
 
 def test_the_command_can_be_pasted_into_a_shell() -> None:

@@ -164,12 +164,6 @@ class Job:
     def release(self) -> None:
         (self.folder / "held").unlink()
 
-    def set(self, **values: str) -> None:
-        """Change the controller's state, between two of its answers."""
-        with (self.folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            write_files(self.folder, {name: f"{value}\n" for name, value in values.items()})
-
     def warn(self) -> None:
         """Send what `--signal=B:USR2@…` sends."""
         self.process.send_signal(signal.SIGUSR2)
@@ -261,7 +255,9 @@ def test_a_cancelled_job_that_slurm_has_queued_again_is_taken_from_the_queue(sta
     job = start("srun")
     job.until_it_saves()
     job.cancel()
-    job.set(restarts="1", state="PENDING")
+    with (job.folder / "lock").open("w") as lock:  # between two of the controller's answers
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write_files(job.folder, {"restarts": "1\n", "state": "PENDING\n"})
     job.release()
     job.end()
     assert job.calls == ["cancel", "cancel"], job.output

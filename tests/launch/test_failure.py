@@ -183,19 +183,15 @@ def test_processes_killed_for_want_of_memory_are_counted_in_the_cgroup(tmp_path:
     assert exit_codes.oom_kill_count(tmp_path) == 1
 
 
-def test_torch_can_read_our_file(tmp_path: Path) -> None:
+def test_torchrun_shows_cause_and_fix_of_a_user_error_and_no_traceback(tmp_path: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    path = recorded(tmp_path, 1, ValueError("bad"))
-    assert "ValueError: bad" in str(ProcessFailure(1, 10, 1, str(path)).message)
-
-
-def test_torchrun_shows_cause_and_fix_of_a_user_error_and_no_traceback(tmp_path: Path) -> None:
     error = recorded(tmp_path, 0, ConfigError("2 ranks do not suit single", "set parallel.strategy=ddp"))
     shown = json.loads(error.read_text())["message"]["extraInfo"]["py_callstack"]
     assert shown == "2 ranks do not suit single\n  fix: set parallel.strategy=ddp"
     crash = recorded(tmp_path, 1, ValueError("bad"))
     assert "Traceback" in json.loads(crash.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert "ValueError: bad" in str(ProcessFailure(1, 10, 1, str(crash)).message), "torch reads it"
 
 
 @pytest.mark.parametrize(
@@ -258,12 +254,8 @@ def test_the_best_changes_take_the_place_of_the_fix(tmp_path: Path) -> None:
         "  out of memory as well: rank(s) 2",
         "  logs: LOGS",
     ]
-
-
-def test_without_a_file_the_ranks_own_fix_is_shown(tmp_path: Path) -> None:
-    failures = read([recorded(tmp_path, 1, OutOfMemoryError("rank 1 ran out", "set a=b"))])
-    shown = explain(failures, "LOGS", memory=memory_words(failures, read_post_mortems(tmp_path, 50)))
-    assert shown.splitlines() == ["error: rank 1 ran out", "  fix: set a=b", "  logs: LOGS"]
+    shown = explain(failures[:1], "LOGS", memory=memory_words(failures[:1], {}))
+    assert shown.splitlines() == ["error: rank 1 ran out", "  fix: set a=b", "  logs: LOGS"], "no file was left"
 
 
 def test_files_of_earlier_attempts_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
@@ -284,12 +276,8 @@ def test_a_killed_rank_is_explained_by_what_it_saw_coming(tmp_path: Path) -> Non
     assert "out of host memory: the kernel killed 1 process" in shown
     assert re.search(r"step 20: 62.0 GiB of 64.0 GiB on n1; rank 1 held 20.0 GiB, .* 10.0 GiB", shown)
     assert "activation.policy=full" in shown and "dmesg" not in shown
-
-
-def test_a_neighbour_may_have_seen_it_coming(tmp_path: Path) -> None:
-    left(tmp_path, 0, kind="host-risk")
-    killed = Failure(1, 137)
-    assert "rank 0 held" in memory_words([killed], read_post_mortems(tmp_path, 50))[1][0]
+    neighbour = Failure(2, 137)
+    assert "rank 1 held" in memory_words([neighbour], read_post_mortems(tmp_path, 50))[2][0], "it saw it coming as well"
 
 
 def test_a_killed_rank_without_a_word_keeps_the_general_advice(tmp_path: Path) -> None:

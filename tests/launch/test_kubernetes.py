@@ -42,9 +42,7 @@ CONFIG = replace(
     BASE, script=None, config="configs/fsdp.yaml", overrides=("optim.lr=1e-4",), nodes=(1, 1), gpus_per_node=0,
     kubernetes=KubernetesOptions("train:3"),
 )  # fmt: skip
-CASES = {
-    "script.jobset": BASE, "config.jobset": CONFIG,
-}  # fmt: skip
+CASES = {"script.jobset": BASE, "config.jobset": CONFIG}
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

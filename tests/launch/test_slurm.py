@@ -117,15 +117,11 @@ def test_a_template_used_wrongly_says_how(args: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize("template", ["train", "train_srun", "single_gpu_offload"])
-def test_templates_outside_slurm_and_without_shardkit(template: str, tmp_path: Path) -> None:
-    script = REPO / f"slurm/{template}.sbatch"
-    for python, said in (
-        (sys.executable, "SLURM_JOB_ID is not set"),
-        (str(tmp_path / "no"), "error: shardkit and its packages are not installed for any of: "),
-    ):
-        env = environment(SHARDKIT_PYTHON=python)
-        process = subprocess.run(["bash", str(script), "-"], env=env, capture_output=True, text=True)
-        assert process.returncode == 2 and said in process.stderr
+def test_templates_without_shardkit(template: str, tmp_path: Path) -> None:
+    argv, env = ["bash", str(REPO / f"slurm/{template}.sbatch"), "-"], environment(SHARDKIT_PYTHON=str(tmp_path / "no"))
+    process = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "error: shardkit and its packages are not installed for any of: " in process.stderr
 
 
 PYTHON = """#!/bin/bash
@@ -317,7 +313,7 @@ def test_the_advice_without_a_cluster_keeps_the_users_script(installed: bool, tm
     words = ["--gpus-per-node", "0", "--run-dir", "out", "--", "train.py", "--lr", "1e-3", "--name", "a b"]
     process = shardkit("submit", *words, cwd=tmp_path, code=2, PATH=path)
     assert "shardkit launch --run-dir out -- train.py --lr 1e-3 --name 'a b'" in process.stderr
-    assert process.stderr.startswith("error: Slurm is not installed on this machine") != installed
+    assert ("error: Slurm is not installed on this machine: there is no sbatch" in process.stderr) != installed
     assert not (tmp_path / "out").exists()
     config = shardkit(
         "submit", "-", f"run.dir={tmp_path}/run", "optim.lr=0.5", "--gpus-per-node", "0", code=2, PATH=path
@@ -392,10 +388,8 @@ def test_an_interpreter_that_is_missing_or_lacks_packages_is_named(tmp_path: Pat
 
 
 def test_nodes_with_other_versions_are_refused_by_name() -> None:
-    findings = [
-        commands.NodeReport("n1", "versions", "torch 2.13.0"),
-        commands.NodeReport("n2", "versions", "torch 2.12.0"),
-    ]
+    versions = {"n1": "torch 2.13.0", "n2": "torch 2.12.0"}
+    findings = [commands.NodeReport(node, "versions", version) for node, version in versions.items()]
     problem = commands.judge(findings, "python")
     assert problem is not None and problem.cause == "the nodes differ: n2 has torch 2.12.0; n1 has torch 2.13.0"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,17 +172,11 @@ def biggest_of_these(sizes: set[int], **known: Any) -> list[Live]:
     return [live for live in biggest(sys.maxsize, CPU, **known) if live.n_bytes in sizes]
 
 
-@dataclass
-class Shard:
-    name: str
-    local: torch.Tensor
-
-
 def test_a_storage_counts_once_with_its_largest_view_and_its_name() -> None:
     model = nn.Linear(BIG, 4, bias=False)
     model.weight.grad = torch.zeros(4, BIG)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    shards = [Shard("model.weight", model.weight.detach().view(-1))]
+    shards = [SimpleNamespace(name="model.weight", local=model.weight.detach().view(-1))]
     activation = torch.zeros(2, BIG, dtype=torch.bfloat16)
     view = activation[:1]
     found = biggest_of_these({16 * BIG, 4 * BIG}, state=module_state(model, optimizer), shards=shards)

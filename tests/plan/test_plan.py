@@ -8,8 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -21,7 +20,6 @@ from shardkit.plan.client import Planner, plan
 from shardkit.plan.model.estimate import MemoryEstimate
 from shardkit.plan.model.predict import predict
 from shardkit.plan.show import show
-from shardkit.plan.simulate.step import sample_batch
 from shardkit.plan.target import Target, choose_target
 from tests.commands import python_m
 from tests.ranks import REPO
@@ -271,7 +269,8 @@ class Task:
         return model
 
     def dataset(self, split):
-        return [] if self.branch == "no data" else [torch.ones(32)] * 8
+        rows = [] if self.branch == "no data" else [torch.ones(32)] * 8
+        return iter(rows) if self.branch == "no length" else rows
 
     def n_targets(self, batch):
         return len(batch)
@@ -323,6 +322,7 @@ def on_a_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         pytest.param("custom", r"users::thrice at .*users_task.py:44 .*no fake kernel", "register_fake", marks=slow),
         pytest.param("array", r"numpy\(\) is not supported .* at .*users_task.py:46 ", "plan_loss", marks=slow),
         ("no data", r"task users_task:Task has no training data", "plan_batch"),
+        ("no length", r"dataset\('train'\) of task users_task:Task is a list_iterator without len\(\)", ""),
     ],
 )
 def test_what_cannot_be_traced_is_named_with_the_users_line(branch: str, cause: str, fix: str, for_users: Ask) -> None:
@@ -477,16 +477,6 @@ def test_a_plan_asks_no_hub_for_a_tokenizer_that_is_missing_here(monkeypatch: py
             plan(masked, choose_target(masked, 1, gpu="h100"))
         with pytest.raises(BlockingIOError):
             hub.accept()
-
-
-def test_data_without_a_length_are_refused() -> None:
-    class Endless:
-        def __iter__(self) -> Iterator[int]:
-            yield 1
-
-    task = SimpleNamespace(dataset=lambda split: Endless())
-    with pytest.raises(ConfigError, match=r"dataset\('train'\) of task causal_lm is a Endless without len\(\)"):
-        sample_batch(cast(Any, task), config())
 
 
 def test_planning_a_run_on_cpus_needs_no_card() -> None:

@@ -38,6 +38,10 @@ def event(time_us: int, action: str, address: int, size: int, *frames: dict[str,
     return {"time_us": time_us, "action": action, "addr": address, "size": size, "frames": stack}
 
 
+def history(events: list[dict[str, Any]], holdings: Any = (), phases: Any = PHASES) -> Any:
+    return HISTORY.History(events, [HISTORY.PhaseStart(*phase) for phase in phases], holdings)
+
+
 def a_step() -> list[dict[str, Any]]:
     """Weights at 100, a kept and a passing tensor of the forward, a gradient, an optimizer state."""
     return [
@@ -56,45 +60,42 @@ def test_each_allocation_has_the_category_of_what_it_is_for() -> None:
         HISTORY.Holding(70, {100: "params", 800: "optimizer"}),
     ]
     events = a_step()
-    history = HISTORY.History(events, [HISTORY.PhaseStart(*phase) for phase in PHASES], holdings)
-    assert {events[index]["addr"]: category for index, category in history.categories.items()} == {
+    told = history(events, holdings)
+    assert {events[index]["addr"]: category for index, category in told.categories.items()} == {
         100: "params", 900: "unattributed", 200: "communication", 300: "activations", 400: "workspace", 500: "grads",
         600: "activations", 700: "workspace", 800: "optimizer",
     }  # fmt: skip
-    trace = history.trace()
+    trace = told.trace()
     assert (trace["peak"]["bytes"], trace["peak"]["phase"]) == (64 + 8 + 16 + 32 + 64 + 128, "backward")
     assert trace["peak"]["categories"]["activations"] == 32 + 128
     assert trace["phases"]["forward"]["bytes"] == 64 + 8 + 16 + 32 + 4
     heights = list(zip(*trace["stack"].values(), strict=True))
-    assert [sum(point) for point in heights] == [total for _, total in trace["timeline"]] == history.totals()
+    assert [sum(point) for point in heights] == [total for _, total in trace["timeline"]] == told.totals()
     assert trace["largest"][0] == {
         "bytes": 128, "category": "activations", "phase": "backward", "op": "/home/me/train.py:9",
     }  # fmt: skip
-    rows = {row["phase"]: row for row in history.steps()}
+    rows = {row["phase"]: row for row in told.steps()}
     assert (rows["building"]["reserved"], rows["building"]["allocated"]) == (2048, 72)
     assert (rows["forward"]["peak_allocated"], rows["forward"]["allocated"]) == (124, 120)
 
 
 def test_an_address_that_is_used_again_is_another_tensor() -> None:
     events = [event(41, "alloc", 100, 8), event(50, "free_requested", 100, 8), event(61, "alloc", 100, 8)]
-    history = HISTORY.History(
-        events, [HISTORY.PhaseStart(*phase) for phase in PHASES], [HISTORY.Holding(45, {100: "grads"})]
-    )
-    assert history.categories == {0: "grads", 2: "workspace"}
+    assert history(events, [HISTORY.Holding(45, {100: "grads"})]).categories == {0: "grads", 2: "workspace"}
 
 
 def test_a_long_history_keeps_its_peak_in_few_points() -> None:
-    assert HISTORY.History([], [HISTORY.PhaseStart(0, "building", 0)], []).trace() == {}
+    assert history([], phases=PHASES[:1]).trace() == {}
     events = []
     for index in range(3000):
         events += [event(index, "alloc", index, 7 if index == 1234 else 1), event(index, "free_requested", index, 1)]
-    trace = HISTORY.History(events, [HISTORY.PhaseStart(0, "building", 0)], []).trace()
+    trace = history(events, phases=PHASES[:1]).trace()
     assert len(trace["timeline"]) <= HISTORY.POINTS and max(total for _, total in trace["timeline"]) == 7
 
 
 def test_a_forward_that_never_ended_holds_activations() -> None:
-    history = HISTORY.History(a_step()[:7], [HISTORY.PhaseStart(*phase) for phase in PHASES[:2]], [])
-    assert [history.categories[index] for index in (3, 4, 5)] == ["communication", "activations", "workspace"]
+    categories = history(a_step()[:7], phases=PHASES[:2]).categories
+    assert [categories[index] for index in (3, 4, 5)] == ["communication", "activations", "workspace"]
 
 
 def test_what_is_computed_from_a_collectives_result_is_no_communication() -> None:
@@ -107,9 +108,8 @@ def test_what_is_computed_from_a_collectives_result_is_no_communication() -> Non
         event(27, "alloc", 300, 64, scattering, PROGRAM), event(28, "alloc", 400, 8, waiting, scattering, PROGRAM),
         event(41, "alloc", 500, 4, waiting, FSDP),
     ]  # fmt: skip
-    history = HISTORY.History(events, [HISTORY.PhaseStart(*phase) for phase in PHASES], [])
-    communicated = ["communication"] * 3
-    assert [history.categories[index] for index in range(5)] == ["activations", "activations", *communicated]
+    categories = history(events).categories
+    assert [categories[index] for index in range(5)] == ["activations"] * 2 + ["communication"] * 3
 
 
 def allocation(action: str, address: int, size: int, line: int = 1) -> dict[str, Any]:
@@ -118,14 +118,14 @@ def allocation(action: str, address: int, size: int, line: int = 1) -> dict[str,
 
 
 def test_what_was_freed_before_the_peak_or_made_after_it_is_left_out() -> None:
-    history = [
+    events = [
         allocation("alloc", 1, 10, line=2), allocation("alloc", 2, 50),
         allocation("free_requested", 2, 50), allocation("free_completed", 2, 50),
         allocation("alloc", 2, 60, line=3), allocation("alloc", 3, 60, line=3),
         allocation("free_requested", 3, 60), allocation("alloc", 4, 9),
     ]  # fmt: skip
-    assert [made["addr"] for made in HISTORY.at_peak(history)] == [1, 2, 3]
-    lines = HISTORY.by_line(HISTORY.at_peak(history))
+    assert [made["addr"] for made in HISTORY.at_peak(events)] == [1, 2, 3]
+    lines = HISTORY.by_line(HISTORY.at_peak(events))
     assert [(row["n_bytes"], row["tensors"]) for row in lines] == [(120, 2), (10, 1)]
     text = Path(__file__).read_text().splitlines()[2]
     assert lines[0]["source_line"] == f"{__file__}:3: {text}".strip()

@@ -22,6 +22,7 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError, SupersededError
 from shardkit.launch.failures import job_starts
+from shardkit.launch.local import restart
 from shardkit.run import directory, owner
 from tests.commands import python_m
 from tests.launch.jobs import REPO, environment, losses, settings, started, until_line
@@ -358,8 +359,6 @@ def test_what_is_half_deleted_still_counts_as_a_run(tmp_path: Path, prepared: An
 
 def test_a_restart_goes_on_from_whole_checkpoints_only(tmp_path: Path) -> None:
     """Started from another run's checkpoint, and killed in its first save: it has to start from there again."""
-    from shardkit.launch.local import restart
-
     (tmp_path / "checkpoints/step_00000005.tmp").mkdir(parents=True)
     assert restart.overrides(str(tmp_path), "other/run", {"TORCHELASTIC_RESTART_COUNT": "1"}) == ["run.overwrite=true"]
 

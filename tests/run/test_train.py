@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.commands import environment, python_m
-from tests.launch.jobs import until_line
+from tests.launch import jobs
 from tests.texts import write_numbers
 
 REPO = Path(__file__).resolve().parents[2]
@@ -152,44 +152,20 @@ def test_ctrl_c_stops_quietly(tmp_path: Path, text: Path) -> None:
         # A test run in the background ignores Ctrl-C, and its children would too.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    until_line(process, "step 3/")
+    jobs.until_line(process, "step 3/")
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=100)  # of stdout, too: the run prints as long as there is room in the pipe
     assert process.returncode == 130
     assert "Traceback" not in rest and "destroy_process_group" not in rest
 
 
-SLOW_TASK = '''
-import time
-import torch
-import torch.distributed as dist
-from torch import nn
-
-class Task:
-    """Rank 1 sleeps in every forward."""
-    def __init__(self, config): pass
-    def build_model(self): return nn.Linear(8, 1)
-    def dataset(self, split): return torch.randn(64, 8) if split == "train" else None
-    def n_targets(self, batch): return len(batch)
-    def loss(self, model, batch):
-        time.sleep(0.5 if dist.get_rank() == 1 else 0.02)
-        return model(batch).square().sum()
-'''
-
-
 def test_a_slow_rank_is_named(tmp_path: Path) -> None:
-    (tmp_path / "slow_task.py").write_text(SLOW_TASK)
-    args = [
-        "task.factory=slow_task:Task",
-        f"run.dir={tmp_path}/run",
-        "run.device=cpu",
-        "parallel.strategy=fsdp",  # its forward waits for the slow rank's parameters on every rank
-        "train.max_steps=4",
-        "train.micro_batch_size=4",
-    ]
-    done = run(args, ranks=2, env={"PYTHONPATH": str(tmp_path)}, code=0)
+    args = jobs.settings(
+        tmp_path / "run", "wait", task__factory="tests.run.test_watchdog:Lagging", train__max_steps=4,
+        parallel__strategy="fsdp",  # its forward waits for the slow rank's parameters on every rank
+    )  # fmt: skip
     # Between the limit and 2: of two ranks, and with what the machine adds to both.
-    assert re.search(r"slow: rank 1@\S+ is busy for 1\.[2-9]\d × the median", done.stdout), done.stdout
+    assert re.search(r"slow: rank 1@\S+ is busy for 1\.[2-9]\d × the median", run(args, ranks=2, code=0).stdout)
 
 
 RAGGED_TASK = '''

@@ -118,34 +118,27 @@ def test_what_an_earlier_attempt_left_is_not_taken_for_an_answer(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["rank_1.earlier.txt"]
 
 
-STEP = """
-import pathlib, sys, threading
-from shardkit.run.watchdog import Watchdog
-dog = Watchdog(pathlib.Path(sys.argv[1]), 0, 1, 0.5, settle_s=0.1)
-dog.start()
-dog.beat(3, "forward")
-def stuck():
-    threading.Event().wait()
-stuck()
-"""
-SAVE = """
-import pathlib, sys, threading
+STUCK = """
+import contextlib, pathlib, sys, threading
 from shardkit.run.watchdog import Part, Watchdog
-dog = Watchdog(pathlib.Path(sys.argv[1]), 0, 1, 60, settle_s=0.0)
+limit_s, doing, part = {case}
+dog = Watchdog(pathlib.Path(sys.argv[1]), 0, 1, limit_s, settle_s=0.1)
 dog.start()
-dog.beat(3, "save")
+dog.beat(3, doing)
 def stuck():
-    with dog.within(Part(1.0, "checkpoint.timeout_s", signs=lambda: 4096)):
+    with dog.within(part) if part else contextlib.nullcontext():
         threading.Event().wait()
 stuck()
 """
+STEP = '0.5, "forward", None'
+SAVE = '60, "save", Part(1.0, "checkpoint.timeout_s", signs=lambda: 4096)'
 
 
-@pytest.mark.parametrize(("code", "said"), [(STEP, "at step 3 (forward)"), (SAVE, "raise checkpoint.timeout_s")])
-def test_who_does_not_is_ended_with_its_stacks(code: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "said"), [(STEP, "at step 3 (forward)"), (SAVE, "raise checkpoint.timeout_s")])
+def test_who_does_not_is_ended_with_its_stacks(case: str, said: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=REPO, env=environment(), capture_output=True, text=True,
-        timeout=60,
+        [sys.executable, "-c", STUCK.format(case=case), str(tmp_path)], cwd=REPO, env=environment(),
+        capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 1 and "no progress for" in done.stderr and said in done.stderr, done.stderr
     text = (tmp_path / "rank_0.txt").read_text()

@@ -83,12 +83,7 @@ def test_a_model_built_in_another_type_is_refused() -> None:
 
 def test_frozen_parameters_may_have_any_type() -> None:
     with start(None, {"parallel.strategy": "single", "precision.mode": "bf16", "run.device": "cpu"}) as job:
-
-        def adapter_on_a_bf16_base() -> nn.Module:
-            base = nn.Linear(4, 4).bfloat16().requires_grad_(False)
-            return nn.Sequential(base, nn.Linear(4, 4))
-
-        job.wrap(adapter_on_a_bf16_base)
+        job.wrap(lambda: nn.Sequential(nn.Linear(4, 4).bfloat16().requires_grad_(False), nn.Linear(4, 4)))
         check_masters(job.config.precision, job.strategy)
 
 

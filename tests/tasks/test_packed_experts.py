@@ -13,7 +13,7 @@ from torch import nn
 from shardkit.checkpoint.formats.convert import convert
 from shardkit.config.schema import AdapterConfig, QuantizeConfig
 from shardkit.errors import ConfigError
-from shardkit.models.quantized import WEIGHTS
+from shardkit.models.quantized import WEIGHTS, BaseQuantizer, PackedWeight, pack_layers
 from tests.ranks import run_ranks
 from tests.tasks import quantized
 from tests.tasks.quantized import PARTITIONED
@@ -32,22 +32,17 @@ def small(model_type: str, **sizes: Any) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def fill(layer: Any, quantizer: Any, weight: torch.Tensor) -> None:
-    """Pack a weight into a layer's parameters."""
-    packed, scales = quantizer.pack(weight.detach().flatten())
-    layer.packed.data.copy_(packed.view(layer.packed.shape))
-    for name, state in quantizer.state(scales).items():
-        getattr(layer, name).data.copy_(state.view(getattr(layer, name).shape))
-
-
 @torch.no_grad()
-def share_numbers(packed: nn.Module, unpacked: nn.Module, quantizer: Any, model: nn.Module) -> None:
-    """Pack a model's weights into one copy, and give the other one what they are when they are unpacked."""
-    from shardkit.models.quantized import PackedWeight
-
+def over_the_same_numbers(model: nn.Module, **settings: Any) -> tuple[BaseQuantizer, Any, Any]:
+    """A copy whose weights are packed, and another one that has what they are when they are unpacked."""
+    quantizer = BaseQuantizer(model, QuantizeConfig(experts=True, **settings))
+    packed, unpacked = copy.deepcopy(model), copy.deepcopy(model)
+    pack_layers(packed, quantizer)
     for name, weight in quantizer.weights.items():
         layer: Any = packed.get_submodule(name)
-        fill(layer, quantizer, model.get_parameter(weight))
+        content, scales = quantizer.pack(model.get_parameter(weight).flatten())
+        for part, values in {"packed": content, **quantizer.state(scales)}.items():
+            getattr(layer, part).copy_(values.view(getattr(layer, part).shape))
         state = [layer.absmax, layer.nested] if layer.doubled else [layer.absmax]
         target = unpacked.get_parameter(weight)
         if isinstance(layer, PackedWeight):
@@ -56,6 +51,7 @@ def share_numbers(packed: nn.Module, unpacked: nn.Module, quantizer: Any, model:
         else:
             target.copy_(layer.unpacked(torch.float32, layer.packed, *state))
     unpacked.set_experts_implementation("eager")
+    return quantizer, packed, unpacked
 
 
 def stepped(net: Any) -> float:
@@ -75,14 +71,8 @@ def stepped(net: Any) -> float:
 def test_packed_experts_compute_as_the_models_own_over_the_same_numbers(
     model_type: str, sizes: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    from shardkit.models.quantized import BaseQuantizer, pack_layers
-
-    model: Any = small(model_type, **sizes)
-    quantizer = BaseQuantizer(model, QuantizeConfig(experts=True, **settings))
+    quantizer, packed, unpacked = over_the_same_numbers(small(model_type, **sizes), **settings)
     assert quantizer.experts == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-    packed, unpacked = copy.deepcopy(model), copy.deepcopy(model)
-    pack_layers(packed, quantizer)
-    share_numbers(packed, unpacked, quantizer, model)
     (first, first_grad), (second, second_grad), (right, right_grad) = (
         (stepped(net), net.get_parameter("model.embed_tokens.weight").grad.clone())
         for net in (packed, packed, unpacked)
@@ -96,13 +86,7 @@ def test_packed_experts_compute_as_the_models_own_over_the_same_numbers(
 def test_lora_of_experts_computes_as_pefts_over_the_same_numbers(names: tuple[str, ...]) -> None:
     import peft
 
-    from shardkit.models.quantized import BaseQuantizer, pack_layers
-
-    model: Any = small("mixtral")
-    quantizer = BaseQuantizer(model, QuantizeConfig(experts=True))
-    packed, unpacked = copy.deepcopy(model), copy.deepcopy(model)
-    pack_layers(packed, quantizer)
-    share_numbers(packed, unpacked, quantizer, model)
+    quantizer, packed, unpacked = over_the_same_numbers(small("mixtral"))
     config = peft.LoraConfig(
         r=2, lora_alpha=6, target_modules=[], target_parameters=[f"experts.{name}" for name in names]
     )
@@ -135,8 +119,6 @@ def test_lora_of_experts_computes_as_pefts_over_the_same_numbers(names: tuple[st
     [("llama", "has no experts that are 3-D parameters"), ("gpt_oss", "stores its weights transposed and has biases")],
 )
 def test_models_whose_experts_cannot_be_packed_are_refused(model_type: str, cause: str) -> None:
-    from shardkit.models.quantized import BaseQuantizer
-
     with pytest.raises(ConfigError) as caught:
         BaseQuantizer(small(model_type), QuantizeConfig(experts=True))
     assert cause in caught.value.cause and "remove experts" in (caught.value.fix or "")

@@ -78,16 +78,6 @@ def test_any_range_of_a_layers_bytes_is_that_of_the_folder(double: bool, root: P
     assert len(packed_names(source)) == 14 * (6 if double else 4)
 
 
-def damaged(folder: Path, out: Path, change: Any) -> Path:
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(folder, out)
-    tensors = load_file(out / "model.safetensors")
-    change(tensors, "model.layers.0.self_attn.q_proj.weight")
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    return out
-
-
 def text(value: str) -> torch.Tensor:
     return torch.tensor(list(value.encode()), dtype=torch.uint8)
 
@@ -110,7 +100,12 @@ OTHER_BLOCKS = '{"quant_type": "nf4", "blocksize": 128, "shape": [64, 64]}'
     ],
 )
 def test_a_damaged_folder_is_named(change: Any, cause: str, root: Path, tmp_path: Path) -> None:
-    folder = damaged(root / "plain", tmp_path / "damaged", change)
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(root / "plain", tmp_path / "damaged")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors, "model.layers.0.self_attn.q_proj.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=cause) as caught:
         stored_layers(folder)
     assert caught.value.fix and "\n" not in caught.value.cause + caught.value.fix
