@@ -46,10 +46,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package
 
 
-def tree(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert shardkit("--version") == 0
     assert capsys.readouterr().out == f"shardkit {__version__}\n"
@@ -64,7 +60,8 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_init_copies_configs_and_templates(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "new" / "my job"
     assert shardkit("init", target) == 0
-    assert tree(target) == {"configs/a.yaml": "train: {}\n", "slurm/a.sbatch": "#!/bin/bash\n"}
+    files = {path.name: path.read_text() for path in target.rglob("*.*")}
+    assert files == {"a.yaml": "train: {}\n", "a.sbatch": "#!/bin/bash\n"}
     assert capsys.readouterr().out.splitlines() == [str(target / "configs/a.yaml"), str(target / "slurm/a.sbatch")]
 
 

@@ -7,38 +7,35 @@ import torch
 from torch import nn
 
 from shardkit.memory.probe import count_state, module_state
-from shardkit.memory.rows import StateBytes
+from shardkit.memory.rows import StateBytes, StateKind
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_views_of_a_flat_buffer_count_the_buffer_once_with_its_padding() -> None:
-    flat = torch.zeros(100)
-    state = count_state([("params", flat[:40]), ("params", flat[40:90].view(5, 10)), ("grads", flat[3:4])], CPU)
-    assert state["params"] == StateBytes(400, 0)
-    assert state["grads"] == StateBytes(0, 0)
+FLAT, TENSOR, FREED = torch.zeros(100), torch.zeros(10), torch.zeros(10)
+FREED.untyped_storage().resize_(0)
+ALIAS = torch.from_numpy(TENSOR.numpy())  # another storage over the same memory
+CASES: dict[str, tuple[list[tuple[StateKind, torch.Tensor]], torch.device, dict[StateKind, StateBytes]]] = {
+    "views of a flat buffer with padding": (
+        [("params", FLAT[:40]), ("params", FLAT[40:90].view(5, 10)), ("grads", FLAT[3:4])], CPU,
+        {"params": StateBytes(400, 0), "grads": StateBytes(0, 0)},
+    ),
+    "shared, seen last": ([("optimizer", TENSOR), ("master_params", TENSOR)], CPU,
+                          {"master_params": StateBytes(40, 0), "optimizer": StateBytes(0, 0)}),
+    "shared, seen first": ([("master_params", TENSOR), ("optimizer", TENSOR)], CPU,
+                           {"master_params": StateBytes(40, 0), "optimizer": StateBytes(0, 0)}),
+    "alias": ([("params", TENSOR), ("grads", ALIAS)], CPU, {"params": StateBytes(40, 0), "grads": StateBytes(0, 0)}),
+    "freed, meta": ([("params", FREED), ("params", torch.empty(10, device="meta"))], CPU, {"params": StateBytes(0, 0)}),
+    "trained on the CPU": ([("optimizer", TENSOR)], CPU, {"optimizer": StateBytes(40, 0)}),
+    "trained elsewhere": ([("optimizer", TENSOR)], CUDA, {"optimizer": StateBytes(0, 40)}),
+}  # fmt: skip
 
 
-def test_a_shared_storage_goes_to_the_first_category_whatever_the_order_seen() -> None:
-    tensor = torch.zeros(10)
-    for kinds in (("optimizer", "master_params"), ("master_params", "optimizer")):
-        state = count_state([(kind, tensor) for kind in kinds], CPU)
-        assert state["master_params"].device == 40
-        assert state["optimizer"].device == 0
-
-
-def test_two_storages_over_the_same_memory_are_one() -> None:
-    tensor = torch.zeros(16)
-    alias = torch.from_numpy(tensor.numpy())
-    assert alias.untyped_storage()._cdata != tensor.untyped_storage()._cdata
-    assert count_state([("params", tensor), ("grads", alias)], CPU)["grads"].device == 0
-
-
-def test_freed_and_meta_storages_have_no_bytes() -> None:
-    freed = torch.zeros(10)
-    freed.untyped_storage().resize_(0)
-    state = count_state([("params", freed), ("params", torch.empty(10, device="meta"))], CPU)
-    assert state["params"] == StateBytes(0, 0)
+@pytest.mark.parametrize("case", CASES)
+def test_each_storage_counts_once_in_the_first_category_that_claims_it(case: str) -> None:
+    tensors, device, counted = CASES[case]
+    state = count_state(tensors, device)
+    assert {kind: state[kind] for kind in counted} == counted
 
 
 def test_a_list_that_hides_a_modules_function_hides_no_state() -> None:
@@ -66,12 +63,6 @@ def test_bitsandbytes_own_parameters_count_as_quantized_with_their_state(storage
     state = count_state(module_state(layer), CPU)
     assert state["params"].device == 4 * 128
     assert state["quantized"].device == packed + scales + 16 * 4
-
-
-def test_cpu_tensors_are_host_memory_only_when_training_is_elsewhere() -> None:
-    tensor = torch.zeros(10)
-    assert count_state([("optimizer", tensor)], CPU)["optimizer"] == StateBytes(40, 0)
-    assert count_state([("optimizer", tensor)], CUDA)["optimizer"] == StateBytes(0, 40)
 
 
 def test_module_with_adamw_to_the_byte() -> None:

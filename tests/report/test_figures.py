@@ -174,16 +174,14 @@ def test_peaks_by_phase_are_the_largest_of_all_gathers(gpu: Run) -> None:
 def test_step_times_are_those_of_the_last_start_alone(tmp_path: Path) -> None:
     """Of a run that went on with other ranks, and of one that did with as many."""
     run = read_run(write_run(tmp_path / "run"))
-    slow = [replace(row, step_time_s=9.0) for row in [*cpu_rows(1), *cpu_rows(1)]]
-    four = [replace(row, identity=replace(row.identity, rank=rank)) for rank, row in enumerate(slow)]
-    fast = [replace(row, step_time_s=0.5) for row in cpu_rows(1)]
-    gathers = [Gather(1, 1e3, four), Gather(2, 2e3, four), *(Gather(3 + i, 3e3 + i, fast) for i in range(3))]
-    times = measure.step_times(replace(run, gathers=gathers, environment={}))
-    assert {rank: time.total for rank, time in times.items()} == {0: 0.5, 1: 0.5}
     began = datetime(2026, 1, 1, tzinfo=timezone.utc)
-    same = [replace(row, step_time_s=9.0) for row in fast]
-    gathers = [Gather(1, began.timestamp() - 9, same), Gather(2, began.timestamp() - 8, same)]
-    gathers += [Gather(3 + i, began.timestamp() + i, fast) for i in range(3)]
-    environment = {"time": began.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    times = measure.step_times(replace(run, gathers=gathers, environment=environment))
-    assert {rank: time.total for rank, time in times.items()} == {0: 0.5, 1: 0.5}
+    fast = [replace(row, step_time_s=0.5) for row in cpu_rows(1)]
+    for ranks, environment in ((4, {}), (2, {"time": began.strftime("%Y-%m-%dT%H:%M:%S%z")})):
+        slow = [
+            replace(row, step_time_s=9.0, identity=replace(row.identity, rank=rank))
+            for rank, row in enumerate([*fast, *fast][:ranks])
+        ]
+        gathers = [Gather(1 + i, began.timestamp() - 9 + i, slow) for i in range(2)]
+        gathers += [Gather(3 + i, began.timestamp() + i, fast) for i in range(3)]
+        times = measure.step_times(replace(run, gathers=gathers, environment=environment))
+        assert {rank: time.total for rank, time in times.items()} == {0: 0.5, 1: 0.5}

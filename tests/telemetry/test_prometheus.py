@@ -8,7 +8,7 @@ import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,10 @@ def scrape(url: str) -> dict[tuple[str, str], float]:
     return found
 
 
-@pytest.fixture
-def server() -> Iterator[MetricsServer]:
-    served = MetricsServer("127.0.0.1", 0)
-    yield served
-    served.close()
-
-
-def test_ranks_and_categories_are_labels(server: MetricsServer) -> None:
-    server.update({"step": 7, "loss": 2.5, "grad_norm": float("inf")}, [gpu_row(0), gpu_row(1, 5 * 2**30, "node2")])
-    found = scrape(server.url)
+def test_ranks_and_categories_are_labels() -> None:
+    with closing(MetricsServer("127.0.0.1", 0)) as server:
+        server.update({"step": 7, "grad_norm": float("inf")}, [gpu_row(0), gpu_row(1, 5 * 2**30, "node2")])
+        found = scrape(server.url)
     assert found["shardkit_step", ""] == 7
     assert found["shardkit_grad_norm", ""] == float("inf")
     assert found["shardkit_rank_device_peak_allocated_bytes", 'host="node2",rank="1"'] == 5 * 2**30
