@@ -161,11 +161,8 @@ def test_a_folder_as_validation_data_is_its_validation_split(
     assert len(documents) == 3 and f"ask {2 * validated} " in text
 
 
-def test_columns_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
-    rows = [{"messages": turns(), "rule": "be brief"}, {"text": "a", "rule": "be brief"}]
-    for row, columns in ((rows[0], {"input": "rule"}), (rows[1], {"system": "rule"})):
-        assert "would be ignored" in refusal(tmp_path, [row], columns=columns).cause
-    late = [{"messages": turns()}, rows[0]]
+def test_a_column_that_the_first_row_lacks_is_read(tmp_path: Path) -> None:
+    late = [{"messages": turns()}, {"messages": turns(), "rule": "be brief"}]
     texts = predicted(tmp_path, write_lines(tmp_path / "late.jsonl", late), columns={"system": "rule"})
     assert "be brief" in texts[1][0] and "be brief" not in texts[0][0]
 
@@ -414,10 +411,6 @@ def test_system_and_tools_reach_the_template_beside_a_prompt(tmp_path: Path) -> 
         columns={"prompt": "prompt", "completion": "completion", "system": "rule"},
     )
     assert named[0].startswith("<|im_start|>system\nbe brief")
-    plain = {"prompt": "a", "completion": "b", "system": "be brief"}
-    assert "column system holds text, but the prompt is text" in refusal(tmp_path, [plain]).cause
-    twice = {"messages": [{"role": "system", "content": "be long"}, *turns()], "system": "be brief"}
-    assert "two different system texts" in refusal(tmp_path, [twice]).cause
 
 
 @pytest.mark.parametrize("place", [0, 2, 4])
@@ -435,25 +428,40 @@ def test_a_role_that_the_template_does_not_know_is_refused_wherever_it_stands(
     assert "rows.jsonl:1: message" in error.cause and "the role critic" in error.cause
 
 
-def test_a_message_or_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
-    silent = ANY_ROLE.replace(
-        "{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"
-    )
-    row = {"messages": [{"role": "system", "content": "be brief"}, *turns()]}
-    assert "leaves out message 1, whose role is system" in refusal(tmp_path, [row], silent).cause
-    stripped = ANY_ROLE.replace("message.content", "(message.content | trim | upper)")
-    assert "no turn" in refusal(tmp_path, [{"messages": [{"role": "user", "content": " x "}]}], stripped).cause
-    called = [turns()[0], {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}]
-    assert "tool calls, which the chat template does not write" in refusal(tmp_path, [{"messages": called}]).cause
+UNSPOKEN = ANY_ROLE.replace("for message in messages", "for message in messages if message.role != 'system'")
+CHANGED = ANY_ROLE.replace("message.content", "(message.content | trim | upper)")
+ASKED = {"role": "user", "content": "ask"}
+CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
+OLDER = {"role": "assistant", "content": "", "function_call": CALL}  # OpenAI's before tools
+BRIEF = {"role": "system", "content": "be brief"}
+CHAT, PAIR = {"messages": turns()}, {"prompt": "a", "completion": "b"}
+REFUSED: dict[str, tuple[list[Any], str, dict[str, str], str, str]] = {
+    "input of a chat": ([{**CHAT, "rule": "x"}], PLAIN, {"input": "rule"}, "would be ignored", ""),
+    "system of a text": ([{"text": "a", "rule": "x"}], PLAIN, {"system": "rule"}, "would be ignored", ""),
+    "system of a pair": ([{**PAIR, "system": "x"}], PLAIN, {}, "column system holds text, but the prompt is text", ""),
+    "two systems": ([{"messages": [BRIEF, *turns()], "system": "x"}], PLAIN, {}, "two different system texts", ""),
+    "system_prompt": ([{**CHAT, "system_prompt": "x"}], PLAIN, {}, "", "{messages: messages, system: system_prompt}"),
+    "role left out": ([{"messages": [BRIEF, *turns()]}], UNSPOKEN, {}, "leaves out message 1, whose role is sys", ""),
+    "no turn": ([{"messages": [ASKED]}], CHANGED, {}, "no turn", ""),
+    "call left out": ([{"messages": [ASKED, CALLED]}], PLAIN, {}, "tool calls, which the chat template does not", ""),
+    "older call": ([{"messages": [ASKED, OLDER]}], ANY_ROLE, {}, "rows.jsonl:1: message 2 has a function_call", ""),
+    "older call, tools": ([{"messages": [ASKED, OLDER]}], TOOLING, {}, "message 2 has a function_call", ""),
+    "preferences": ([{"prompt": "q", "chosen": "2", "rejected": "3"}] * 3, PLAIN, {}, "columns chosen, rejected", ""),
+    "preferred chats": ([{"chosen": turns(), "rejected": turns()}] * 3, PLAIN, {}, "columns chosen, rejected", ""),
+    "weight of a row": ([{**CHAT, "weight": 0.5}], PLAIN, {}, "", "data.ignore=[weight]"),
+    "mask of a row": ([{**CHAT, "loss_mask": [0, 1, 0, 1]}], PLAIN, {}, "", "data.ignore=[loss_mask]"),
+    "mark of a row": ([{**CHAT, "train": False}], PLAIN, {}, "", "data.ignore=[train]"),
+    "text and chats": ([{"text": "a"}, CHAT], PLAIN, {}, "is missing", "data.sources"),
+    "pairs and text": ([PAIR, {"text": "a"}], PLAIN, {}, "is missing", "data.sources"),
+}
+"""Case → rows, template, `data.columns`, cause, fix."""
 
 
-def test_a_call_of_the_older_kind_is_not_dropped(tmp_path: Path) -> None:
-    """OpenAI's `function_call`, beside an empty content."""
-    called = [turns()[0], {"role": "assistant", "content": "", "function_call": CALL}]
-    for template in (ANY_ROLE, TOOLING):
-        assert (
-            "rows.jsonl:1: message 2 has a function_call" in refusal(tmp_path, [{"messages": called}], template).cause
-        )
+@pytest.mark.parametrize("case", REFUSED)
+def test_rows_that_would_train_something_else_are_refused(case: str, tmp_path: Path) -> None:
+    rows, template, columns, cause, fix = REFUSED[case]
+    error = refusal(tmp_path, rows, template, **({"columns": columns} if columns else {}))
+    assert cause in error.cause and fix in error.fix and "text: NAME" not in error.fix
 
 
 @pytest.mark.parametrize(
@@ -485,12 +493,6 @@ def test_preferences_are_refused_in_these_words(
     assert len(predicted(tmp_path, path, ignore=ignore)) == len(rows)
 
 
-def test_rows_of_preferences_alone_are_no_text(tmp_path: Path) -> None:
-    for row in ({"prompt": "q", "chosen": "2", "rejected": "3"}, {"chosen": turns(), "rejected": turns()}):
-        error = refusal(tmp_path, [row] * 3)
-        assert "preferences (columns chosen, rejected)" in error.cause and "text: NAME" not in error.fix
-
-
 def test_a_label_of_a_text_and_other_columns_are_ignored_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -504,12 +506,6 @@ def test_a_label_of_a_text_and_other_columns_are_ignored_by_name(
     assert lines[1].endswith("conversations from column messages; ignored columns: id, label, score")
 
 
-@pytest.mark.parametrize("column", [{"weight": 0.5}, {"loss_mask": [0, 1, 0, 1]}, {"train": False}])
-def test_marks_of_whole_rows_are_refused(column: dict[str, Any], tmp_path: Path) -> None:
-    error = refusal(tmp_path, [{"messages": turns(), **column}])
-    assert f"data.ignore=[{next(iter(column))}]" in error.fix
-
-
 @pytest.mark.parametrize("column", ["weight,0", "weight,0.5", "train,false", "loss_mask,1"])
 def test_marks_of_rows_in_csv_are_refused_although_they_are_text(column: str, tmp_path: Path) -> None:
     name, value = column.split(",")
@@ -518,9 +514,8 @@ def test_marks_of_rows_in_csv_are_refused_although_they_are_text(column: str, tm
         opened(tmp_path, tmp_path / "rows.csv")
 
 
-def test_a_system_prompt_beside_messages_is_refused_or_named(tmp_path: Path) -> None:
+def test_a_system_prompt_beside_messages_is_named(tmp_path: Path) -> None:
     row = {"messages": turns(), "system_prompt": "be brief"}
-    assert "data.columns={messages: messages, system: system_prompt}" in refusal(tmp_path, [row]).fix
     text, _ = of_row(tmp_path, row, columns={"messages": "messages", "system": "system_prompt"})
     assert text.startswith("<|im_start|>system\nbe brief")
 
@@ -530,23 +525,15 @@ def test_an_input_joins_its_prompt_or_is_refused(tmp_path: Path) -> None:
         {"instruction": "add", "input": "1 and 2", "output": "3"},
         {"instruction": "say x", "input": "", "output": "x"},
     ]
-    error = refusal(tmp_path, rows)
-    assert "data.columns={prompt: instruction, input: input, completion: output}" in error.fix
     columns = {"prompt": "instruction", "completion": "output"}
-    half = refusal(tmp_path, rows, columns=columns)
-    assert "rows.jsonl:1: column input holds a part of the prompt" in half.cause
-    assert "data.columns={prompt: instruction, input: input, completion: output}" in half.fix
+    for error in (refusal(tmp_path, rows), refusal(tmp_path, rows, columns=columns)):
+        assert "data.columns={prompt: instruction, input: input, completion: output}" in error.fix
+    assert "rows.jsonl:1: column input holds a part of the prompt" in error.cause
     path = write_lines(tmp_path / "rows.jsonl", rows)
     joined = predicted(tmp_path, path, columns={**columns, "input": "input"})
     assert joined == [("add\n\n1 and 23<|endoftext|>", ["3<|endoftext|>"]), ("say xx<|endoftext|>", ["x<|endoftext|>"])]
     empty = write_lines(tmp_path / "empty.jsonl", rows[1:] * 2)
     assert predicted(tmp_path, empty, columns=columns) == joined[1:] * 2
-
-
-def test_two_kinds_of_rows_are_two_sources(tmp_path: Path) -> None:
-    for rows in ([{"text": "a"}, {"messages": turns()}], [{"prompt": "a", "completion": "b"}, {"text": "a"}]):
-        error = refusal(tmp_path, rows)
-        assert "is missing" in error.cause and "data.sources" in error.fix
 
 
 def parts_of(*texts: str) -> list[dict[str, str]]:

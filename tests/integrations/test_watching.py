@@ -142,28 +142,31 @@ def test_values_belong_to_the_step_whose_forward_began_last(tmp_path: Path) -> N
     assert second["tokens_per_s"] == pytest.approx(100 / second["step_time_s"])
 
 
-def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU()) for _ in range(4)))
+def run_out(folder: Path, cap: str, model: nn.Module, *batches: torch.Tensor) -> tuple[Any, Any]:
+    """The error of a loop over these batches, and its post-mortem."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def run() -> None:
-        with shardkit.watch(model, optimizer, run_dir=tmp_path, cap="1MiB", tensorboard=False):
-            for _ in range(2):
-                loss = model(torch.ones(4, SIZE)).sum()
-                loss.backward()
+        with shardkit.watch(model, optimizer, run_dir=folder, cap=cap, tensorboard=False):
+            for batch in batches:
+                model(batch).sum().backward()
                 optimizer.step()
-            model(torch.ones(2048, SIZE)).sum().backward()
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run()
-    found = json.loads((tmp_path / "oom" / "rank0.json").read_text())
+    return caught.value, json.loads((folder / "oom" / "rank0.json").read_text())
+
+
+def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU()) for _ in range(4)))
+    error, found = run_out(tmp_path, "1MiB", model, *(torch.ones(rows, SIZE) for rows in (4, 4, 2048)))
     assert (found["phase"], found["step"], found["gaps"]) == ("forward", 3, [])
     assert found["row"]["state"]["optimizer"]["device"] > 0
     changes = [one["change"] for one in found["advice"]]
     assert "train.micro_batch_size=1024 train.grad_accum_steps=2" in changes
     assert "activation.policy=full" in changes
     if sys.version_info >= (3, 11):
-        cause, fix = caught.value.__notes__[-1].split("\n")
+        cause, fix = error.__notes__[-1].split("\n")
         assert (
             cause.startswith("shardkit: rank 0 ran out of memory in forward of step 3 (") and "memory.cap=1MiB" in cause
         )
@@ -205,19 +208,9 @@ def test_memory_that_runs_out_under_zero3_is_explained(tmp_path: Path) -> None:
 
 def test_long_sequences_are_described_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Embedding(32, SIZE), nn.Linear(SIZE, 32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def run() -> None:
-        with shardkit.watch(model, optimizer, run_dir=tmp_path, cap="8MiB", tensorboard=False):
-            for rows in (1, 1, 64):
-                model(torch.zeros(rows, 2048, dtype=torch.long)).sum().backward()
-                optimizer.step()
-
-    with pytest.raises(torch.OutOfMemoryError):
-        run()
+    _, found = run_out(tmp_path, "8MiB", model, *(torch.zeros(rows, 2048, dtype=torch.long) for rows in (1, 1, 64)))
     assert read_run(tmp_path).setting("train.seq_len") == 2048
     assert "is not complete" not in capsys.readouterr().err
-    found = json.loads((tmp_path / "oom" / "rank0.json").read_text())
     changes = [one["change"] for one in found["advice"]]
     assert found["gaps"] == [] and any("train.micro_batch_size=32 " in change for change in changes), changes
 
