@@ -53,8 +53,6 @@ except SystemExit as ended:
 """
 ROWS = """
 from shardkit.config.load import load_config
-from shardkit.data.loader import StepLoader
-from shardkit.data.loader import BatchSchedule
 from shardkit.tasks.load import load_task
 settings = ["data.path=chats.jsonl", "data.tokenizer=tokenizer", "train.seq_len=32", "model.vocab_size=512",
             "data.tokenize_workers=1", "data.cache_dir=cache"]
@@ -70,7 +68,7 @@ main(["model.preset=debug", "parallel.strategy=fsdp", "run.device=cpu", "run.dir
 """
 ROADS = {
     "plan: main to its verdict": (f"record()\n{PLAN}end()\n", "", 20),
-    "a row of JSON lines to a batch": (f"{ROWS}end()\n", "", 21),
+    "a row of JSON lines to a batch": (f"{ROWS}end()\n", "", 11),
     "main to the first forward of fsdp": (f"record()\n{FSDP}", "models/transformer.py", 60),
 }
 """Road → its program, the module whose first `forward` ends it, and the most files."""
