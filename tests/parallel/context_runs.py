@@ -52,7 +52,7 @@ MODELS = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     # The step is the gradient: a wrong factor, which AdamW would hide, shows in the weights.
-    "sgd": {"optim.name": "sgd", "optim.lr": 0.3, "optim.weight_decay": 0.0, "train.max_norm": None},
+    "sgd": {"optim.name": "sgd", "optim.lr": 0.1, "optim.weight_decay": 0.0, "train.max_norm": None},
     "adamw": {"optim.name": "adamw", "optim.lr": 3e-3, "train.max_norm": 0.5},
 }
 
