@@ -28,7 +28,7 @@ class ContextParallel:
     """The exchange of heads for positions within this rank's group."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
-        self.rank, self.size, self._group = rank, size, group
+        self.rank, self.size, self.group = rank, size, group
         self.active = True  # False while ranks compute whole sequences of their own
 
     def to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class ContextParallel:
             tensor = tensor.repeat_interleave(copies, 2)
         rows, length, heads, width = tensor.shape
         parts = tensor.view(rows, length, self.size, heads // self.size, width).permute(2, 0, 1, 3, 4)
-        received = all_to_all(parts.contiguous(), self._group)  # [rank of the positions, rows, T / size, heads, width]
+        received = all_to_all(parts.contiguous(), self.group)  # [rank of the positions, rows, T / size, heads, width]
         return received.permute(1, 2, 0, 3, 4).reshape(rows, length * self.size, heads // self.size, width)
 
     def to_positions(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class ContextParallel:
             return tensor
         rows, length, heads, width = tensor.shape
         parts = tensor.reshape(rows, length // self.size, self.size, heads, width).permute(2, 0, 1, 3, 4)
-        received = all_to_all(parts.contiguous(), self._group)  # [rank of the heads, rows, T / size, heads, width]
+        received = all_to_all(parts.contiguous(), self.group)  # [rank of the heads, rows, T / size, heads, width]
         return received.permute(1, 2, 0, 3, 4).reshape(rows, length // self.size, heads * self.size, width)
 
     def share(self, values: torch.Tensor) -> torch.Tensor:

@@ -151,7 +151,7 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.update(flight_recorder(config.run.dir, os.environ))
-    joined_here = not dist.is_initialized()
+    joined_here, shared = not dist.is_initialized(), None
     foreign_groups = () if joined_here else tuple(compat.groups())
     timeout = timedelta(seconds=config.run.init_timeout_s)
     if joined_here:
@@ -172,6 +172,8 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
         elif not failed:
             dist.destroy_process_group(control_group)
             dist.destroy_process_group(ledger)
+            if shared is not None:
+                dist.destroy_process_group(shared.group)
 
 
 def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timedelta) -> None:
