@@ -9,6 +9,7 @@ import typer
 
 from ..errors import LaunchError
 from .program import SCRIPT_WORDS, Count, MaybePath, Text
+from .rehearse import RehearsedCards
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,14 @@ class ProofOptions:
         Text, typer.Option(metavar="'COMMAND'", help="The program of one process; default: the same with one process.")
     ] = None
     steps: Annotated[int, typer.Option(metavar="K", min=1, max=100, help="Optimizer steps to compare.")] = 2
-    gpus: Annotated[Count, typer.Option(metavar="N", min=1, max=64, help="Emulated GPUs, in place of the CPU.")] = None
     until: Annotated[Text, typer.Option(metavar="save", help="Compare the first saved files, too.")] = None
     leak: Annotated[bool, typer.Option("--leak", help="Whether tokens of one document move another's.")] = False
     leak_separator: Annotated[
         Count, typer.Option(metavar="ID", min=0, help="--leak, with the token between documents.")
     ] = None
+    sample_above: Annotated[
+        int, typer.Option(metavar="N", min=64, help="Compare a sample of tensors of more than N numbers.")
+    ] = 2**23
     time_limit: Annotated[float, typer.Option(metavar="S", min=1, help="End each run after S seconds.")] = 600.0
     allow_writes: Annotated[bool, typer.Option("--allow-writes", help="Let the program's writes be real.")] = False
     network: Annotated[bool, typer.Option("--network", help="Let the program use the network.")] = False
@@ -33,7 +36,7 @@ class ProofOptions:
     keep: Annotated[MaybePath, typer.Option(metavar="DIR", help="Keep records and logs, for a report.")] = None
 
 
-def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
+def prove(ctx: typer.Context, *, cards: RehearsedCards, options: ProofOptions) -> None:
     """Run the command behind `--`, unchanged, and compare its gradients and updates with those of one process.
 
     Both run on the CPU over gloo, or on emulated GPUs with --gpus. What they write is thrown away, and they reach no
@@ -46,11 +49,10 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
     if not command:
         fix = "shardkit prove -- torchrun --nproc-per-node 2 train.py"
         raise LaunchError("no command stands behind `--`", fix)
-    _refuse_contradictions(options)
+    _refuse_contradictions(cards, options)
     import json
     import os
 
-    from ..hardware.cards import DEFAULT, find_gpu
     from ..prove.leaks import LeakSearch
     from ..prove.proof import prove as run
     from ..prove.runs import Runner, check
@@ -60,10 +62,11 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
     from ..rehearse.rehearsal import Limits, Machine, scratch_folder
     from ..report.proof import VERDICT
 
+    card = cards.card()
     check(command, options.against)
     machine = None
-    if options.gpus is not None:
-        machine = Machine(find_gpu(DEFAULT), options.gpus, built(torch_of(command, os.environ), computing=True))
+    if cards.gpus is not None:
+        machine = Machine(card, cards.gpus, built(torch_of(command, os.environ), computing=True))
     limits = Limits(
         time_limit_s=options.time_limit, allow_writes=options.allow_writes, network=options.network, keep=options.keep
     )
@@ -75,7 +78,7 @@ def prove(ctx: typer.Context, *, options: ProofOptions) -> None:
 
     try:
         with scratch_folder(options.keep) as folder:
-            runner = Runner(folder, limits, machine)
+            runner = Runner(folder, limits, machine, options.sample_above)
             leak = LeakSearch(options.leak_separator) if options.leak or options.leak_separator is not None else None
             verdict = run(command, options.against, options.steps, runner, options.until or "", leak)
             if options.keep is not None:
@@ -98,7 +101,9 @@ def _refusal(error: LaunchError | None) -> dict[str, object]:
     return {"verdict": "refused", "exit_code": 2, **nothing, "reasons": reasons}
 
 
-def _refuse_contradictions(options: ProofOptions) -> None:
+def _refuse_contradictions(cards: RehearsedCards, options: ProofOptions) -> None:
+    if cards.gpus is None and (cards.gpu or cards.gpu_memory):
+        raise LaunchError("--gpu and --gpu-memory describe emulated GPUs, and none are asked for", "--gpus 2")
     if options.expect not in (None, "same"):
         raise LaunchError(f"--expect {options.expect}: a proof expects only one thing", "--expect same")
     if options.until not in (None, "save"):

@@ -17,6 +17,8 @@ import torch
 from .inject import shardkit_pieces as pieces
 from .verdict import ALLOWED
 
+NORMS = 1e-3
+"""How far the norms of a large gradient, of which a sample is compared, may be apart."""
 Ranks = Mapping[int, dict[str, Any]]
 
 
@@ -67,10 +69,19 @@ class Tensors:
     folder: Path
     differing: list[int]  # ranks whose copies differ
     before: torch.Tensor | None  # the weight, where updates are compared
+    norms: tuple[float, float] | None = None  # the ranks' and one process's of all numbers, where these are a sample
 
     @property
     def distance(self) -> float:
         return norm(self.parallel - self.reference)
+
+    @property
+    def are_norms_close(self) -> bool:
+        """Whether the sample stands for the rest: a thousandth of the norm, or as much as rounding moves the sample."""
+        if self.norms is None:
+            return True
+        relative = ALLOWED * self.unit / (norm(self.reference) or math.inf)
+        return abs(self.norms[0] - self.norms[1]) <= max(NORMS, relative) * self.norms[1]
 
     def is_close(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
         return norm(tensor - self.reference * scale) <= ALLOWED * self.unit * max(1.0, abs(scale))
@@ -106,10 +117,15 @@ def compare(
             differences[name] = Difference(name, "missing gradient" if cause else "", cause)
             continue
         times = tensors.distance / tensors.unit
-        if times <= ALLOWED and not tensors.differing:
+        if times <= ALLOWED and not tensors.differing and not tensors.are_norms_close:
+            a, b = tensors.norms or (0.0, 0.0)
+            cause = f"the sampled numbers are equal, and the norm of all is {a:.6g}, one process's {b:.6g}"
+            differences[name] = Difference(name, "other", cause, times)
+        elif times <= ALLOWED and not tensors.differing:
             differences[name] = Difference(name, "", "", times)
         else:
             kind, cause, factor = explain(tensors)
+            cause += ", in the sample" if any("of" in piece for piece in tensors.pieces.values()) else ""
             differences[name] = Difference(name, kind, cause, times, factor)
     return differences
 
@@ -143,7 +159,8 @@ def tensors_of(
         )
     tensor, differing = parallel.full(name, shape)
     if tensor is None:
-        shapes = sorted({tuple(part["local"]) for part in ranks.values()})
+        shapes = sorted({tuple(part.get("of", part)["local"]) for part in ranks.values()})
+        shape = tuple(piece.get("of", piece)["shape"])
         return None, f"the ranks' shapes {', '.join(map(str, shapes))} do not make {shape}"
     dtypes = {tensor.dtype, process.dtype}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
@@ -157,6 +174,10 @@ def tensors_of(
         tensor, process = tensor * is_sure(name, shape), process * is_sure(name, shape)
     # Two roundings of each number, and of a thousandth of all gradients for one that is almost nothing. In 16 bits the
     # measured spread is large, so that this much would hide a factor.
-    floor = (2.0 if eps < 1e-5 else 0.25) * eps * size + 1e-3 * eps * scale
+    part = math.sqrt(math.prod(shape) / math.prod(piece["of"]["shape"])) if "of" in piece else 1.0  # of a norm
+    floor = (2.0 if eps < 1e-5 else 0.25) * eps * size + 1e-3 * eps * scale * part
     unit = max(spread, floor, 1e-300)
-    return Tensors(tensor, process, unit, present, parallel.folder, differing, weight), ""
+    norms = None
+    if "of" in piece and weight is None and substitute is None:
+        norms = pieces.norm(present, shape), piece["norm"]
+    return Tensors(tensor, process, unit, present, parallel.folder, differing, weight, norms), ""

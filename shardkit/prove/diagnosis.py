@@ -65,6 +65,8 @@ def explain(tensors: Tensors, counts: Counts) -> tuple[str, str, float | None]:
     if tensors.differing:
         return *_of_copies(tensors), None
     if not norm(parallel):
+        if tensors.norms is not None and tensors.norms[0]:
+            return "other", "zero", None
         return "missing gradient", "zero", 0.0
     if not norm(reference):
         return "other", "one process has zero", None
@@ -80,12 +82,13 @@ def explain(tensors: Tensors, counts: Counts) -> tuple[str, str, float | None]:
             return "other", "moved by a multiple of the weight: another weight decay", None
     parts = []
     for rank, piece in tensors.pieces.items():
-        if piece["offset"] is not None and tensors.before is None:
-            region = tuple(slice(at, at + n) for at, n in zip(piece["offset"], piece["local"], strict=True))
-            if reference[region].numel() and norm(reference[region]):
-                part = pieces.tensor_of(str(tensors.folder), piece).double()
-                factor, remaining = ratio(part, reference[region])
-                parts.append((rank, norm(part), factor, remaining / (norm(part) or 1.0)))
+        expected = pieces.region(reference, piece) if tensors.before is None else None
+        if expected is not None and norm(expected):
+            part = pieces.tensor_of(str(tensors.folder), piece).double()
+            factor, remaining = ratio(part, expected)
+            # Any two single numbers are multiples.
+            distance = remaining / (norm(part) or 1.0) if part.numel() > 1 else 1.0
+            parts.append((rank, piece["norm"], factor, distance))
     zero = [rank for rank, size, *_ in parts if not size]
     if zero and len(zero) < len(parts):
         return "shard", f"zero on the parts of rank{'s'[: len(zero) > 1]} {', '.join(map(str, zero))}", None
@@ -102,8 +105,10 @@ def _of_copies(tensors: Tensors) -> tuple[str, str]:
     shape = tuple(tensors.reference.shape)
     copies = [piece for piece in tensors.pieces.values() if tuple(piece["local"]) == shape]
     ranks = ", ".join(map(str, tensors.differing[:4]))
-    if len(copies) == len(tensors.pieces) and tensors.before is None:
-        total = sum(pieces.tensor_of(str(tensors.folder), piece).double() for piece in copies)
+    samples = [pieces.tensor_of(str(tensors.folder), piece).double() for piece in copies]
+    do_differ = any(not torch.equal(sample, samples[0]) for sample in samples)  # in what is sampled of them, too
+    if len(copies) == len(tensors.pieces) and tensors.before is None and do_differ:
+        total = torch.stack(samples).sum(0)
         if tensors.is_close(total, 1.0) or norm(total - tensors.reference) <= 2 * ALLOWED * tensors.unit:
             return "not summed", "the ranks' copies differ, and their sum is right: not summed over the ranks"
         if norm(total / len(copies) - tensors.reference) <= 2 * ALLOWED * tensors.unit:

@@ -177,6 +177,9 @@ class Judge:
             return self._cannot_tell(lines, reason, fix, table)
         if factor is not None and plain is None:
             return self._not_same(lines, word, reasons=(self._cause(wrong, factor, counts),), **details)
+        if not table.is_weighted_sum and not kinds <= NO_INTERACTION and (sizes := self._other_sizes(number, table)):
+            reason = f"rows may act on each other in a batch, and {sizes}"
+            return self._cannot_tell(lines, reason, "an --against that cuts its batches as the ranks do", table)
         words = table.words()
         if plain is not None and not table.is_weighted_sum:
             word, words = "micro-batches", self._uncounted_words()
@@ -257,22 +260,39 @@ class Judge:
             return (
                 "rows that a torch DataLoader draws by number are replayed; or --against a program that sees the same"
             )
+        if self.proof.feed.kind != "rows":
+            return "an --against whose loader gives batches of the same keys, or data that does not depend on the rank"
         return "a data set and a collator that give the same row for the same number"
 
     def _has_same_batches(self, number: int) -> bool:
         """Whether each call of one process's module has the rows of each rank's call: nothing is batched otherwise."""
-        records = self.proof.side(f"step{number}").records
-        key = rows.key_of(self.proof.parallel.record(f"step{number}"), records)
+        records, parallel = self.proof.side(f"step{number}").records, self.proof.parallel.record(f"step{number}")
+        fed = rows.fed(parallel, records)
+        key = rows.key_of(fed, records)
         process = [sorted(row[key] for row in batch) for batch in records[0]["rows"]]
         sizes = list(map(len, process))
         kind = self.kinds[number][0]
-        for record in self.proof.parallel.record(f"step{number}").values():
-            batches = [sorted(row[key] for row in batch) for batch in record["rows"]]
-            if kind == rows.SPLIT and list(map(len, batches)) != sizes:
-                return False
-            if kind != rows.SPLIT and batches != process:
+        for rank, record in parallel.items():
+            batches = [sorted(row[key] for row in batch) for batch in rows.trained(record)]
+            if rank not in fed:  # a later stage, whose activations show how many rows they are of
+                if sizes not in (list(map(len, batches)), list(map(len, batches[1:]))):  # it may learn shapes first
+                    return False
+            elif kind == rows.SPLIT:
+                if list(map(len, batches)) != sizes:
+                    return False
+            elif batches != process:
                 return False
         return True
+
+    def _other_sizes(self, number: int, table: weights.WeightTable) -> str:
+        """Words on calls of the ranks' modules with other numbers of rows than one process's for the same batch."""
+        parallel, records = self.proof.parallel.record(f"step{number}"), self.proof.side(f"step{number}").records
+        parts = [self.proof.side(f"part{number}-{index}").records[0] for index in range(len(table.parts))]
+        ranks, process = (
+            sorted({len(batch) for record in side for batch in rows.trained(record)})
+            for side in (rows.fed(parallel, records).values(), parts)
+        )
+        return f"the ranks call modules with {ranks} rows, one process with {process}" if ranks != process else ""
 
     def _table(
         self, number: int, plain: dict[str, torch.Tensor] | None, wrong: Sequence[str]
@@ -456,6 +476,12 @@ class Judge:
             f" one process's within rounding (worst {self.worst:.1f} times an ulp's, {ALLOWED:g} allowed)"
         )
         lines = [words] if words else []
+        n_sampled = len({name for r in self.start.values() for name, p in r["weights"].items() if "of" in p})
+        if n_sampled:
+            lines.append(
+                f"{n_sampled} are large: a sample of their numbers was compared, the norms of their gradients, and the"
+                " hashes of copies (--sample-above N compares more)"
+            )
         if proof.is_replay:
             lines.append("one process ran the same program: a factor that is wrong in both shows only with --against")
             lines += [f"{words}: it stepped with the ranks'" for number in numbers if (words := self._rates(number))][

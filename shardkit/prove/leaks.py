@@ -113,6 +113,8 @@ def _effects(records: Mapping[int, dict[str, Any]]) -> Iterator[tuple[DocumentOf
     """(changed document, moved document, how far, whether they are one), of those that are surely one or two."""
     for rank, record in records.items():
         for source_rank, index, changes in record["changes"]:
+            if rank != source_rank and record["rows"] == records.get(source_rank, {}).get("rows"):
+                continue  # the source's own rank tells of these rows
             documents = enumerate(records.get(source_rank, {"documents": []})["documents"])
             sources = [(at, document) for at, document in documents if document["number"] == index]
             for (at, source), (to, moved) in product(sources, enumerate(record["documents"])):

@@ -64,6 +64,11 @@ def _ended_early(run: RecordedRun, n_steps: int, runner: Runner) -> ProofVerdict
         raise LaunchError(
             cause, "set TMPDIR or --keep to a larger disk, or take a smaller model, fewer ranks or --steps 1"
         )
+    if (run.folder / "nameless").exists():
+        raise LaunchError(
+            "FSDP1 with use_orig_params=False keeps gradients without the names of their parameters",
+            "pass use_orig_params=True to FullyShardedDataParallel (Accelerate: fsdp_use_orig_params: true)",
+        )
     if run.code and run.is_of_recorder:
         headline = f"CANNOT TELL: the recorder failed after {len(run.steps)} steps: {run.error()}"
         return ProofVerdict(
@@ -118,21 +123,27 @@ def _of_runs(proof: Proof, n_steps: int) -> ProofVerdict:
     taken, kinds = start()
     if taken and (strangers := _other_names(proof)) is not None:
         return strangers
-    if feed is not None and feed.kind == "rows" and any(kind == rows.DIFFERENT for kind, _ in kinds.values()):
-        loader = rows.drawn([proof.side(f"step{number}").records for number in taken])
+    if feed is not None and any(kind == rows.DIFFERENT for kind, _ in kinds.values()):
+        process = [proof.side(f"step{number}").records for number in taken]
+        loader, n_micros = proof.process_loader, len(process[0][0]["rows"])
+        if feed.kind == "rows":
+            process_feed = rows.drawn(process)
+            loader, n_micros = (None, 0) if process_feed is None else (process_feed.loader, len(process_feed.micros(0)))
+        elif feed.kind == "batches" and (yielded := process[0][0]["yielded"]):
+            loader = int(max(yielded, key=yielded.__getitem__))
         # A program that keeps its global batch takes more micro-batches with one process.
-        if loader is not None and not (proof.is_replay and len(loader.micros(0)) == len(feed.micros(0))):
+        if loader is not None and not (proof.is_replay and n_micros == len(feed.micros(0))):
             if not proof.is_replay:
                 words = next(words for kind, words in kinds.values() if kind == rows.DIFFERENT)
                 notes.append(f"the runs draw other rows ({words}): one process was given those of the ranks")
-            proof.process_loader, proof.regrouped = loader.loader, len(loader.micros(0))
+            proof.process_loader, proof.regrouped = loader, n_micros
             feeds = [proof.united(number) for number in numbers]
             taken, kinds = start()
     if not taken:
         return _process_failed(proof)
     if f"moved{taken[-1]}" not in proof.taken or _is_strange(proof, taken):
         say("one process, its weights moved by one ulp")
-        proof.take(moved[: len(taken)], feeds, True)
+        proof.take(moved[: len(taken)], feeds, True, compute=proof.side("step1").records[0]["compute"])
     verdict = Judge(proof, taken, kinds).verdict()
     return replace(verdict, notes=(*notes, *verdict.notes))
 
@@ -249,7 +260,7 @@ def _other_names(proof: Proof) -> ProofVerdict | None:
     nearest = []
     for name in list(missing)[:4]:
         if name in ranks:
-            shapes = sorted({tuple(piece["local"]) for piece in ranks[name].values()})
+            shapes = sorted({tuple(piece.get("of", piece)["local"]) for piece in ranks[name].values()})
             nearest.append(f"{name}: the ranks' {', '.join(map(str, shapes))} do not make {missing[name]}")
         else:
             match = difflib.get_close_matches(name, list(surplus) or list(ranks), 1, 0.0)

@@ -115,34 +115,76 @@ def _of_batches(steps: Sequence[Records], batches: Records) -> Feed | None:
 
 def compare(parallel: Records, reference: Records) -> tuple[str, str]:
     """Whether the modules of both runs saw the same rows in a step: a kind, and words for a kind but SAME."""
-    with_tokens = {
-        rank: record for rank, record in parallel.items() if any(row["tokens"] for row in chain(*record["rows"]))
-    }
-    parallel = with_tokens or parallel  # a later stage of a pipeline is fed activations
+    parallel = fed(parallel, reference)
     key = key_of(parallel, reference)
     process = Counter(row[key] for record in reference.values() for row in chain(*record["rows"]))
-    by_rank = {rank: [row[key] for row in chain(*record["rows"])] for rank, record in parallel.items()}
-    fed = {rank for rank, hashes in by_rank.items() if any(row in process for row in hashes)}
-    names = {name for rank in fed for name in parallel[rank]["raw"]}
-    # Without later stages of a pipeline: they train other parameters than those that are fed rows.
-    stages = {rank for rank in by_rank.keys() - fed if fed and names.isdisjoint(parallel[rank]["raw"])}
-    ranks = Counter(chain(*(hashes for rank, hashes in by_rank.items() if rank not in stages)))
+    ranks = Counter(row[key] for record in parallel.values() for row in chain(*trained(record)))
     if ranks == process:
         return SAME, ""
     ratios = {ranks[row] / process[row] for row in process}
     if set(ranks) == set(process) and len(ratios) == 1:
         return COPIES, f"each row goes to {ratios.pop():g} ranks"
-    tokens, process_tokens = (
-        Counter(token for record in side.values() for row in chain(*record["rows"]) for token in row["tokens"])
-        for side in (parallel, reference)
-    )
-    if process_tokens and tokens == process_tokens:
+    if _is_split(parallel, reference):
         return SPLIT, "each row is split between ranks"
     n_missing = sum(ranks[row] < count for row, count in process.items())
     n_others = sum(count > process.get(row, 0) for row, count in ranks.items())
     return DIFFERENT, (
         f"{n_missing} of {process.total()} rows of one process are missing, {n_others} are others or repeated"
     )
+
+
+def _is_split(parallel: Records, reference: Records) -> bool:
+    """Whether ranks saw parts of the rows of one process: the same tokens together, in each argument that both have."""
+    sides: list[dict[str, Counter[int]]] = []
+    cut: dict[str, set[int]] = {}
+    for side in (parallel, reference):
+        tokens: dict[str, Counter[int]] = {}
+        for row in chain(*(chain(*record["rows"]) for record in side.values())):
+            for name, numbers in row["tokens"].items():
+                tokens.setdefault(name, Counter()).update(numbers)
+            for name, number in row["cut"].items():
+                cut.setdefault(name, set()).add(number)
+        sides.append(tokens)
+    names = sides[0].keys() & sides[1].keys()
+    # A row and its parts end in runs of other lengths: the tokens of such runs are not counted.
+    ranks, process = (
+        {name: {n: count for n, count in side[name].items() if n not in cut.get(name, ())} for name in names}
+        for side in sides
+    )
+    n_rows = sum(len(batch) for record in reference.values() for batch in record["rows"])
+    for name in names:
+        padding = Counter(ranks[name])
+        padding.subtract(process[name])
+        padding = Counter({n: count for n, count in padding.items() if count})
+        # Rows are padded, with one token, to a multiple of the ranks.
+        if len(padding) > 1 or not all(0 < count < n_rows * len(parallel) for count in padding.values()):
+            return False
+    return any(process.values())
+
+
+def fed(parallel: Records, reference: Records) -> Records:
+    """The ranks without later stages of a pipeline: these train other parameters than those that are fed rows."""
+    with_tokens = {
+        rank: record for rank, record in parallel.items() if any(row["tokens"] for row in chain(*record["rows"]))
+    }
+    parallel = with_tokens or parallel  # a later stage is fed activations
+    key = key_of(parallel, reference)
+    process = {row[key] for record in reference.values() for row in chain(*record["rows"])}
+    readers = {
+        rank for rank, record in parallel.items() if any(row[key] in process for row in chain(*trained(record)))
+    }  # fmt: skip
+    names = {name for rank in readers for name in parallel[rank]["raw"]}
+    return {
+        rank: record
+        for rank, record in parallel.items()
+        if not readers or rank in readers or not names.isdisjoint(record["raw"])
+    }
+
+
+def trained(record: dict[str, Any]) -> list[Any]:
+    """The rows of each call, without the one by which a stage of a pipeline learns the shapes of its first rows."""
+    calls: list[Any] = record["rows"]
+    return calls[1:] if len(calls) > len(record["backwards"]) and calls[:1] == calls[1:2] else calls
 
 
 def key_of(parallel: Records, reference: Records) -> str:
@@ -163,18 +205,22 @@ def repeated(feed: Feed, steps: Sequence[Records], start: Records) -> list[str]:
         }
         seen = {rank: [row["row"] for row in chain(*record["rows"])] for rank, record in records.items()}
         group = start[0]["group"] or list(by_rank)
-        ranks = [rank for rank in group if rank in by_rank]
+        ranks: list[int] = []
+        for rank in group:
+            # Ranks that draw the same rows and see others take parts of the same sequences: they are one data rank.
+            parts = (data for data in ranks if by_rank[data] == by_rank.get(rank) and seen[data] != seen[rank])
+            if rank in by_rank and next(parts, None) is None:
+                ranks.append(rank)
         sharded = start[0]["group"] is None and any(
             piece["offset"] is not None or is_part for piece, is_part in _pieces(start)
         )
         if len(ranks) < 2 or sharded:
             continue
         if all(by_rank[rank] == by_rank[ranks[0]] for rank in ranks):
-            if all(seen[rank] == seen[ranks[0]] for rank in ranks):  # else each takes its part of the sequence
-                words.append(
-                    f"step {number}: ranks {', '.join(map(str, ranks))} draw the same rows: the data is not split"
-                    " (no DistributedSampler?)"
-                )
+            words.append(
+                f"step {number}: ranks {', '.join(map(str, ranks))} draw the same rows: the data is not split"
+                " (no DistributedSampler?)"
+            )
             continue
         counts = Counter(chain.from_iterable(by_rank[rank] for rank in ranks))
         twice = [row for row, count in counts.items() if count > 1]

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ _ON_CPU = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREA
 """Variables by which programs choose the CPU; those that the user has set stay."""
 _OF_LAUNCHER = re.compile(r"torch\.distributed\.elastic\.\S+ChildFailedError|subprocess\.CalledProcessError")
 _OF_RECORDER = re.compile(
-    r'shardkit_p(?:roof|ieces)\.py", line \d+, in '
+    r'shardkit_(?:proof|pieces|zero)\.py", line \d+, in '
     r"(?!watched|run|without_dropout|attend_without_dropout|made|drawn|fetched)\w+"
 )
 """A frame of the recorder in a traceback, but for those of the functions that only hand a call on."""
 OF_TORCHS_LOG = re.compile(r"\[?[EWI]\d{4} ")
 """Begins lines of torch's own log."""
+_UNSHARED = [f"parallel.{key}=1" for key in ("tp", "cp", "ep", "dp_replicate", "dp_shard")]
+_UNSHARED += ["parallel.tp_sequence=false"]
 _COUNT = re.compile(r"(--(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus)[= ])\S+")
 
 
@@ -93,7 +96,7 @@ class RecordedRun:
         location = ""
         for line in lines[start:]:
             if (frame := re.match(r' +File "(.+)", line (\d+)', line)) and not re.search(
-                r"/lib/python|<|shardkit_(p|leaks)", frame[1]
+                r"/lib/python|<|shardkit_(p|zero|leaks)", frame[1]
             ):
                 location = f" ({os.path.basename(frame[1])}:{frame[2]})"
             if not line.startswith((" ", "Traceback")):
@@ -113,6 +116,7 @@ class Runner:
     folder: Path
     limits: Limits
     machine: Machine | None = None  # whose emulated cards the program uses; None: the CPU, over gloo
+    sampled_above: int = pieces.SAMPLED_ABOVE  # numbers of a tensor
     n_started: int = 0
 
     def start(self, command: Sequence[str], steps: Sequence[PlannedStep], **plan: Any) -> RecordedRun:
@@ -121,7 +125,8 @@ class Runner:
         folder = self.folder / f"run{self.n_started}"
         records = folder / "records"
         records.mkdir(parents=True)
-        (folder / "plan.json").write_text(json.dumps({"steps": [step.as_json() for step in steps], **plan}))
+        plan |= {"steps": [step.as_json() for step in steps], "sampled_above": self.sampled_above}
+        (folder / "plan.json").write_text(json.dumps(plan))
         code, is_late = self.execute(command, folder, len(steps))
         names = []
         for step in steps:
@@ -184,7 +189,7 @@ def injected(folder: Path) -> Path:
     path = folder / "inject"
     if not path.exists():
         path.mkdir()
-        for name in ("shardkit_proof", "shardkit_pieces", "shardkit_leaks"):
+        for name in ("shardkit_proof", "shardkit_pieces", "shardkit_zero", "shardkit_leaks"):
             shutil.copy(INJECT / f"{name}.py", path)
         entry_points(path, "shardkit_proof", "shardkit_proof = shardkit_proof:attach")
     return path
@@ -209,7 +214,11 @@ def check(command: Sequence[str], against: str | None) -> None:
 def one_process(command: Sequence[str]) -> list[str] | None:
     """The same command with one process; None if its words name no number of processes."""
     text, count = _COUNT.subn(r"\g<1>1", shlex.join(command))
-    return shlex.split(text) if count else None
+    if not count:
+        return None
+    words = shlex.split(text)
+    # One process has nobody to share with; the last of two overrides wins.
+    return words + _UNSHARED if ("-m", "shardkit.train") in pairwise(words) else words
 
 
 def say(text: str) -> None:

@@ -242,8 +242,9 @@ def in_memory(folder: Path, records: Sequence[Ranks]) -> tuple[dict[str, torch.T
     for record in records:
         field = "after" if "after" in next(iter(record.values())) else "weights"
         for name, by_rank in pieces.by_name(dict(record), field).items():
-            shape = tuple(next(iter(by_rank.values()))["shape"])
-            tensor = pieces.assemble(str(folder), by_rank, shape)[0]
+            with_all = pieces.unsampled(by_rank)
+            shape = tuple(next(iter(with_all.values()))["shape"])
+            tensor = pieces.assemble(str(folder), with_all, shape)[0]
             if tensor is not None:
                 tensors[name] = tensor
                 trained |= {name} if any(piece["trains"] for piece in by_rank.values()) else set()

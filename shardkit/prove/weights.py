@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,14 +166,15 @@ def shares_of(side: Side) -> Iterator[dict[str, torch.Tensor]]:
     """Each backward's own change of one process's gradients."""
     from .inject import shardkit_pieces
 
+    numbers = partial(shardkit_pieces.tensor_of, str(side.folder))
     backwards = side.records[0]["backwards"]
     if any(share is None for share in backwards):
         return
     for share in backwards:
         yield {
-            name: shardkit_pieces.tensor_of(str(side.folder), piece)
-            for name, piece in share.items()
-            if piece is not None
+            name: sum(numbers(piece) for piece in change["plus"]) - sum(numbers(piece) for piece in change["minus"])
+            for name, change in share.items()
+            if change is not None
         }
 
 

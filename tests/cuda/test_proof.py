@@ -20,8 +20,9 @@ import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-layout, bug = sys.argv[1:]
+layout, bug, card = sys.argv[1:]
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+assert card in torch.cuda.get_device_name()
 dist.init_process_group("nccl")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
@@ -49,18 +50,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return linked_cache(tmp_path_factory.mktemp("cache"), "-computing")
 
 
-@pytest.mark.parametrize(("layout", "bug", "code", "word"), [
-    ("ddp", "none", 0, None), ("ddp", "last", 4, "micro-batches"),
-    pytest.param("fsdp2", "none", 0, None, marks=pytest.mark.slow),
-    pytest.param("fsdp2", "last", 4, "micro-batches", marks=pytest.mark.slow),
+@pytest.mark.parametrize(("layout", "bug", "options", "code", "word"), [
+    ("ddp", "none", ["--gpu", "a100-40gb"], 0, None), ("ddp", "last", [], 4, "micro-batches"),
+    pytest.param("fsdp2", "none", [], 0, None, marks=pytest.mark.slow),
+    pytest.param("fsdp2", "last", [], 4, "micro-batches", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_program_that_insists_on_nccl(
-    cache: Path, tmp_path: Path, layout: str, bug: str, code: int, word: str | None
+    cache: Path, tmp_path: Path, layout: str, bug: str, options: list[str], code: int, word: str | None
 ) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", layout, bug]
+    card = "A100" if options else "H100"
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", layout, bug, card]
+    prove = ["prove", "--gpus", "2", *options, "--json", "verdict.json", "--", *ranks]
     done = subprocess.run(
-        [sys.executable, "-m", "shardkit.cli", "prove", "--gpus", "2", "--json", "verdict.json", "--", *ranks],
+        [sys.executable, "-m", "shardkit.cli", *prove],
         cwd=tmp_path, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr

@@ -1,7 +1,7 @@
 """What a proof costs: `python -m tests.prove.cost ddp start` runs a program by itself and under a proof, in turns.
 
-It prints a line of JSON with the seconds of both: from a command's start to its end for two steps, or of a step of
-rank 0, by itself and recorded.
+It prints a line of JSON with the seconds of both, and those of the CPU, which other jobs on the machine change less:
+from a command's start to its end for two steps, or of a step of rank 0, by itself and recorded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
+
+from shardkit.prove.runs import PlannedStep, Runner
+from shardkit.rehearse.rehearsal import Limits
 
 PROGRAM = """
 import os, sys, time
@@ -67,7 +71,7 @@ if strategy == "zero2":
 else:
     optimizer = torch.optim.AdamW(net.parameters())
 for step in range(n_steps):
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     tokens = next(loader)
     if strategy == "zero2":
         engine.backward(engine(tokens))
@@ -77,7 +81,7 @@ for step in range(n_steps):
         optimizer.step()
         optimizer.zero_grad()
     if rank == 0:
-        print(f"step took {time.perf_counter() - begin:.6f}", flush=True)
+        print(f"step took {time.perf_counter() - begin:.6f} {time.process_time() - cpu:.6f}", flush=True)
 """
 WIDTHS = {"tiny": 32, "small": 128}
 
@@ -89,39 +93,56 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
     a = parser.parse_args()
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     n_steps, width = (2, WIDTHS["tiny"]) if a.part == "start" else (a.steps, WIDTHS[a.part])
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", a.strategy, str(width), str(n_steps)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(PROGRAM)
+        os.chdir(folder)
+        os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         for number in range(a.rounds):
             for is_proof in (False, True):
-                taken, steps = run(folder, f"round{number}", a.strategy, width, n_steps, is_proof)
-                seconds[is_proof].append(taken if a.part == "start" else median(steps[2:]))
-    alone, proven = median(seconds[False]), median(seconds[True])
+                command = [sys.executable, *words]
+                if is_proof and a.part == "start":
+                    command = [sys.executable, "-m", "shardkit.cli", "prove", "--", *command]
+                if is_proof and a.part != "start":
+                    steps = [PlannedStep(f"step{index + 1}") for index in range(n_steps)]
+                    recorded = Runner(folder / f"round{number}", Limits()).start(command, steps)
+                    seconds[is_proof].append(of_a_step(recorded.log))
+                else:
+                    log, taken = run(command)
+                    seconds[is_proof].append(taken if a.part == "start" else of_a_step(log))
+    (alone, cpu_alone), (proven, cpu_proven) = (
+        [median(numbers) for numbers in zip(*seconds[kind], strict=True)] for kind in (False, True)
+    )
     print(json.dumps({
         "strategy": a.strategy, "part": a.part, "torch": torch.__version__, "rounds": a.rounds,
         "alone_s": round(alone, 4), "proof_s": round(proven, 4), "ratio": round(proven / alone, 2),
+        "alone_cpu_s": round(cpu_alone, 4), "proof_cpu_s": round(cpu_proven, 4),
+        "cpu_ratio": round(cpu_proven / cpu_alone, 2),
     }))  # fmt: skip
 
 
-def run(folder: Path, name: str, strategy: str, width: int, n_steps: int, is_proof: bool) -> tuple[float, list[float]]:
-    """The seconds of a run, and of each step of rank 0."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py",
-        strategy, str(width), str(n_steps),
-    ]  # fmt: skip
-    if is_proof:
-        options = ["--steps", str(n_steps), "--keep", name]
-        command = [sys.executable, "-m", "shardkit.cli", "prove", *options, "--", *command]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    begin = time.perf_counter()
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
-    taken = time.perf_counter() - begin
+def run(command: list[str]) -> tuple[str, tuple[float, float]]:
+    """What a command prints, and its seconds with those of the CPU."""
+    begin, cpu = time.perf_counter(), cpu_s()
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    log = (folder / name / "run1" / "log").read_text() if is_proof else done.stdout
-    return taken, [float(number) for number in re.findall(r"step took (\S+)", log)]
+    return done.stdout, (time.perf_counter() - begin, cpu_s() - cpu)
+
+
+def cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def of_a_step(log: str) -> tuple[float, float]:
+    """The median seconds of rank 0's steps but for two, which warm up, and those of the CPU."""
+    steps = [(float(wall), float(cpu)) for wall, cpu in re.findall(r"step took (\S+) (\S+)", log)]
+    wall, cpu = zip(*steps[2:], strict=True)
+    return median(wall), median(cpu)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -54,10 +55,11 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.up, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 64), nn.Linear(64, VOCABULARY)
+        self.embed, self.up = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 64)
+        self.down, self.head = nn.Linear(64, 64), nn.Linear(64, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
-        logits = self.head(F.gelu(self.up(self.embed(input_ids))))
+        logits = self.head(self.down(F.gelu(self.up(self.embed(input_ids)))))
         if labels is None:
             return {"logits": logits}
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
@@ -76,7 +78,7 @@ def trainer(a: argparse.Namespace, model: Any, **settings: Any) -> None:
 
 
 def adapter(a: argparse.Namespace) -> None:
-    """LoRA on a model that `from_pretrained` has sharded."""
+    """LoRA on a model that `from_pretrained` has sharded: with the Trainer, or in a loop of one's own (`--manual`)."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 
@@ -94,7 +96,16 @@ def adapter(a: argparse.Namespace) -> None:
         sharding["distributed_config"] = DistributedConfig(fsdp_size=world)
     model = LlamaForCausalLM.from_pretrained(path, **sharding)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    trainer(a, model)
+    if not a.manual:
+        trainer(a, model)
+        return
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    rows = Rows(even=True)
+    sampler: Any = DistributedSampler(rows, world, int(os.environ.get("RANK", 0)))
+    for batch in DataLoader(rows, a.batch, collate_fn=collate, sampler=sampler):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def saved(a: argparse.Namespace) -> None:
@@ -121,8 +132,35 @@ def saved(a: argparse.Namespace) -> None:
         save_fsdp_model(plugin, accelerator, model, "trained", adapter_only=True)
 
 
+def efficient(a: argparse.Namespace) -> None:
+    """LoRA under FSDP2 whose other ranks load nothing, as axolotl does it: needs cards, as Accelerate shards there."""
+    import axolotl.loaders.utils
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, init_empty_weights
+    from peft import LoraConfig, get_peft_model
+
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2, cpu_ram_efficient_loading=True, auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+    )  # fmt: skip
+    with init_empty_weights() if accelerator.process_index else nullcontext():
+        model = llama()
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    materialize = getattr(axolotl.loaders.utils, "materialize_trainable_meta_params", None)
+    if materialize is not None and accelerator.process_index:  # the faulty release has no such function
+        materialize(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    loader = DataLoader(Rows(even=True), a.batch, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def megatron(a: argparse.Namespace) -> None:
-    """Megatron-core's tensor parallel layers, on the CPU: all ranks share the rows."""
+    """Megatron-core's tensor parallel layers, on the CPU: all ranks share the rows. `--smooth` smooths labels."""
     from megatron.core import ModelParallelConfig, parallel_state
     from megatron.core import tensor_parallel as tp
 
@@ -142,7 +180,8 @@ def megatron(a: argparse.Namespace) -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.embed(tokens)
             logits, _ = self.head(x + self.down(F.gelu(self.up(x)[0]))[0])
-            loss: torch.Tensor = tp.vocab_parallel_cross_entropy(logits[:, :-1].contiguous(), tokens[:, 1:])
+            smoothing = 0.1 if a.smooth else 0.0
+            loss: torch.Tensor = tp.vocab_parallel_cross_entropy(logits[:, :-1].contiguous(), tokens[:, 1:], smoothing)
             return loss.mean()
 
     model, rows = Parallel(), Rows(even=True)
@@ -153,12 +192,38 @@ def megatron(a: argparse.Namespace) -> None:
         optimizer.step()
 
 
+def replicas(a: argparse.Namespace) -> None:
+    """AutoModel's seeds by rank, and what it does with weights that tensor parallelism does not split."""
+    from nemo_automodel.components.training.rng import StatefulRNG
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    StatefulRNG(seed=0, ranked=True)
+    model = Plain()
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    try:
+        from nemo_automodel.components.distributed import tp_replicas
+    except ImportError:  # the faulty release has no such module
+        tp_replicas = None
+    if tp_replicas is not None:
+        tp_replicas.broadcast_tp_replicas([model], mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in DataLoader(Rows(even=True), a.batch, collate_fn=collate):
+        model(**batch)["loss"].backward()
+        if tp_replicas is not None:
+            tp_replicas.synchronize_tp_replica_gradients([model], mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def zero(a: argparse.Namespace) -> None:
     """DeepSpeed's ZeRO: its own accumulation, or several backwards before a step (`--manual`)."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its extension would be compiled for minutes
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
     torch.manual_seed(0)
     world, rank = dist.get_world_size(), dist.get_rank()
     manual = a.manual and not a.mended
@@ -173,7 +238,7 @@ def zero(a: argparse.Namespace) -> None:
     batches = iter(DataLoader(Rows(even=True), a.batch, collate_fn=collate, sampler=sampler, drop_last=True))
     for _ in range(3):
         for number in range(a.accumulate):
-            loss = engine(**next(batches))["loss"]
+            loss = engine(**{name: tensor.to(engine.device) for name, tensor in next(batches).items()})["loss"]
             if not a.manual:
                 engine.backward(loss)
                 engine.step()
@@ -183,6 +248,41 @@ def zero(a: argparse.Namespace) -> None:
             engine.backward(loss / a.accumulate)
         if a.manual:
             engine.step()
+
+
+def ppo(a: argparse.Namespace) -> None:
+    """verl's actor under FSDP2, as it is or with the counts of tokens that its engine gives (`--mended`)."""
+    from torch.distributed.fsdp import fully_shard
+    from verl import DataProto
+    from verl.workers.actor.dp_actor import DataParallelPPOActor
+    from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+
+    dist.init_process_group("gloo")
+    model, rows = llama(), Rows(even=False)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    config = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=a.batch * a.accumulate, ppo_micro_batch_size_per_gpu=a.batch,
+        use_torch_compile=False, fsdp_config=FSDPEngineConfig(dtype="float32", strategy="fsdp2"),
+    )  # fmt: skip
+    actor = DataParallelPPOActor(config, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    sampler: Any = DistributedSampler(rows, dist.get_world_size(), dist.get_rank(), seed=1)
+    batches = iter(DataLoader(rows, a.batch, sampler=sampler, drop_last=True, collate_fn=list))
+    for _ in range(3):
+        batch = collate([row for _ in range(a.accumulate) for row in next(batches)])
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        tokens = mask[:, 4:].sum()
+        dist.all_reduce(tokens)
+        if a.mended:  # the actor divides by the number of micro-batches, too
+            ranks = dist.get_world_size() * a.accumulate
+            config.global_batch_info.update(batch_num_tokens=tokens.item(), dp_size=ranks)
+        tensors = {
+            "input_ids": ids, "attention_mask": mask, "responses": ids[:, 4:], "response_mask": mask[:, 4:],
+            "position_ids": torch.arange(ids.shape[1]).expand_as(ids), "old_log_probs": torch.zeros(ids[:, 4:].shape),
+            "advantages": (ids[:, :1] / VOCABULARY).expand(-1, ids.shape[1] - 4),
+        }  # fmt: skip
+        actor.update_policy(DataProto.from_dict(tensors, meta_info={"temperature": 1.0}))
 
 
 def plain(a: argparse.Namespace) -> None:
@@ -201,14 +301,15 @@ def main() -> None:
     parser.add_argument("program")
     for name, default in (("batch", 2), ("accumulate", 1), ("stage", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for flag in ("even", "mended", "manual"):
+    for flag in ("even", "mended", "manual", "smooth"):
         parser.add_argument(f"--{flag}", action="store_true")
     a = parser.parse_args()
     torch.manual_seed(0)
     programs = {
         "trainer": lambda: trainer(a, llama()), "own-model": lambda: trainer(a, Plain()),
-        "adapter": lambda: adapter(a), "saved": lambda: saved(a), "megatron": lambda: megatron(a),
-        "zero": lambda: zero(a), "plain": lambda: plain(a),
+        "adapter": lambda: adapter(a), "saved": lambda: saved(a), "efficient": lambda: efficient(a),
+        "megatron": lambda: megatron(a), "replicas": lambda: replicas(a), "zero": lambda: zero(a),
+        "ppo": lambda: ppo(a), "plain": lambda: plain(a),
     }  # fmt: skip
     programs[a.program]()
 

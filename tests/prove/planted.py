@@ -26,6 +26,7 @@ from typing import Any
 
 import tests.preloaded  # noqa: F401 - first: it sets variables that torch and DeepSpeed read
 from shardkit.errors import ShardkitError
+from shardkit.prove.inject.shardkit_pieces import SAMPLED_ABOVE
 from shardkit.prove.leaks import LeakSearch
 from shardkit.prove.proof import prove
 from shardkit.prove.runs import Runner, injected
@@ -114,7 +115,7 @@ def _ended(ranks: set[int]) -> tuple[int, bool]:
     return code, bool(ranks) and not failed
 
 
-def judge(program: Draw, folder: Path) -> dict[str, Any]:
+def judge(program: Draw, folder: Path, sampled_above: int = SAMPLED_ABOVE) -> dict[str, Any]:
     """The verdict on a draw, as `--json` has it, with the seconds that it took."""
     train, one = folder / "train.py", folder / "one.py"
     train.write_text(program.program())
@@ -124,7 +125,7 @@ def judge(program: Draw, folder: Path) -> dict[str, Any]:
     began = time.monotonic()
     try:
         until, leak = ("save", None) if program.until == "save" else ("", LeakSearch() if program.until else None)
-        runner = Forked(folder, Limits(time_limit_s=PROGRAM_S))
+        runner = Forked(folder, Limits(time_limit_s=PROGRAM_S), sampled_above=sampled_above)
         verdict = prove(command, against, 2, runner, until, leak).as_json()
     except ShardkitError as error:
         verdict = {"verdict": "refused", "word": None, "lines": [str(error)], "reasons": []}
@@ -158,7 +159,12 @@ def table(rows: Iterable[tuple[Draw, dict[str, Any], str]]) -> str:
 
 
 def campaign(
-    seeds: range, kinds: Sequence[str], layouts: tuple[str, ...], log: Path | None, until: str = ""
+    seeds: range,
+    kinds: Sequence[str],
+    layouts: tuple[str, ...],
+    log: Path | None,
+    until: str = "",
+    sampled_above: int = SAMPLED_ABOVE,
 ) -> list[str]:
     """Judge the draws of these seeds; the answers."""
     rows = []
@@ -167,7 +173,7 @@ def campaign(
             program = draw(seed, right=kind == "right", layouts=layouts, until=until)
             folder = Path(tempfile.mkdtemp(prefix="planted-"))
             try:
-                verdict = judge(program, folder)
+                verdict = judge(program, folder, sampled_above)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             text = answer(program, verdict)
@@ -191,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layouts", help="separated by commas; else all that the options are drawn for, but FURTHER")
     parser.add_argument("--until", choices=["", "save"], default="", help="what is saved is judged, too")
     parser.add_argument("--leak", action="store_true", help="whether documents see each other is judged, too")
+    parser.add_argument("--sample-above", type=int, default=SAMPLED_ABOVE, help="numbers of a tensor")
     parser.add_argument("--exact", action="store_true", help="another word for a defect is wrong, too")
     parser.add_argument("--log", type=Path, help="a file to which each answer is added, a line of JSON each")
     given = parser.parse_args(argv)
@@ -200,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layouts = tuple(given.layouts.split(",")) if given.layouts else OF_OPTION[option]
     if {"accelerate", "trainer"} & set(layouts):
         import transformers.trainer  # noqa: F401 - before the forks: it takes seconds
-    answers = campaign(range(first, last), kinds, layouts, given.log, option)
+    answers = campaign(range(first, last), kinds, layouts, given.log, option, given.sample_above)
     return int(any(text != "right" and (given.exact or text != "another word") for text in answers))
 
 

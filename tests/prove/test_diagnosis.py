@@ -16,13 +16,15 @@ from shardkit.prove.inject import shardkit_pieces as pieces
 GRADIENT = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
 
-def side(folder: Path, name: str, tensors: list[torch.Tensor | None], offsets: list[Any] | None = None) -> Side:
+def side(
+    folder: Path, name: str, tensors: list[Any], offsets: list[Any] | None = None, grid: list[Any] | None = None
+) -> Side:
     folder = folder / name
     folder.mkdir()
     records = {}
     for rank, tensor in enumerate(tensors):
         writer = pieces.PieceWriter(str(folder / f"step1.rank{rank}.bin"))
-        piece = None if tensor is None else writer.add(tensor)
+        piece = None if tensor is None else writer.add(tensor, grid)
         if piece is not None and offsets is not None:
             piece |= {"offset": offsets[rank], "shape": tuple(GRADIENT.shape)}
         writer.close({"raw": {"w": piece}})
@@ -30,10 +32,30 @@ def side(folder: Path, name: str, tensors: list[torch.Tensor | None], offsets: l
     return Side(folder, records, "raw")
 
 
-def difference(folder: Path, ranks: list[torch.Tensor | None], offsets: list[Any] | None = None) -> Difference:
-    reference, moved = side(folder, "process", [GRADIENT]), side(folder, "moved", [GRADIENT * (1 + 1e-7)])
+def difference(
+    folder: Path, ranks: list[Any], offsets: list[Any] | None = None, grid: list[Any] | None = None
+) -> Difference:
+    reference = side(folder, "process", [GRADIENT], grid=grid)
+    moved = side(folder, "moved", [GRADIENT * (1 + 1e-7)], grid=grid)
     counts = Counts(ranks=2, micro_batches=3, targets=0)
-    return compare(side(folder, "ranks", ranks, offsets), reference, moved, lambda t: explain(t, counts))["w"]
+    return compare(side(folder, "ranks", ranks, offsets, grid), reference, moved, lambda t: explain(t, counts))["w"]
+
+
+def test_a_large_gradient_is_judged_by_a_sample_and_its_norm(tmp_path: Path) -> None:
+    grid = pieces.grid("w", (8, 6), 12)
+    hidden = torch.ones(8, 6, dtype=torch.bool)
+    hidden[torch.meshgrid(*grid, indexing="ij")] = False
+    for number, (ranks, kind, words) in enumerate([
+        ([GRADIENT, GRADIENT], "", ""),
+        ([2 * GRADIENT, 2 * GRADIENT], "factor", "the number of ranks, in the sample"),
+        ([GRADIENT * ~hidden] * 2, "other", "the sampled numbers are equal, and the norm of all is"),
+        ([GRADIENT, GRADIENT + 0.1 * hidden], "copies differ", "ranks 1 differ"),
+        ([GRADIENT * hidden] * 2, "other", "zero, in the sample"),
+        ([0 * GRADIENT] * 2, "missing gradient", "zero"),
+    ]):  # fmt: skip
+        (tmp_path / str(number)).mkdir()
+        judged = difference(tmp_path / str(number), ranks, grid=grid)
+        assert judged.kind == kind and words in judged.cause, judged
 
 
 HALVES: list[Any] = [(0, 0), (4, 0)]

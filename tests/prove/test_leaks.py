@@ -118,9 +118,10 @@ from torch import nn
 from torch.distributed.nn.functional import all_gather
 from torch.utils.data import DataLoader, DistributedSampler
 
-layout, is_right = sys.argv[1], sys.argv[2] == "right"
+layout = sys.argv[1]
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+is_right = sys.argv[2] == "right" or sys.argv[2] == "leaks on ranks" and world == 1
 torch.manual_seed(0)
 positions = torch.cat([torch.arange(n) for n in (4, 3, 9, 4, 4)])  # the third straddles the cut
 
@@ -159,6 +160,13 @@ sampler = DistributedSampler(rows, world, rank, seed=1) if layout == "rows" else
 loader = iter(DataLoader(rows, 2, sampler=sampler))
 model = Model()
 net = nn.parallel.DistributedDataParallel(model) if layout == "rows" else model
+if layout == "tensor":
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+    loss_parallel().__enter__()
+    parallelize_module(model, dist.init_device_mesh("cpu", (world,)), {
+        "embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(use_local_output=False),
+    })
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(6):
     ids = next(loader)
@@ -180,6 +188,8 @@ for step in range(6):
     ("rows", "leaks", 4, "move row"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("rows", "right", 0, "no leak"), ("parts", "right", 0, "no leak"), ("parts", "leaks", 4, "of rank 1 by"),
+        ("tensor", "right", 0, "no leak"), ("tensor", "leaks", 4, "in one process too"),
+        ("tensor", "leaks on ranks", 4, "(2 ranks)"),
     ]),
 ])  # fmt: skip
 def test_documents_of_a_packed_row(tmp_path: Path, layout: str, bug: str, code: int, words: str) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from shardkit.prove.runs import RecordedRun
+from shardkit.prove.runs import RecordedRun, one_process
 from shardkit.prove.verdict import WORDS
 
-QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
 PROGRAM = """
 import shutil, sys
 import torch, torch.distributed as dist, torch.distributed.fsdp
@@ -31,6 +32,8 @@ loader = iter(DataLoader(rows, 4, sampler=sampler))
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.GELU(), torch.nn.Linear(16, 4))
 if bug == "sharded":  # one group, whose parameters stay gathered from the forward to the backward
     net = torch.distributed.fsdp.fully_shard(model)
+elif bug == "nameless":
+    net = torch.distributed.fsdp.FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 else:
     net = model if bug in ("reduce", "seed") else torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (world if bug == "rate" else 1))
@@ -90,7 +93,7 @@ def run_prove(folder: Path, command: list[str], *options: str) -> tuple[int, dic
         ("reduce", 4, "not summed"), ("fails", 8, None), ("rows", 9, "rows"), ("scale", 4, "factor"),
         ("seed", 4, "copies differ"), ("zero", 4, "saved"), ("rate", 0, None), ("sharded", 0, None),
         ("fused", 0, None), ("fused half", 4, "saved"),
-        ("disk", 2, None),
+        ("disk", 2, None), ("nameless", 2, None),
     ]),
 ])  # fmt: skip
 def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: str | None) -> None:
@@ -111,6 +114,8 @@ def test_a_program_and_its_defects(tmp_path: Path, bug: str, code: int, word: st
         assert "the learning rate is 0.02 on the ranks, and 0.01 in one process: it stepped with the ranks'" in output
     if bug == "disk":
         assert "the records need 18.2 KiB of disk, and" in output and "has 1.0 KiB free" in output
+    if bug == "nameless":
+        assert "use_orig_params=True" in output
     if bug == "fused":
         assert "weights.pt as one process saves it" in output
     if bug == "fails":
@@ -206,6 +211,31 @@ def test_an_error_of_the_recorder_is_not_the_programs(function: str, is_of_recor
     )
     run = RecordedRun(Path(), (), 1, log)
     assert (run.error(), run.is_of_recorder) == ("IndexError: slice() (train.py:17)", is_of_recorder)
+
+
+UNSHARED = (
+    "parallel.tp=1 parallel.cp=1 parallel.ep=1 parallel.dp_replicate=1 parallel.dp_shard=1 parallel.tp_sequence=false"
+)
+
+
+@pytest.mark.parametrize(("command", "alone"), [
+    ("python train.py", None),
+    ("torchrun --nproc-per-node 4 train.py parallel.tp=2", "torchrun --nproc-per-node 1 train.py parallel.tp=2"),
+    ("torchrun --nproc-per-node=4 -m shardkit.train --config tp.yaml",
+     f"torchrun --nproc-per-node=1 -m shardkit.train --config tp.yaml {UNSHARED}"),
+])  # fmt: skip
+def test_one_process_shares_nothing_with_others(command: str, alone: str | None) -> None:
+    assert one_process(command.split()) == (alone and alone.split())
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("config", ["tp.yaml", "moe.yaml"])
+def test_ranks_that_share_layers_or_experts_need_no_other_program_to_compare_with(tmp_path: Path, config: str) -> None:
+    train = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardkit.train"]
+    sizes = ["--config", str(CONFIGS / config), "train.seq_len=32", "run.device=cpu"]
+    exit_code, _, output = run_prove(tmp_path, [sys.executable, *train, *sizes])
+    assert exit_code == 0, output
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ last output with a place for each token: the logits, or the hidden states below 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,12 +40,13 @@ def probe(
 
     embedded, _ = forward(None, None)
     number = next((n for n, ids in enumerate(embedded) if not _counts_up(ids)), 0 if embedded else None)
-    record: dict[str, Any] = {"documents": [], "how": "", "changes": []}
+    record: dict[str, Any] = {"documents": [], "how": "", "changes": [], "rows": None}
     shape = None
     if number is None:
         record["reason"] = "no embedding of tokens was seen"
     else:
         ids = embedded[number]
+        record["rows"] = hashlib.sha256(str(ids.tolist()).encode()).hexdigest()[:12]
         shape = tuple(ids.shape) if ids.dim() == 2 else (1, ids.numel())
         named = {**named_arguments(module, args, kwargs), **{
             f"embedded {n}": numbers for n, numbers in enumerate(embedded) if n != number
@@ -54,8 +56,12 @@ def probe(
         if not record["how"]:
             record["reason"] = "no row of tokens shows several documents"
     counts = {row: sum(document["row"] == row for document in record["documents"]) for row in range((shape or [0])[0])}
-    ranks = meet({"n_documents": max(counts.values(), default=0), "reason": record.get("reason")})
-    sources = [(rank, index) for rank, word in ranks.items() for index in range(word["n_documents"])]
+    n_documents = max(counts.values(), default=0)
+    ranks = meet({"n_documents": n_documents, "reason": record.get("reason"), "rows": record["rows"]})
+    # Ranks with equal rows, as under tensor parallelism, change them together.
+    holders = {word["rows"]: holder for holder, word in sorted(ranks.items(), reverse=True)}
+    sources = [(holder, index) for holder in holders.values() for index in range(ranks[holder]["n_documents"])]
+    sources.sort()
     if len(sources) < 2 or all(word["reason"] for word in ranks.values()):
         return {**record, "reason": record.get("reason") or "no row of tokens shows several documents"}
     if len(sources) > MOST_SOURCES:
@@ -68,9 +74,12 @@ def probe(
         def change(n: int, output: Any) -> Any:
             if n != number:
                 return output
-            noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)) * output.float().std().cpu()
-            noise = noise * is_changed.reshape(*output.shape[:-1], 1)
-            return output + noise.to(output.device, output.dtype)
+            std = _full(output).float().std().cpu()
+            noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)) * std
+            noise = (noise * is_changed.reshape(*output.shape[:-1], 1)).to(output.device, output.dtype)
+            if _is_dtensor(output):
+                noise = type(output).from_local(noise, output.device_mesh, output.placements, run_check=False)
+            return output + noise
 
         _, output = forward(change, shape)
         if clean is None or output is None:
@@ -84,7 +93,7 @@ def probe(
     repeated, by_row = moved(nothing), moved(first_row)
     for source_rank, index in sources:
         is_changed = nothing.clone()
-        for document in record["documents"] if source_rank == rank else []:
+        for document in record["documents"] if holders[record["rows"]] == source_rank else []:
             if document["number"] == index:
                 is_changed[document["row"], document["start"] : document["stop"]] = True
         change = moved(is_changed)
@@ -107,14 +116,16 @@ def _watched(change: Callable[[int, Any], Any] | None, shape: Any) -> Iterator[d
     embed = functional.embedding
 
     def embedded(input: Any, *args: Any, **kwargs: Any) -> Any:
-        output = embed(input, *args, **kwargs)
-        if input.dim() not in (1, 2) or hasattr(output, "device_mesh"):
+        output: Any = embed(input, *args, **kwargs)
+        if input.dim() not in (1, 2):
             return output
-        seen["embedded"].append(input.detach().to("cpu", copy=True))
+        if _is_dtensor(output):  # parts of a sum, to each of which a change would be added
+            output = output.redistribute(placements=[_replicate()] * output.device_mesh.ndim)
+        seen["embedded"].append(_full(input).detach().to("cpu", copy=True))
         return output if change is None else change(len(seen["embedded"]) - 1, output)
 
     def after(_module: Any, _args: Any, output: Any) -> None:
-        tensor = next((t for t in (_by_token(t, shape) for t in _tensors(output)) if t is not None), None)
+        tensor = next((t for t in _tensors(output) if _has_tokens(t, shape)), None)
         if tensor is not None:
             seen["output"] = tensor.detach()
 
@@ -124,6 +135,8 @@ def _watched(change: Callable[[int, Any], Any] | None, shape: Any) -> Iterator[d
     try:
         with torch.no_grad(), stance("force_eager") if stance is not None else contextlib.nullcontext():
             yield seen
+            if seen["output"] is not None:  # once, as the parts of a DTensor take a collective
+                seen["output"] = _by_token(_full(seen["output"]), shape)
     finally:
         functional.embedding = embed
         if hook is not None:
@@ -138,18 +151,33 @@ def _tensors(output: Any) -> Iterator[Any]:
         yield from _tensors(member)
 
 
-def _by_token(tensor: Any, shape: tuple[int, int]) -> Any:
-    """A tensor as rows × tokens × numbers; None if it has no place for each token."""
+def _has_tokens(tensor: Any, shape: tuple[int, int]) -> bool:
+    """Whether it has a place for each token: rows × tokens, tokens × rows, or all tokens of all rows."""
     rows, tokens = shape
-    if not tensor.is_floating_point() or hasattr(tensor, "device_mesh"):
-        return None
-    if tensor.dim() >= 3 and tuple(tensor.shape[:2]) == shape:
-        return tensor.reshape(rows, tokens, -1)
-    if tensor.dim() >= 3 and tuple(tensor.shape[:2]) == (tokens, rows):
-        return tensor.transpose(0, 1).reshape(rows, tokens, -1)
-    if tensor.dim() == 2 and tensor.size(0) == rows * tokens:
-        return tensor.reshape(rows, tokens, -1)
-    return None
+    sizes = tuple(tensor.shape)
+    is_flat = len(sizes) == 2 and sizes[0] == rows * tokens
+    return tensor.is_floating_point() and (is_flat or (len(sizes) > 2 and sizes[:2] in (shape, (tokens, rows))))
+
+
+def _by_token(tensor: Any, shape: tuple[int, int]) -> Any:
+    """Such a tensor as rows × tokens × numbers."""
+    if tensor.dim() > 2 and tuple(tensor.shape[:2]) != shape:
+        tensor = tensor.transpose(0, 1)
+    return tensor.reshape(*shape, -1)
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "device_mesh")
+
+
+def _full(tensor: Any) -> Any:
+    return tensor.full_tensor() if _is_dtensor(tensor) else tensor
+
+
+def _replicate() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
 
 
 def named_arguments(module: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -168,11 +196,7 @@ def named_arguments(module: Any, args: Any, kwargs: Any) -> dict[str, Any]:
             named.update({f"{name} {index}": member for index, member in enumerate(argument)})
         else:
             named[name] = argument
-    return {
-        name: tensor.detach().cpu()
-        for name, tensor in named.items()
-        if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "device_mesh")
-    }
+    return {name: _full(tensor).detach().cpu() for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
 
 
 def known_separators(module: Any) -> list[int]:

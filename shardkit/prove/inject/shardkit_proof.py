@@ -9,9 +9,11 @@ added where a rank's own piece of a tensor suffices.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -23,15 +25,17 @@ from typing import Any
 
 import shardkit_leaks as leaks  # type: ignore[import-not-found]
 import shardkit_pieces as pieces  # type: ignore[import-not-found]
+import shardkit_zero as zero  # type: ignore[import-not-found]
 import torch
 
 WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)(?=\.)")
 WITHOUT_PADDING = ("labels", "shift_labels")
-NO_ROWS = ("attention_mask", "position_ids", "num_items_in_batch", "cache_position")
+NO_ROWS = ("attention_mask", "position_ids", "positions", "num_items_in_batch", "cache_position")
 PATIENCE_S = 60.0
 """How long a rank that has its steps waits for the others, which may still need its sockets."""
 
 
+@functools.cache
 def canonical(name: str) -> str:
     """A parameter's name without the wrappers of DDP, FSDP, compile and checkpointing."""
     return WRAPPERS.sub("", "." + name).lstrip(".")
@@ -49,9 +53,11 @@ class ProofRecorder:
         self.awaits_save = plan.get("until") == "save"
         self.n_further = 0  # steps after those of the plan
         self.n_further_before_save: int = plan.get("further", 0)  # in the parallel run
+        self.sampled_above: int = plan.get("sampled_above", pieces.SAMPLED_ABOVE)
+        self.grids: dict[str, Any] = {}  # name → the sampled indices of a large parameter
         self.leak: dict[str, Any] = plan.get("leak", {})  # look for documents that see each other
         self.n_calls = 0
-        self.compute = ""  # a type of 16 bits in which modules compute, whatever the weights' type
+        self.compute: str = plan.get("compute", "")  # a type of 16 bits in which modules compute, whatever the weights'
         self.batches: dict[str, list[Any]] = {}  # loader, or `calls` → packed batches
         self.batch_writer: Any = None
         self.outputs: list[Any] = []  # graph nodes of the losses that the outermost module returned
@@ -70,10 +76,11 @@ class ProofRecorder:
         self.loaders: dict[int, int] = {}  # id of a loader → its number
         self.iterators: dict[int, Any] = {}  # loader → its newest iterator
         self.yielded: dict[int, int] = {}  # loader → batches that the program got
-        self.after_backward: dict[str, Any] = {}  # FSDP's gradients
-        self.hooked: dict[str, Any] = {}  # gradients of a backward, where an engine takes them out of `.grad`
+        self.after_backward: dict[str, Any] = {}  # pieces of the gradients
+        self.hooked: dict[str, Any] = {}  # pieces of a backward, where an engine takes gradients out of `.grad`
         self.has_hooks: set[int] = set()
         self.sources: dict[str, dict[int, dict[str, Any]]] = {}
+        self.named_sources: dict[tuple[str, str], dict[str, dict[int, Any]]] = {}
         self._begin_record()
 
     def _begin_record(self) -> None:
@@ -104,18 +111,18 @@ class ProofRecorder:
 
     def engine(self) -> Any:
         """DeepSpeed's engine, if a root is one."""
-        return next((root for root in self.roots if _is_engine(root)), None)
+        return next((root for root in self.roots if zero.is_engine(root)), None)
 
     @contextlib.contextmanager
     def gathered(self, with_gradients: bool, is_written: bool = False) -> Iterator[None]:
-        """Inside, the parameters of FSDP1 are full; it has no other way to name its flat shards.
+        """Inside, the parameters of FSDP1 are full, or fragments that `flat_parts` knows.
 
         `is_written`: what is put into them lasts.
         """
         fsdp1: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
         with contextlib.ExitStack() as stack:
             for root in self.roots:
-                if fsdp1 and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in root.modules()):
+                if fsdp1 and any(map(_is_gathered, root.modules())):
                     # A rank without a gradient sends zeros of the default type, whatever the type of the others'.
                     default = torch.get_default_dtype()
                     torch.set_default_dtype(next(root.parameters()).dtype)
@@ -129,31 +136,62 @@ class ProofRecorder:
                         torch.set_default_dtype(default)
             yield
 
-    def weights(self, frozen: bool) -> dict[str, Any]:
+    def flat_parts(self) -> dict[int, tuple[int, int, tuple[int, ...]]]:
+        """Id of a parameter of FSDP1 → where the fragment in its place begins, its length and the full shape."""
+        parts = {}
+        roots = [root for root in self.roots if not any(map(_is_gathered, root.modules()))]
+        for module in (module for root in roots for module in root.modules()):
+            if _is_fsdp1(module) and module._handle is not None:
+                flat = module._handle.flat_param
+                for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
+                    start, length = info.intra_param_start_idx or 0, info.numel_in_shard or 0
+                    parts[id(parameter)] = start, length, tuple(shape)
+                for parameter, info in zip(flat._shared_params, flat._shared_param_infos, strict=True):
+                    parts[id(parameter)] = parts[id(getattr(info.prim_module, info.prim_param_name))]
+        return parts
+
+    def grid(self, name: str, shape: tuple[int, ...]) -> Any:
+        """The indices that are recorded of a large parameter; None: all. One process records those of the ranks."""
+        if name not in self.grids:
+            n_numbers = self.sampled_above // 8
+            if self.source is not None:
+                ranks = self._source("start", "weights").get(name, {})
+                self.grids[name] = pieces.grid_like(name, shape, ranks, n_numbers)
+            else:
+                is_large = math.prod(shape) > self.sampled_above
+                self.grids[name] = pieces.grid(name, shape, n_numbers) if is_large else None
+        return self.grids[name]
+
+    def add(self, name: str, tensor: Any, keeps_all: bool = False, equal: Any = None) -> dict[str, Any]:
+        """Write a parameter's weight or gradient."""
+        return self.writer.add(tensor, self.grid(name, tuple(tensor.shape)), keeps_all, equal)  # type: ignore[no-any-return]
+
+    def weights(self, frozen: bool, is_final: bool = False) -> dict[str, Any]:
+        """`is_final`: no step of one process begins with these weights, so that a sample suffices."""
         written, engine = {}, self.engine()
         with torch.no_grad(), self.gathered(False):
+            copied, parts = self._copied(), self.flat_parts()
             for name, parameter in self.named().items():
                 if not (frozen or parameter.requires_grad):
                     continue
-                tensor = parameter
-                if engine is not None:
-                    tensor = _deepspeed_weight(parameter)
-                written[name] = {**self.writer.add(tensor), "trains": parameter.requires_grad}
+                keeps_all = self.source is None and not is_final and id(parameter) not in copied
+                tensor = zero.weight(parameter) if engine is not None else _fragment(parameter, parameter, parts)
+                written[name] = {**self.add(name, tensor, keeps_all), "trains": parameter.requires_grad}
         return written
 
     def gradients(self, only: set[int] | None = None) -> Iterator[tuple[str, Any]]:
         """Name and gradient (or None) of each trainable parameter, among those with an id in `only`."""
         engine = self.engine()
         with torch.no_grad(), self.gathered(True):
+            parts = self.flat_parts()
             for name, parameter in self.named().items():
                 if not parameter.requires_grad or (only is not None and id(parameter) not in only):
                     continue
-                gradient = parameter.grad
-                if engine is not None and (engine.zero_optimization() or hasattr(parameter, "_hp_mapping")):
-                    from deepspeed.utils import safe_get_full_grad
-
-                    gradient = safe_get_full_grad(parameter)
-                yield name, gradient
+                if engine is not None:
+                    yield name, zero.gradient(parameter)
+                else:  # a rank without a part of a parameter has no gradient, and none is missing
+                    gradient = parameter.grad if id(parameter) not in parts or parameter.numel() else parameter
+                    yield name, gradient if gradient is None else _fragment(parameter, gradient, parts)
 
     def open(self, name: str) -> None:
         rank, _ = _ranks()
@@ -164,7 +202,9 @@ class ProofRecorder:
         assert self.source is not None, "the parallel run has no source"
         if name not in self.sources:
             self.sources[name] = pieces.read(self.source, name)
-        return pieces.by_name(self.sources[name], field)  # type: ignore[no-any-return]
+        if (name, field) not in self.named_sources:
+            self.named_sources[name, field] = pieces.by_name(self.sources[name], field)
+        return self.named_sources[name, field]
 
     def _load(self, before: int | None = None) -> None:
         """Give the parameters the parallel run's weights after so many steps, or those before this step.
@@ -182,22 +222,24 @@ class ProofRecorder:
         engine, missing, unverified = self.engine(), [], []
         if "step1" not in self.sources:
             self.sources["step1"] = pieces.read(self.source, "step1")
-        compute = next((record["compute"] for record in self.sources["step1"].values() if record.get("compute")), None)
+        compute = next((record["compute"] for record in self.sources["step1"].values() if record.get("compute")), "")
+        compute = compute or self.compute  # one process may compute in 16 bits alone: torchtitan's pipelines do not
         generator = torch.Generator().manual_seed(self.index + 1)
         with torch.no_grad(), self.gathered(False, is_written=True):
             for name, parameter in self.named().items():
-                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-                tensor = pieces.assemble(self.source, stored[name], shape)[0] if name in stored else None
+                shape = zero.shape_of(parameter)
+                by_rank = pieces.unsampled(stored.get(name, {}))
+                tensor = pieces.assemble(self.source, by_rank, shape)[0]
                 if tensor is None:
                     missing.append([name, list(shape), parameter.requires_grad])
                     continue
-                if any(tuple(piece["local"]) != shape and piece["offset"] is None for piece in stored[name].values()):
+                if any(pieces.is_split_by_hand(piece, shape) for piece in by_rank.values()):
                     unverified += [] if _is_equal(parameter, tensor) or self.index else [name]
                 if moved and tensor.is_floating_point():
                     # An ulp in fp32 is lost where autocast or FSDP casts the weight to 16 bits.
                     tensor = _moved(tensor, getattr(torch, compute) if compute else parameter.dtype, generator)
                 if engine is not None:
-                    _set_deepspeed_weight(parameter, tensor)
+                    zero.set_weight(parameter, tensor)
                 else:
                     target = parameter.to_local() if hasattr(parameter, "device_mesh") else parameter
                     target.data.copy_(tensor)
@@ -212,10 +254,17 @@ class ProofRecorder:
             for name, parameter in self.named().items():
                 if parameter.grad is None or name not in used or not (only is None or id(parameter) in only):
                     continue
-                tensor = pieces.assemble(self.source, used[name], tuple(parameter.shape))[0]
-                if tensor is not None:
-                    gradient = parameter.grad
-                    (gradient.to_local() if hasattr(gradient, "device_mesh") else gradient).copy_(tensor)
+                grid = self.grid(name, tuple(parameter.shape))
+                shape = tuple(parameter.shape) if grid is None else tuple(map(len, grid))
+                tensor = pieces.assemble(self.source, used[name], shape)[0]
+                if tensor is None:
+                    continue
+                gradient = parameter.grad
+                gradient = gradient.to_local() if hasattr(gradient, "device_mesh") else gradient
+                if grid is None:
+                    gradient.copy_(tensor)
+                else:  # the sampled numbers, which alone are compared after the step
+                    gradient[torch.meshgrid(*grid, indexing="ij")] = tensor.to(gradient)
 
     def _force_rates(self, optimizer: Any) -> None:
         """Let the optimizer of the same command step with the ranks' learning rates until it has stepped: schedules
@@ -310,14 +359,19 @@ class ProofRecorder:
             if self.engine() is not None:
                 self._hook_gradients()
         elif self.index == 0:
+            self._check_names()
             self._check_disk()
         writer = self.writer
         self.open("start")
         with self.gathered(False):
             shapes = {
-                name: {"shape": tuple(getattr(p, "ds_shape", p.shape)), "trains": p.requires_grad}
+                name: {
+                    "shape": zero.shape_of(p) if (grid := self.grid(name, zero.shape_of(p))) is None
+                    else tuple(map(len, grid)),
+                    "trains": p.requires_grad,
+                }
                 for name, p in self.named().items()
-            }
+            }  # fmt: skip
         self.writer.close({
             "weights": self.weights(frozen=True) if self.source is None else shapes,
             "world": _ranks()[1], "group": self._data_parallel_ranks(),
@@ -329,24 +383,48 @@ class ProofRecorder:
         else:
             self.writer = writer
 
+    def _check_names(self) -> None:
+        """End the program if FSDP1 leaves its parameters no names."""
+        modules = [module for root in self.roots for module in root.modules()]
+        if any(_is_fsdp1(module) and not module._use_orig_params for module in modules):
+            with open(os.path.join(self.folder, "nameless"), "w"):
+                os._exit(1)
+
     def _check_disk(self) -> None:
         """End the program before it has written anything if the pieces of all runs do not fit the disk."""
         start = step = process = 0
         with self.gathered(False):
-            for parameter in self.named().values():
+            parts = self.flat_parts()
+            for name, parameter in self.named().items():
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                n_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-                part = local.numel() * local.element_size() if hasattr(parameter, "to_local") else n_bytes
+                shape = parts[id(parameter)][2] if id(parameter) in parts else zero.shape_of(parameter)
+                n_bytes, part = math.prod(shape) * parameter.element_size(), local.numel() * local.element_size()
+                if zero.is_sharded(parameter):  # in fp32
+                    n_bytes = math.prod(shape) * 4
+                    part = n_bytes // _ranks()[1]
+                grid = self.grid(name, shape)
+                sampled = 1.0 if grid is None else math.prod(map(len, grid)) / math.prod(shape)
                 start += part
-                step += part if parameter.requires_grad else 0
-                process += n_bytes if parameter.requires_grad else 0
-        # A step's gradients before and after clipping, and weights; one process also writes gradients of moved weights.
-        needed = _ranks()[1] * (start + 3 * len(self.steps) * step) + 4 * len(self.steps) * process
+                if parameter.requires_grad:
+                    # Gradients before and after clipping, and the weights, which are kept in full.
+                    step += part * (1 + 2 * sampled)
+                    process += n_bytes * sampled
+        # One process writes as much, and gradients of moved weights.
+        needed = int(_ranks()[1] * (start + len(self.steps) * step) + 4 * len(self.steps) * process)
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             with open(os.path.join(self.folder, "disk"), "w") as file:
                 json.dump({"needed": needed, "free": free}, file)
             os._exit(1)
+
+    def _copied(self) -> set[int]:
+        """Ids of the parameters that a lower rank holds, too, by their wrapper."""
+        group = self._data_parallel_ranks()
+        if group is None or group[0] == _ranks()[0]:
+            return set()
+        ddp = torch.nn.parallel.DistributedDataParallel
+        modules = [m for root in self.roots for m in root.modules() if isinstance(m, ddp) or _is_gathered(m)]
+        return {id(parameter) for module in modules for parameter in module.parameters()}
 
     def _hook_gradients(self) -> None:
         """See the gradients that DeepSpeed takes out of `.grad` while the backward runs."""
@@ -355,9 +433,8 @@ class ProofRecorder:
                 self.has_hooks.add(id(parameter))
 
                 def note(gradient: Any, name: str = name) -> None:
-                    before = self.hooked.get(name)
-                    gradient = gradient.detach().float()
-                    self.hooked[name] = gradient.clone() if before is None else before + gradient
+                    if self.is_active() and self.step.get("shares"):
+                        self.hooked.setdefault(name, []).append(self.add(name, gradient.detach().float()))
 
                 parameter.register_hook(note)
 
@@ -370,10 +447,10 @@ class ProofRecorder:
             for module in root.modules():
                 if isinstance(module, torch.nn.parallel.DistributedDataParallel):
                     return sorted(distributed.get_process_group_ranks(module.process_group))
-                if _is_engine(module):
+                if zero.is_engine(module):
                     group = getattr(module, "data_parallel_group", None)
                     return sorted(distributed.get_process_group_ranks(group)) if group is not None else None
-                if type(module).__name__ == "FullyShardedDataParallel" and hasattr(module, "process_group"):
+                if _is_fsdp1(module) and hasattr(module, "process_group"):
                     ranks = set(distributed.get_process_group_ranks(module.process_group))
                     replicas = getattr(module, "_inter_node_pg", None)
                     if replicas is not None and len(ranks) < distributed.get_world_size():
@@ -388,14 +465,14 @@ class ProofRecorder:
     def before_clipping(self) -> None:
         if self.is_active() and self.roots and not self.record["raw"]:
             self.record["raw"] = {
-                name: gradient if gradient is None else self.writer.add(gradient) for name, gradient in self.gradients()
+                name: gradient if gradient is None else self.add(name, gradient) for name, gradient in self.gradients()
             }
 
     def before_step(self, only: set[int] | None) -> None:
         """Record the gradients that an optimizer is about to use."""
         raw, used = self.record["raw"], self.record["used"]
         for name, gradient in self.gradients(only):
-            piece = None if gradient is None else self.writer.add(gradient)
+            piece = None if gradient is None else self.add(name, gradient, equal=raw.get(name))
             raw.setdefault(name, piece)
             used[name] = piece
         if self.step.get("gradients") and not self.record.get("engine") and self.engine() is None:
@@ -410,7 +487,11 @@ class ProofRecorder:
             if parameter.requires_grad and parameter.grad is not None and id(parameter) not in self.trained
         ]
         record["orphans"] = orphans if self.trained else []
-        record["after"] = {} if step.get("gradients_only") else self.weights(frozen=False)
+        record["after"] = (
+            {}
+            if step.get("gradients_only")
+            else self.weights(frozen=False, is_final=self.index + 1 == len(self.steps) and not self.awaits_save)
+        )
         record["notes"], record["draws"] = sorted(self.notes), self.draws
         record["yielded"], record["calls"], record["compute"] = self.yielded, self.n_calls, self.compute
         if self.batch_writer is not None:
@@ -516,7 +597,23 @@ class ProofRecorder:
         def parameters(optimizer: Any) -> set[int]:
             return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
-        def before(optimizer: Any, *_: Any) -> None:
+        def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                return note(optimizer)
+            calls: list[None] = []
+
+            def with_gradients() -> Any:
+                loss = closure()
+                if not calls:  # L-BFGS makes several
+                    note(optimizer)
+                calls.append(None)
+                return loss
+
+            return args[:1], {**kwargs, "closure": with_gradients}
+
+        def note(optimizer: Any) -> None:
+            """Record the gradients; where the step makes them by a closure, as Lightning's do, after that."""
             if not (self.is_active() and self.roots) or self.engine() is not None:
                 return
             if id(optimizer) in self.stepped:
@@ -548,7 +645,7 @@ class ProofRecorder:
                 return
             self.stepped.add(id(optimizer))
             self.trained |= parameters(optimizer)
-            named_ids = {id(parameter) for parameter in self.named().values() if parameter.requires_grad}
+            named_ids = {id(p) for root in self.roots for p in root.parameters() if p.requires_grad}
             if all(id(o) in self.stepped for o in list(self.optimizers) if parameters(o) & named_ids):
                 self.end_step()
 
@@ -558,7 +655,7 @@ class ProofRecorder:
 
     def _watch_wrappers(self, root: Any) -> None:
         """Watch what DeepSpeed and FSDP1 do by methods of their own: a step, and clipping."""
-        if _is_engine(root):
+        if zero.is_engine(root):
             self._watch_engine(type(root))
         fsdp1: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
         if fsdp1 is None or hasattr(fsdp1.FullyShardedDataParallel.clip_grad_norm_, "of_proof"):
@@ -674,10 +771,8 @@ class ProofRecorder:
         """A function that writes how a backward changes the gradients."""
         if self.engine() is not None:
             self.hooked.clear()
-            return lambda: {name: self.writer.add(gradient) for name, gradient in self.hooked.items()}
-        is_fsdp1 = any(
-            type(module).__name__ == "FullyShardedDataParallel" for root in self.roots for module in root.modules()
-        )
+            return lambda: {name: {"plus": added, "minus": []} for name, added in self.hooked.items()}
+        is_fsdp1 = any(_is_fsdp1(module) for root in self.roots for module in root.modules())
         if is_fsdp1 and _ranks()[1] > 1:  # its gradients take collectives, which ranks may need unlike often
             return lambda: None
         # Between forward and backward FSDP1 gathers nothing, and FSDP2's root holds parameters without gradients.
@@ -687,7 +782,7 @@ class ProofRecorder:
         parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         parameters += [p for root in self.roots for p in root.parameters()]
         if not is_fsdp:
-            before = self._copied_gradients()
+            before = self.after_backward = self._written_gradients()
         elif any(
             bool((g.to_local() if hasattr(g, "to_local") else g).any()) for p in parameters if (g := p.grad) is not None
         ):
@@ -696,18 +791,21 @@ class ProofRecorder:
             before = {}
 
         def write() -> dict[str, Any]:
-            if is_fsdp:
-                self.after_backward = self._copied_gradients()
+            self.after_backward = self._written_gradients()
             return {
-                name: None if gradient is None
-                else self.writer.add(gradient if before.get(name) is None else gradient - before[name])
-                for name, gradient in self.gradients()
+                name: None if piece is None
+                else {"plus": [piece], "minus": [] if before.get(name) is None else [before[name]]}
+                for name, piece in self.after_backward.items()
             }  # fmt: skip
 
         return write
 
-    def _copied_gradients(self) -> dict[str, Any]:
-        return {name: None if gradient is None else gradient.detach().clone() for name, gradient in self.gradients()}
+    def _written_gradients(self) -> dict[str, Any]:
+        """Pieces of the gradients; those of the last backward where nothing has changed since."""
+        return {
+            name: None if gradient is None else self.add(name, gradient, equal=self.after_backward.get(name))
+            for name, gradient in self.gradients()
+        }
 
     def watch_dropout(self) -> None:
         functional = torch.nn.functional
@@ -757,7 +855,10 @@ class ProofRecorder:
             if self.source is None and self.is_active() and (self.draws.get(number) or [None])[0] is None:
                 self._keep_batch(str(number), batch)
             fed = self.fed_batches.get(number, [])
-            return self._fed(str(number), fed[index]) if index < len(fed) else batch
+            if index >= len(fed):
+                return batch
+            ranks = self._fed(str(number), fed[index])
+            return ranks if self.is_replay or pieces.are_alike(batch, ranks) else batch
 
         iterator_class.__init__, iterator_class._next_index, iterator_class.__next__ = made, drawn, fetched
 
@@ -800,32 +901,21 @@ def _is_computed_from(loss: Any, nodes: list[Any]) -> bool:
     return False
 
 
-def _is_engine(module: Any) -> bool:
-    return any(base.__name__ == "DeepSpeedEngine" for base in type(module).__mro__)
+def _is_fsdp1(module: Any) -> bool:
+    return type(module).__name__ == "FullyShardedDataParallel"
 
 
-def _deepspeed_weight(parameter: Any) -> Any:
-    """A parameter's full tensor under ZeRO, in fp32 where the engine keeps it so."""
-    if not (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
-        return parameter
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    tensor = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-    if tensor is None and hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            tensor = parameter.detach().clone()
-    return parameter if tensor is None else tensor
+def _is_gathered(module: Any) -> bool:
+    """Whether a module of FSDP1 has to gather its parameters so that they have names and places."""
+    if not _is_fsdp1(module) or module._handle is None:
+        return False
+    return not (module._use_orig_params and module._handle.uses_sharded_strategy)
 
 
-def _set_deepspeed_weight(parameter: Any, tensor: Any) -> None:
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        parameter.data.copy_(tensor)
-    if parameter.requires_grad and (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
-        deepspeed.utils.safe_set_full_fp32_param(parameter, tensor.float())
+def _fragment(parameter: Any, tensor: Any, parts: dict[int, tuple[int, int, tuple[int, ...]]]) -> Any:
+    """A parameter's weight or gradient as the fragment that FSDP1 leaves in its place, or as it is."""
+    start, length, shape = parts.get(id(parameter), (0, -1, ()))
+    return pieces.Fragment(tensor.reshape(-1), start, shape) if tensor.numel() == length else tensor
 
 
 def _is_equal(parameter: Any, tensor: Any) -> bool:
@@ -842,8 +932,8 @@ def _moved(tensor: Any, dtype: Any, generator: Any) -> Any:
 
 
 def rows_of(args: Any, kwargs: Any) -> list[dict[str, Any]]:
-    """For each row of a forward's input: a hash without padding, one without labels, the number of targets, and
-    its sorted tokens."""
+    """For each row of a forward's input: a hash without padding, one without labels, the number of targets, its sorted
+    tokens by argument, and the tokens at the end of which some were taken for padding."""
     named: list[tuple[str, Any]] = []
 
     def collect(name: str, argument: Any) -> None:
@@ -866,11 +956,18 @@ def rows_of(args: Any, kwargs: Any) -> list[dict[str, Any]]:
     if mask is None:  # by position, or under another name
         mask = next((t for _, t in named if _is_mask(t, [tensor for _, tensor in named])), None)
     named = [(name, tensor) for name, tensor in named if name not in NO_ROWS and tensor is not mask]
+    # Pipelines are given their tokens twice, for the first stage and for masks.
+    named = [
+        (name, tensor)
+        for at, (name, tensor) in enumerate(named)
+        if name in WITHOUT_PADDING or not any(torch.equal(tensor, earlier) for _, earlier in named[:at])
+    ]
     n_rows = named[0][1].size(0) if named else 0
     rows = []
     for row in range(n_rows):
         digest, inputs, targets = hashlib.blake2b(digest_size=6), hashlib.blake2b(digest_size=6), None
-        tokens: dict[bool, list[int]] = {True: [], False: []}  # of labels, and others
+        tokens: dict[bool, dict[str, list[int]]] = {True: {}, False: {}}  # of labels, and others
+        cut: dict[str, int] = {}
         for name, tensor in named:
             if tensor.size(0) != n_rows:
                 continue
@@ -881,18 +978,20 @@ def rows_of(args: Any, kwargs: Any) -> list[dict[str, Any]]:
             elif mask is not None and mask.dim() == 2 and tensor.shape[:2] == mask.shape:
                 part = part[mask[row].bool()]
             if not part.is_floating_point() and part.dim() == 1 and part.numel():
-                if mask is None and bool((part != part[-1]).any()):  # the run of equal tokens at the end may be padding
-                    part = part[: int((part != part[-1]).nonzero()[-1]) + 2]
-                elif mask is None:
-                    part = part[:1]
-                tokens[name in WITHOUT_PADDING] += part.tolist()
+                if mask is None:  # the run of equal tokens at the end may be padding
+                    unequal = (part != part[-1]).nonzero()
+                    end = int(unequal[-1]) + 2 if len(unequal) else 1
+                    if end < len(part):
+                        cut[name] = int(part[-1])
+                    part = part[:end]
+                tokens[name in WITHOUT_PADDING][name] = sorted(part.tolist())
             content = part.contiguous().reshape(-1).view(torch.uint8).numpy()
             digest.update(content)
             if name not in WITHOUT_PADDING:
                 inputs.update(content)
         rows.append({
             "row": digest.hexdigest(), "inputs": inputs.hexdigest(), "targets": targets,
-            "tokens": sorted(tokens[False] or tokens[True]),
+            "tokens": tokens[False] or tokens[True], "cut": cut,
         })  # fmt: skip
     return rows
 
