@@ -514,8 +514,8 @@ class _Group:
         return [copy for ref in self.copies if (copy := ref()) is not None]
 
     def _moves(self, tensor: torch.Tensor) -> bool:
-        owner = owner_of(tensor)
-        if type(tensor) is not torch.Tensor or isinstance(owner, nn.Parameter) or tensor.layout != torch.strided:
+        is_plain = type(tensor) is torch.Tensor or not has_values(tensor)  # planning traces on fake ones
+        if not is_plain or isinstance(owner_of(tensor), nn.Parameter) or tensor.layout != torch.strided:
             return False
         if tensor.device.type != self._offloader.device.type or tensor.is_conj() or tensor.is_neg():
             return False

@@ -6,7 +6,8 @@ The rows of the table, and their refusals, are declared on the config's fields (
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_type_hints
 
@@ -106,8 +107,9 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             "operator, and compiled code shows none",
             "remove memory.cap, or set compile.enabled=false",
         )
+    _check_groups(config, world_size, local_world_size)
     mesh_shape(config, world_size, local_world_size)
-    _check_context(config, world_size, local_world_size)
+    _check_experts(config, world_size, local_world_size)
     profiled = config.profile.ranks
     if config.profile.start is not None and profiled != "all" and max(profiled) >= world_size:
         raise ConfigError(
@@ -149,14 +151,19 @@ def _refuse_missing_libraries(config: RunConfig) -> None:
 
 
 def mesh_shape(config: RunConfig, world_size: int, local_world_size: int) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) of the strategy; hsdp shards over the ranks of one node unless told otherwise."""
+    """(dp_replicate, dp_shard) of the strategy; hsdp shards over the ranks of one node unless told otherwise. Ranks
+    that share layers count once."""
     parallel = config.parallel
+    ranks = _ranks(world_size)
+    if parallel.tp > 1:
+        ranks = f"{ranks} / parallel.tp={parallel.tp} = {world_size // parallel.tp}"
+    world_size, local_world_size = world_size // parallel.tp, max(1, local_world_size // parallel.tp)
     if parallel.strategy != "hsdp":
         shape = (1, world_size) if parallel.strategy in ("fsdp", "zero2", "zero3") else (world_size, 1)
         for key, size in zip(("dp_replicate", "dp_shard"), shape, strict=True):
             if getattr(parallel, key) not in (None, size):
                 raise ConfigError(
-                    f"parallel.{key}={getattr(parallel, key)}, but {parallel.strategy} on {_ranks(world_size)} has "
+                    f"parallel.{key}={getattr(parallel, key)}, but {parallel.strategy} on {ranks} has "
                     f"{key}={size}: {CAPABILITIES['mesh'].reasons[parallel.strategy]}",
                     f"remove parallel.{key}, or set parallel.strategy=hsdp",
                 )
@@ -168,37 +175,111 @@ def mesh_shape(config: RunConfig, world_size: int, local_world_size: int) -> tup
         replicate = world_size // shard
     if replicate * shard != world_size:
         pairs = [f"{n} × {world_size // n}" for n in range(1, world_size + 1) if world_size % n == 0]
-        fix = f"dp_replicate × dp_shard for {_ranks(world_size)}: {', '.join(pairs[:6])}{', …' * (len(pairs) > 6)}"
-        cause = f"hsdp shards over the {shard} ranks of one node, which do not divide the world size {world_size}"
+        fix = f"dp_replicate × dp_shard for {ranks}: {', '.join(pairs[:6])}{', …' * (len(pairs) > 6)}"
+        cause = f"hsdp shards over the {shard} ranks of one node, which do not divide the {ranks}"
         if parallel.dp_replicate and parallel.dp_shard:
             product = f"parallel.dp_replicate={replicate} × parallel.dp_shard={shard} = {replicate * shard}"
-            cause = f"{product}, but there are {world_size} ranks"
+            cause = f"{product}, but there are {ranks}"
         elif sizes := [f"{k}={n}" for k in ("dp_replicate", "dp_shard") if (n := getattr(parallel, k))]:
-            cause = f"parallel.{sizes[0]} does not divide the world size {world_size}"
+            cause = f"parallel.{sizes[0]} does not divide the {ranks}"
         raise ConfigError(cause, fix)
     return replicate, shard
 
 
-def _check_context(config: RunConfig, world_size: int, local_world_size: int) -> None:
-    """Refuse `parallel.cp` that does not fit the ranks or the sequences."""
-    size, seq_len = config.parallel.cp, config.train.seq_len
-    if world_size % size:
-        fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise ConfigError(
-            f"parallel.cp={size} does not divide the {_ranks(world_size)}",
-            f"set parallel.cp to one of {', '.join(map(str, fits))}",
-        )
-    if local_world_size % size and not config.parallel.cp_across_nodes:
-        raise ConfigError(
-            f"parallel.cp={size}, but a node has {_ranks(local_world_size)}: some groups would reach across nodes, and "
-            "each layer would wait for the network",
-            f"set parallel.cp to a divisor of {local_world_size}, or parallel.cp_across_nodes=true",
-        )
+def _check_groups(config: RunConfig, world_size: int, local_world_size: int) -> None:
+    """Refuse `parallel.tp` and `parallel.cp` that do not fit the ranks, and `parallel.cp` that does not fit the
+    sequences."""
+    parallel, seq_len = config.parallel, config.train.seq_len
+    # The ranks that share layers are neighbours; those that share sequences are the next ones.
+    for key, size, inner in (("tp", parallel.tp, 1), ("cp", parallel.cp, parallel.tp)):
+        if size == 1:
+            continue
+        group = f"parallel.{key}={size}"
+        if inner > 1:
+            group = f"parallel.tp={inner} × {group} = {inner * size}"
+        if world_size % (size * inner):
+            raise ConfigError(
+                f"{group} does not divide the {_ranks(world_size)}",
+                one_of(f"parallel.{key}", divisors(world_size // inner)),
+            )
+        if local_world_size % (size * inner) and not getattr(parallel, f"{key}_across_nodes"):
+            raise ConfigError(
+                f"{group}, but a node has {_ranks(local_world_size)}: some groups would reach across nodes, and each "
+                "layer would wait for the network",
+                f"{one_of(f'parallel.{key}', divisors(max(1, local_world_size // inner)))}, or set "
+                f"parallel.{key}_across_nodes=true",
+            )
+    size = parallel.cp
     if seq_len % size and config.task.factory is None:
         raise ConfigError(
             f"parallel.cp={size} does not divide train.seq_len={seq_len}",
             f"set train.seq_len={seq_len // size * size or size}",
         )
+
+
+def _check_experts(config: RunConfig, world_size: int, local_world_size: int) -> None:
+    """Refuse `parallel.ep` that does not divide the ranks that shard parameters."""
+    size, (_, shard) = config.parallel.ep, mesh_shape(config, world_size, local_world_size)
+    shard *= config.parallel.tp
+    if shard % size:
+        raise ConfigError(
+            f"parallel.ep={size} does not divide the {_ranks(shard)} of a copy of the parameters",
+            one_of("parallel.ep", divisors(shard)),
+        )
+
+
+_SHARED = {
+    "n_heads": ("tp", "cp"), "num_attention_heads": ("tp", "cp"), "num_key_value_heads": ("tp",),
+    "num_experts": ("ep",), "num_local_experts": ("ep",), "n_routed_experts": ("ep",),
+}  # fmt: skip
+"""A model's number of heads or experts → the keys of `parallel` whose product must divide it."""
+
+
+def check_model(config: RunConfig) -> None:
+    """Refuse a task's model that ranks cannot share, where the config itself names its sizes: others are known when the
+    task is made. `check` does not do it: a loop of the user's own has another model than the config."""
+    parallel, model = config.parallel, config.model
+    if parallel.ep > 1 and config.task.factory is None and config.task.name not in ("hf_causal_lm", "hf_masked_lm"):
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} with task.name={config.task.name}: among the built-in tasks only language "
+            "models of transformers have experts",
+            "remove parallel.ep, or set task.name=hf_causal_lm",
+        )
+    sizes = {f"model.hf.{key}": size for key, size in model.hf.items()}
+    if config.task.name == "causal_lm":
+        sizes = {"model.n_heads": model.n_heads, "model.vocab_size": model.vocab_size}
+    for dotted, n in sizes.items() if config.task.factory is None else ():
+        key = dotted.rpartition(".")[2]
+        axes = [axis for axis in _SHARED.get(key, ()) if getattr(parallel, axis) > 1]
+        product = math.prod(getattr(parallel, axis) for axis in axes)
+        if axes and isinstance(n, int) and n % product:
+            outer = product // getattr(parallel, axes[-1])
+            raise ConfigError(
+                f"{' × '.join(f'parallel.{axis}={getattr(parallel, axis)}' for axis in axes)} does not divide "
+                f"{dotted}={n}",
+                one_of(f"parallel.{axes[-1]}", [size for size in divisors(n) if n % (size * outer) == 0]),
+            )
+        if key == "vocab_size" and isinstance(n, int) and parallel.tp not in sharing_rows(n):
+            raise ConfigError(
+                f"parallel.tp={parallel.tp}: {dotted}={n} leaves a rank without any row",
+                one_of("parallel.tp", sharing_rows(n)),
+            )
+
+
+def divisors(n: int) -> list[int]:
+    return [size for size in range(1, n + 1) if n % size == 0]
+
+
+def sharing_rows(n: int) -> list[int]:
+    """The numbers of ranks that can share `n` rows so that each has one: a rank has n / ranks of them, rounded up."""
+    return [size for size in range(1, n + 1) if -(-n // size) * (size - 1) < n]
+
+
+def one_of(key: str, sizes: Sequence[int]) -> str:
+    """The fix that names the sizes that fit."""
+    fits = [size for size in sizes if size > 1]
+    dots = ", …" * (len(fits) > 8)
+    return f"set {key} to one of 1, {', '.join(map(str, fits[:8]))}{dots}" if fits else f"remove {key}"
 
 
 @dataclass(frozen=True)
@@ -259,6 +340,9 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored(
         "parallel.offload_ratio", lambda c: c.parallel.offload_optimizer == "none", "no optimizer states are offloaded"
     ),
+    Ignored("parallel.tp_across_nodes", lambda c: c.parallel.tp == 1, "parallel.tp=1"),
+    Ignored("parallel.tp_sequence", lambda c: c.parallel.tp == 1, "parallel.tp=1"),
+    Ignored("parallel.cp_across_nodes", lambda c: c.parallel.cp == 1, "parallel.cp=1"),
     *(
         Ignored(f"adapter.{key}", lambda c: c.adapter.type == "none", "adapter.type=none")
         for key in ("r", "alpha", "dropout", "targets", "use_rslora")

@@ -41,10 +41,15 @@ OTHER_NAMES = {
     "optim.warmup_steps": "warmup_ratio",
     "optim.weight_decay": "weight_decay",
     "parallel.bucket_mb": "ddp_bucket_cap_mb",
+    "parallel.cp": "cp_size context_parallel context_parallel_size sp_size sequence_parallel_size",
+    "parallel.dp_replicate": "dp_replicate_size",
+    "parallel.dp_shard": "dp_shard_size fsdp_size",
+    "parallel.ep": "ep_size expert_parallel expert_parallel_size expert_model_parallel_size enable_expert_parallel",
     "parallel.find_unused": "ddp_find_unused_parameters",
     "parallel.offload_optimizer": "offload_optimizer_device",
     "parallel.offload_param": "offload_param_device",
     "parallel.strategy": "zero_stage",
+    "parallel.tp": "tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size autotp_size",
     "precision.mode": "dtype torch_dtype amp",
     "precision.reduce_dtype": "communication_data_type",
     "run.dir": "output_dir",
@@ -132,6 +137,17 @@ _REFUSED = {
         )
         for name in ("paged_adamw", "paged_adamw_8bit", "paged_adamw_32bit")
     },
+    **{
+        f"parallel.{name}": (
+            "is not supported: no model is cut into stages",
+            "remove it; parallel.tp, parallel.cp and parallel.ep split layers, sequences and experts",
+        )
+        for name in ("pp", "pp_size", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size")
+    },
+    "parallel.dp": (
+        "is not set here: data ranks are all ranks, over parallel.tp × parallel.cp",
+        "remove it, or set parallel.strategy=hsdp with dp_replicate and dp_shard",
+    ),
     "adapter.init_lora_weights": ("is not supported: A is drawn as peft draws it by default, B is 0", "remove it"),
 }  # fmt: skip
 """Keys, and values of keys, that people know from other tools, and shardkit refuses: (reason, fix)."""

@@ -74,7 +74,7 @@ def resolve_batch(config: RunConfig, world_size: int) -> int:
     train = config.train
     if train.global_batch_size is None:
         return train.grad_accum_steps or 1
-    world_size //= config.parallel.cp  # ranks that share sequences have the same samples
+    world_size //= config.parallel.cp * config.parallel.tp  # ranks that share sequences or layers have the same samples
     pass_size = train.micro_batch_size * world_size
     steps, remainder = divmod(train.global_batch_size, pass_size)
     if remainder or not steps:

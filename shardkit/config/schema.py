@@ -7,7 +7,7 @@ asks for; `load` reads files and overrides into these models and `capability` re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -122,6 +122,11 @@ class TaskConfig(Section):
         """Whether the task's model may have adapters."""
         return self.factory is None and self.name in ("hf_causal_lm", "hf_masked_lm")
 
+    @property
+    def may_split_sequences(self) -> bool:
+        """Whether ranks may share the task's sequences; a user's own task says so itself."""
+        return self.factory is not None or self.name in ("causal_lm", "hf_causal_lm")
+
     @model_validator(mode="after")
     def _args_need_factory(self) -> TaskConfig:
         if self.args and self.factory is None:
@@ -197,6 +202,9 @@ class ModelConfig(Section):
     """Share the token embedding with the output head."""
     loss_chunk_size: int = Field(1024, ge=0)
     """Tokens per chunk of the cross-entropy, so that [tokens, vocab] fp32 logits never exist whole; 0 = no chunking."""
+    mlp_chunks: Annotated[int, Capability("MLPs in tiles of the positions (`model.mlp_chunks`)")] = Field(1, ge=1)
+    """Parts of the positions that the MLP of each block computes one after another, and again in backward, so that the
+    hidden activations of one part exist at once (docs/long.md); 1 = all positions together."""
 
     @model_validator(mode="before")
     @classmethod
@@ -518,12 +526,53 @@ class ParallelConfig(Section):
     """Ranks that share one copy of the state (hsdp); default: the ranks of one node."""
     cp: Annotated[
         int,
-        Capability("sequences split over ranks (`cp`)", {"single": "a single rank has nobody to share sequences with"}),
+        Capability(
+            "sequences split over ranks (`cp`; not run on several GPUs)",
+            {"single": "a single rank has nobody to share sequences with"},
+        ),
     ] = Field(1, ge=1)
     """Ranks that share the same samples, each with a part of every sequence (context parallelism); they are neighbours,
     and data ranks = world size / cp."""
     cp_across_nodes: bool = False
     """Let the ranks that share sequences be on several nodes, where the exchanges in attention are slow."""
+    tp: Annotated[
+        int,
+        Capability(
+            "layers split over ranks (`tp`; not run on several GPUs)",
+            {
+                "single": "a single rank has nobody to share layers with",
+                "ddp": "torch's DDP holds whole parameters",
+                "zero1 zero2 zero3": "DeepSpeed would reduce the parts of a layer as if they were replicas",
+            },
+            fix="set parallel.strategy=fsdp, or hsdp with parallel.dp_shard=1 for replicas; or remove parallel.tp",
+        ),
+    ] = Field(1, ge=1)
+    """Ranks that share each layer's columns, rows and heads (tensor parallelism) and have the same samples; they are
+    neighbours, and data ranks = world size / (tp × cp)."""
+    tp_across_nodes: bool = False
+    """Let the ranks that share layers be on several nodes, where every layer waits for the network."""
+    tp_sequence: bool = False
+    """Let each rank that shares layers hold a part of every sequence between them (sequence parallelism): residuals and
+    norms take a tp-th of the memory, and each all-reduce becomes an all-gather and a reduce-scatter."""
+    ep: Annotated[
+        int,
+        Capability(
+            "experts split over ranks (`ep`; not run on several GPUs)",
+            {
+                "single": "a single rank has nobody to share experts with",
+                "ddp": "DDP averages every gradient over all ranks, those of other experts too",
+                "zero1 zero2 zero3": "DeepSpeed would average the gradients of different experts",
+            },
+            fix="set parallel.strategy=fsdp, or remove {key}",
+        ),
+    ] = Field(1, ge=1)
+    """Ranks that hold different experts of each layer and send each other rows (expert parallelism); they are
+    neighbours, and each has samples of its own."""
+    ep_imbalance: float = Field(1.72, ge=1)
+    """plan and rehearse: rows that the busiest rank's experts get, over the ranks' average; `ep_peak` in
+    metrics.jsonl is the measured one. Default: the busiest expert of a model of 1B parameters trained with an auxiliary
+    loss (Wang et al. 2024, Auxiliary-Loss-Free Load Balancing, table 2: MaxVio 0.72; 0.04 with their biases). Ranks
+    average over their experts, so a rank has less."""
     no_sync: Annotated[
         bool | None,
         Capability(
@@ -700,6 +749,9 @@ class PrecisionConfig(Section):
     ] = False
     """fsdp, hsdp and ZeRO: run forward under autocast too, as single and ddp do, for a model that mixes its own fp32
     tensors into products; the engine itself casts only weights and inputs."""
+    router_fp32: bool = True
+    """Compute the routers of transformers' experts in fp32 in every mode: logits, probabilities, the choice and its
+    weights. fsdp and hsdp gather their fp32 weights; ZeRO and pure_bf16 have these in 16 bits."""
     loss_scale_init_power: int = Field(16, ge=0, le=31)
     """fp16: the loss scale starts at 2 to this power; a gradient overflow halves it and skips the step."""
     loss_scale_window: int = Field(1000, ge=1)
@@ -984,7 +1036,48 @@ class RunConfig(Section):
         return f"{dotted}={str(value).lower() if isinstance(value, bool) else value}"
 
 
+BESIDE_AXES: tuple[tuple[str, Callable[[RunConfig], bool], dict[str, str], str], ...] = (
+    ("task.name", lambda c: not c.task.may_split_sequences,
+     {"tp": "among the built-in tasks only causal language models share their layers"},
+     "set task.name=causal_lm or hf_causal_lm"),
+    ("model.dropout", lambda c: c.model.dropout > 0, {"tp": "ranks would drop the same values of different heads"},
+     "set model.dropout=0"),
+    ("adapter.dropout", lambda c: c.adapter.type != "none" and c.adapter.dropout > 0,
+     {"tp": "ranks would drop the same values of different heads"}, "set adapter.dropout=0"),
+    ("precision.mode", lambda c: c.precision.mode == "fp8",
+     {"tp": "torchao scales whole weights and inputs", "ep": "it is not tested with experts of other ranks"},
+     "set precision.mode=bf16"),
+    ("activation.policy", lambda c: c.activation.policy == "budget",
+     {"tp ep": "torch.compile cannot weigh such code"}, "set activation.policy=selective"),
+    ("model.mlp_chunks", lambda c: c.model.mlp_chunks > 1, {"ep": "ranks would exchange rows for each part"},
+     "set model.mlp_chunks=1"),
+    ("parallel.tp_sequence", lambda c: c.parallel.tp_sequence and c.model.mlp_chunks > 1,
+     {"tp": "each part of an MLP would scatter its sum over other positions"},
+     "set parallel.tp_sequence=false or model.mlp_chunks=1"),
+    ("parallel.tp_sequence", lambda c: c.parallel.tp_sequence and c.parallel.ep > 1,
+     {"tp": "routers would see parts of sequences"}, "set parallel.tp_sequence=false or parallel.ep=1"),
+    ("parallel.tp_sequence", lambda c: c.parallel.tp_sequence and c.precision.mode == "fp16",
+     {"tp": "fp16 is not compared with one process there"}, "set parallel.tp_sequence=false or precision.mode=bf16"),
+    ("parallel.tp_sequence", lambda c: c.parallel.tp_sequence and c.compile.enabled,
+     {"tp": "torch.compile fails to keep a tensor of its parts until backward"},
+     "set parallel.tp_sequence=false or compile.enabled=false"),
+)  # fmt: skip
+"""What the axes that split layers and experts cannot do yet: (a key, whether a config has it, each axis' reason, the
+fix). docs/wide.md has the same list."""
+
+
+def _refused_axes() -> Iterator[tuple[str, Callable[[RunConfig], bool], str, str]]:
+    for key, has, reasons, fix in BESIDE_AXES:
+        for axis, reason in ((axis, reason) for axes, reason in reasons.items() for axis in axes.split()):
+
+            def refused(config: RunConfig, axis: str = axis, has: Callable[[RunConfig], bool] = has) -> bool:
+                return bool(getattr(config.parallel, axis) > 1 and has(config))
+
+            yield f"parallel.{axis} {key}", refused, reason, f"{fix}, or remove parallel.{axis}"
+
+
 COMBINATIONS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
+    *_refused_axes(),
     ("adapter.type task.name", lambda c: c.adapter.type != "none" and not c.task.takes_adapters,
      "only hf_causal_lm and hf_masked_lm take adapters",
      "set task.name=hf_causal_lm or hf_masked_lm, or remove adapter"),
@@ -995,6 +1088,9 @@ COMBINATIONS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
      "the frozen model would be averaged as well", "remove train.ema_decay"),
     ("adapter.type precision.mode", lambda c: c.adapter.type != "none" and c.precision.mode == "fp8",
      "torchao would replace the adapter's own linear layers", "set precision.mode=bf16"),
+    ("parallel.cp task.name", lambda c: c.parallel.cp > 1 and not c.task.may_split_sequences,
+     "among the built-in tasks only causal language models split their sequences",
+     "remove parallel.cp, or set task.name=causal_lm or hf_causal_lm"),
     ("model.quantize adapter.type", lambda c: c.model.quantize is not None and c.adapter.type == "none",
      "packed weights have no gradient, so nothing could train", "set adapter.type=lora, or remove model.quantize"),
     ("model.quantize compile.enabled", lambda c: c.model.quantize is not None and c.compile.enabled,
@@ -1003,6 +1099,14 @@ COMBINATIONS: tuple[tuple[str, Callable[[RunConfig], bool], str, str], ...] = (
      lambda c: c.model.quantize is not None and c.parallel.offload_param == "nvme",
      "DeepSpeed keeps parameters there in the compute type, and would cast packed bytes",
      "set parallel.offload_param=cpu"),
+    ("model.mlp_chunks compile.enabled", lambda c: c.model.mlp_chunks > 1 and c.compile.enabled,
+     "torch.compile would order the parts and their recomputation by itself",
+     "set compile.enabled=false, or remove model.mlp_chunks"),
+    ("model.mlp_chunks activation.policy",
+     lambda c: c.model.mlp_chunks > 1 and c.activation.policy == "selective_op",
+     "it keeps the products of every part, which then save nothing", "set activation.policy=full, selective or none"),
+    ("model.mlp_chunks precision.mode", lambda c: c.model.mlp_chunks > 1 and c.precision.mode == "fp8",
+     "products in fp8 need multiples of 16 rows, and a part may have any number", "set precision.mode=bf16"),
     ("optim.in_backward train.max_norm", lambda c: c.optim.in_backward and c.train.max_norm is not None,
      "clipping needs all gradients at once", "set train.max_norm=null, or remove optim.in_backward"),
     ("optim.in_backward train.grad_accum_steps",

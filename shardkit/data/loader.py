@@ -270,6 +270,8 @@ class StepBatch:
 class StepLoader:
     """Iterates over `n_steps` optimizer steps from `state` on, epoch after epoch.
 
+    `filler`: changes the micro-batch that a rank gets which has no samples left.
+
     With `workers` > 0, that many processes load ahead, `prefetch` micro-batches each; they live until `close`, across
     epochs. With 0, samples are loaded on demand. The samples are the same either way.
     """
@@ -285,8 +287,9 @@ class StepLoader:
         workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool = False,
+        filler: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
-        self._schedule = schedule
+        self._schedule, self._filler = schedule, filler
         self._state = state
         self._steps_left = n_steps
         together = collate or default_collate
@@ -312,7 +315,11 @@ class StepLoader:
         if self._steps_left == 0:
             raise StopIteration
         parts, after = self._schedule.micro_batches(self._state)
-        step = StepBatch([(_checked(next(self._batches)), not part) for part in parts], after)
+        batches = [_checked(next(self._batches)) for _ in parts]
+        micro_batches = [
+            (batch, False) if part else (self._filler(batch), True) for batch, part in zip(batches, parts, strict=True)
+        ]
+        step = StepBatch(micro_batches, after)
         self._state = after
         self._steps_left -= 1
         return step

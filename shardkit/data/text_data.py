@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..config.schema import DOCUMENT_KEYS, DataConfig, RunConfig
+from ..config.schema import DOCUMENT_KEYS, RunConfig
 from ..errors import ConfigError, DataError
 from .chat import RefusedRow, RowError
 from .corpus import Corpus, unigram_cross_entropy
@@ -242,7 +242,7 @@ class TextData:
         vocab_size, key, reserved = self._vocabulary
         if reads_documents(self.config):
             return open_sources(self.config, vocab_size - reserved, key)
-        _refuse_keys_of_tokenizers(self.config.data)
+        _refuse_keys_of_tokenizers(self.config)
         return open_covered(self.config, vocab_size, key, reserved)
 
     @property
@@ -330,6 +330,13 @@ class TextData:
         assert self.sources is not None
         return max(int(manifest["n_ids"]) for manifest in self.sources.manifests)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether samples are windows of `train.seq_len` tokens, the last of which is padded."""
+        if self._packing != "none" or self.config.data.streaming:
+            return False
+        return self.sources is None or self.sources.plain_text
+
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """A micro-batch; samples of several lengths are padded, or laid in one row."""
         seq_len = self.config.train.seq_len
@@ -404,12 +411,13 @@ def target_counts(documents: Documents, most: int = _COUNTED) -> npt.NDArray[np.
     return counts
 
 
-def _refuse_keys_of_tokenizers(data: DataConfig) -> None:
+def _refuse_keys_of_tokenizers(config: RunConfig) -> None:
+    data = config.data
     defaults = type(data).model_fields
     for key in DOCUMENT_KEYS:
         if key != "sources" and getattr(data, key) != defaults[key].default:
             raise ConfigError(
-                f"data.{key}={getattr(data, key)} would be ignored: the data are read without a tokenizer",
+                f"{config.setting(f'data.{key}')} would be ignored: the data are read without a tokenizer",
                 f"set data.tokenizer, or remove data.{key}",
             )
     if data.sources:

@@ -385,7 +385,11 @@ def split_rows(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         "targets": torch.nn.functional.pad(targets, (0, missing), value=IGNORE_INDEX),
         **places(lengths, (rows, length + missing)),
     }
-    shares = {key: padded[key][:, rank::size].contiguous() for key in ("tokens", "targets", "positions")}
+    split = ["tokens", "targets", "positions"]
+    if "real" in batch:
+        padded["real"] = torch.nn.functional.pad(batch["real"], (0, missing))
+        split.append("real")
+    shares = {key: padded[key][:, rank::size].contiguous() for key in split}
     return {**padded, **shares}
 
 

@@ -14,20 +14,22 @@ the head per chunk would do the same, but:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
+from .balance import balance_of
 from .packed_attention import BatchDocuments, DocumentLayout, check_seen
 
 
 def chunked_cross_entropy(
     hidden: torch.Tensor,  # [..., d], floating point
-    weight: torch.Tensor,  # [vocab, d]
+    weight: torch.Tensor,  # [vocab, d], or a DTensor of which each rank has some rows
     targets: torch.Tensor,  # [...] integer class per position
     chunk_size: int,  # tokens whose [chunk_size, vocab] fp32 logits exist at once, > 0
     ignore_index: int = -100,  # targets that do not count
@@ -40,6 +42,9 @@ def chunked_cross_entropy(
 
     On the CPU, logits are computed for the positions that count alone; finding them would make a GPU's host wait.
 
+    Where ranks share the rows, each computes the logits of its own, and they exchange three numbers a position: the
+    largest logit, the sum of the exponentials, and the target's logit.
+
     Memory beyond inputs: one fp32 [chunk_size, vocab], its copy in the compute type if that is narrower, and, if
     gradients are wanted, those of hidden and of weight (in fp32, so that chunks add up without rounding).
     """
@@ -47,10 +52,29 @@ def chunked_cross_entropy(
         raise ValueError(f"chunk_size={chunk_size} must be positive")
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} differ in leading sizes")
+    part = _Part()
+    if hasattr(weight, "to_local"):
+        from ..parallel.tensor import vocabulary_part  # DTensor's class takes 0.4 s to import
+
+        part = _Part(*vocabulary_part(weight))
+        weight, bias = weight.to_local(), None if bias is None else bias.to_local()  # type: ignore[attr-defined]
     grad = torch.is_grad_enabled()
     wants = grad and hidden.requires_grad, grad and weight.requires_grad
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_size, ignore_index, *wants, bias)  # type: ignore[no-untyped-call]
+    arguments = hidden, weight, targets, chunk_size, ignore_index, *wants, bias, part
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return loss
+
+
+class _Part(NamedTuple):
+    """The rows of the head that this rank has."""
+
+    first_id: int = 0
+    group: dist.ProcessGroup | None = None  # the ranks that have the others; None: this one has all
+
+    def reduce_(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        if self.group is not None:
+            dist.all_reduce(tensor, op, self.group)
+        return tensor
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -65,6 +89,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         want_hidden: bool,
         want_weight: bool,
         bias: torch.Tensor | None,
+        part: _Part,
     ) -> torch.Tensor:
         # The type in which `F.linear` would compute here; autocast does not cast the inputs of a custom function.
         compute = torch.promote_types(hidden.dtype, weight.dtype)
@@ -91,7 +116,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits = (inputs @ matrix.t()).to(wide)
                 if bias is not None:
                     logits += bias
-                loss += _losses_then_gradient_(logits, flat_targets[rows], ignore_index).sum()
+                loss += _losses_then_gradient_(logits, flat_targets[rows], ignore_index, part).sum()
                 if grad_bias is not None:
                     grad_bias += logits.sum(0)
                 grad_logits = logits.to(compute)
@@ -105,6 +130,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 elif grad_weight is not None:
                     grad_weight += grad_logits.t() @ inputs
                 del grad_logits  # else it would live on while the next chunk's logits are made
+            if grad_hidden is not None:
+                part.reduce_(grad_hidden)
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.like = (hidden.shape, hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return loss
@@ -123,20 +150,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_weight = grad_weight.mul_(grad_loss).to(weight_dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.mul_(grad_loss).to(bias_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, grad_bias
+        return grad_hidden, grad_weight, None, None, None, None, None, grad_bias, None
 
 
-def _losses_then_gradient_(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+def _losses_then_gradient_(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, part: _Part) -> torch.Tensor:
     """Per-row loss [n]; on return `logits` [n, vocab] holds d(sum of losses)/d(logits), written in place. loss = log Σ
     exp(z) - z_target and its gradient softmax(z) - onehot(target), both shifted by the row's maximum."""
     counted = targets != ignore_index
     columns = targets.where(counted, 0).unsqueeze(1).long()
-    logits.sub_(logits.amax(dim=1, keepdim=True))
-    target_logits = logits.gather(1, columns)
-    sums = logits.exp_().sum(dim=1, keepdim=True)
-    losses = (sums.log() - target_logits).squeeze(1)
+    logits.sub_(part.reduce_(logits.amax(dim=1, keepdim=True), dist.ReduceOp.MAX))
     weights = counted.to(logits.dtype).unsqueeze(1)
-    logits.mul_(weights / sums).scatter_add_(1, columns, -weights)
+    if part.group is None:
+        target_logits = logits.gather(1, columns)
+        sums = logits.exp_().sum(dim=1, keepdim=True)
+    else:
+        columns = columns - part.first_id
+        is_inside = (columns >= 0) & (columns < logits.shape[1])
+        columns = columns.where(is_inside, 0)
+        target_logits = logits.gather(1, columns).where(is_inside, 0)
+        sums, target_logits = part.reduce_(torch.stack([logits.exp_().sum(dim=1, keepdim=True), target_logits]))
+    losses = (sums.log() - target_logits).squeeze(1)
+    logits.mul_(weights / sums)
+    logits.scatter_add_(1, columns, -weights if part.group is None else -weights.where(is_inside, 0))
     return losses.where(counted, 0)
 
 
@@ -148,21 +183,27 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
     replaced on the two modules, so that parameters keep their names.
 
     `loss_chunk_size`: positions whose [chunk, vocab] logits exist at once; 0 = all, from the model's own forward.
+
+    While the model trains, the loss has its routers' load-balancing loss in it, if its config asks for one.
     """
+    balance = balance_of(model)
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    model_forward, project = model.forward, head.forward
+    model_forward, own_forward = model.forward, head.forward
     requests: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+
+    def project(hidden: torch.Tensor) -> torch.Tensor:
+        is_cut = hasattr(getattr(head, "weight", None), "full_tensor")
+        logits: torch.Tensor = all_logits(hidden, head.weight, head.bias) if is_cut else own_forward(hidden)
+        return logits
 
     def losses(hidden: torch.Tensor) -> torch.Tensor:
         if not requests:
-            logits: torch.Tensor = project(hidden)
-            return logits
+            return project(hidden)
         targets, positions = requests[-1]
         if positions is not None:
             hidden = hidden.flatten(0, -2).index_select(0, positions)
         if targets is None:
-            chosen: torch.Tensor = project(hidden)
-            return chosen
+            return project(hidden)
         if loss_chunk_size:
             return chunked_cross_entropy(hidden, head.weight, targets, loss_chunk_size, bias=head.bias)
         return summed_loss(project(hidden), targets)
@@ -172,19 +213,25 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
         targets: torch.Tensor | None = None,  # [batch, seq], or [n] with `positions`; -100 is not counted; None: logits
         positions: torch.Tensor | None = None,  # [n] indices into the flattened batch × seq to predict at; None = all
         documents: DocumentLayout | None = None,  # those of a packed batch
+        real: torch.Tensor | None = None,  # [batch, seq] whether a position is no padding; None: none is
     ) -> torch.Tensor:
+        result: torch.Tensor
         if positions is None and (targets is None or not loss_chunk_size):
             outputs = _run(model, model_forward, tokens, documents)  # freed after the loss, as in transformers
-            logits: torch.Tensor = outputs.logits
-            return logits if targets is None else summed_loss(logits, targets)
-        requests.append((targets, positions))
-        try:
-            logits_at: torch.Tensor = _run(model, model_forward, tokens, documents).logits
-            return logits_at
-        finally:
-            requests.pop()
+            result = outputs.logits if targets is None else summed_loss(outputs.logits, targets)
+        else:
+            requests.append((targets, positions))
+            try:
+                outputs = _run(model, model_forward, tokens, documents)
+                result = outputs.logits
+            finally:
+                requests.pop()
+        if balance is None or targets is None or not model.training:
+            return result
+        is_target = targets != -100 if real is None else (targets != -100) & real
+        return result + balance.loss(outputs.router_logits, is_target.sum(), real)
 
-    head.forward = losses
+    head.forward, head.vocabulary_parallel = losses, True
     model.forward = forward
     return model
 
@@ -205,6 +252,13 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int =
     return F.cross_entropy(flat, targets.flatten(), ignore_index=ignore_index, reduction="sum")
 
 
+def all_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits of a head; of a head of which each rank has some rows, with all of them gathered."""
+    if hasattr(weight, "full_tensor"):
+        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()  # type: ignore[attr-defined]
+    return F.linear(hidden, weight, bias)
+
+
 def check_loss_fits(model: nn.Module, fix: str) -> None:
     """Refuse a model that changes its logits after the output projection, where chunks of the loss are computed. Runs
     the model's own forward once, on meta and without the backbone, and checks its result."""
@@ -213,25 +267,30 @@ def check_loss_fits(model: nn.Module, fix: str) -> None:
     if not isinstance(head, nn.Linear):
         problem = f"its output projection is {type(head).__name__}, not a linear layer"
         raise ConfigError(f"{name} cannot compute its loss in chunks: {problem}", fix)
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    backbone: Any = model.base_model
     returned: list[torch.Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: returned.append(output))
     try:
-        width = getattr(model.config, "hidden_size", head.in_features)
-        hidden = _Hidden(last_hidden_state=torch.empty(1, 2, width, device="meta"))
-        backbone.forward = lambda *args, **kwargs: hidden
-        with torch.no_grad():
-            logits = model(input_ids=tokens).logits
+        logits = run_head(model, getattr(model.config, "hidden_size", head.in_features)).logits
     except Exception as error:
         problem = f"its forward cannot be followed ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
         raise ConfigError(f"{name} cannot compute its loss in chunks: {problem}", fix) from error
     finally:
         hook.remove()
-        vars(backbone).pop("forward", None)
-    if len(returned) != 1 or logits is not returned[0] or logits.shape[:2] != tokens.shape:
+    if len(returned) != 1 or logits is not returned[0] or logits.shape[:2] != (1, 2):
         problem = "its forward changes the logits after the output projection"
         raise ConfigError(f"{name} cannot compute its loss in chunks: {problem}", fix)
+
+
+def run_head(model: Any, width: int, **fields: Any) -> Any:
+    """Run a model's own forward of two tokens on meta, with a stand-in for its backbone that returns `fields`."""
+    hidden = _Hidden(last_hidden_state=torch.empty(1, 2, width, device="meta"), **fields)
+    backbone = model.base_model
+    backbone.forward = lambda *args, **kwargs: hidden
+    try:
+        with torch.no_grad():
+            return model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"))
+    finally:
+        del backbone.forward
 
 
 class _Hidden(dict[str, Any]):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..config.capability import divisors, one_of
 from ..errors import ConfigError
 from ..parallel.compat import declares_no_masks, flash_by_documents
 from ..parallel.context import ATTRIBUTE, ContextParallel
@@ -201,13 +202,15 @@ def refuse_what_crosses_documents(model: nn.Module) -> None:
         raise ConfigError(f"data.packing and parallel.cp: {type(model).__name__} {obstacle}", _NO_PACKING)
 
 
-def check_heads(heads: int, size: int, key: str) -> None:
-    """Refuse heads of attention that cannot be dealt out to `parallel.cp` ranks evenly."""
-    if heads % size:
-        fits = [n for n in range(1, heads + 1) if heads % n == 0]
+def check_heads(heads: int, size: int, tp: int) -> None:
+    """Refuse heads of attention that `parallel.cp` ranks cannot share evenly, where `tp` ranks share them already."""
+    if size > 1 and heads % (size * tp):
+        fits = [n for n in divisors(heads) if heads % (n * tp) == 0]
+        behind = f" for each of parallel.tp={tp} ranks" if tp > 1 else ""
         raise ConfigError(
-            f"parallel.cp={size} does not divide {key}={heads}: each rank computes attention for a share of the heads",
-            f"set parallel.cp to one of {', '.join(map(str, fits))}",
+            f"parallel.cp={size} does not divide num_attention_heads={heads}{behind}: each rank computes attention "
+            "for a share of the heads",
+            one_of("parallel.cp", fits),
         )
 
 

@@ -44,6 +44,8 @@ class QuantizedLinear(nn.Linear):
     """A frozen linear layer with a packed weight, which forward and backward unpack into the compute type. It is a
     subclass of `nn.Linear` so that peft adapts it as one. It takes the bias of `linear` over."""
 
+    per_layer = (NESTED,)  # parameters without rows of the weight
+
     def __init__(self, linear: nn.Linear, settings: QuantizeConfig) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -52,6 +54,18 @@ class QuantizedLinear(nn.Linear):
             packed = torch.empty(shape, dtype=torch.uint8)
             self.register_parameter(name, nn.Parameter(packed, requires_grad=False))
         self.register_parameter("bias", linear.bias)
+        self._places: tuple[int, int, int] | None = None
+        """Of a part of the weight, its first row and block in a row, and the blocks of a whole row."""
+
+    def take_part(self, dim: int, rank: int, size: int) -> None:
+        """Go on with one of `size` parts of the rows (`dim` 0) or columns, which the parameters have then."""
+        a_row = self.in_features // self.block_size
+        if dim == 0:
+            self.out_features //= size
+            self._places = rank * self.out_features, 0, a_row
+        else:
+            self.in_features //= size
+            self._places = 0, rank * (a_row // size), a_row
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -60,13 +74,21 @@ class QuantizedLinear(nn.Linear):
         return packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.product(input, self.bias)
+
+    def product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         state = [self.absmax, self.nested] if self.doubled else [self.absmax]
-        product: torch.Tensor = _Product.apply(input.to(compute_dtype(input)), self.bias, self, self.packed, *state)  # type: ignore[no-untyped-call]
+        product: torch.Tensor = _Product.apply(input.to(compute_dtype(input)), bias, self, self.packed, *state)  # type: ignore[no-untyped-call]
         return product
 
     def unpacked(self, dtype: torch.dtype, packed: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
         """The weight [out, in] in a type."""
-        scales = scales_of(*state) if self.doubled else state[0].view(torch.float32).view(-1)
+        if not self.doubled:
+            scales = state[0].view(torch.float32).view(-1)
+        elif self._places is None:
+            scales = scales_of(*state)
+        else:
+            scales = _scales_at(state[0], state[1], *self._places)
         weight: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(
             packed, scales, self.block_size, self.kind, (self.out_features, self.in_features), dtype
         )
@@ -90,7 +112,7 @@ def packed_shapes(rows: int, columns: int, settings: QuantizeConfig) -> dict[str
 
 def scales_of(absmax: torch.Tensor, nested: torch.Tensor, *, first_block: int = 0) -> torch.Tensor:
     """The blocks' scales in fp32, 1-D, from a byte each and the numbers of `BaseQuantizer.state`. `absmax`: bytes of
-    the whole layer, or of whole blocks of 256 scales. `first_block`: the first of these blocks."""
+    the whole layer, or those from the beginning of a block of 256 on. `first_block`: this block."""
     numbers = nested.view(torch.float32).view(-1)
     block_scales, mean, levels = torch.split(numbers, [numbers.numel() - 1 - _LEVELS, 1, _LEVELS])
     of_bytes = block_scales[first_block : first_block - (-absmax.numel() // NESTED_BLOCK)]
@@ -98,6 +120,17 @@ def scales_of(absmax: torch.Tensor, nested: torch.Tensor, *, first_block: int = 
         absmax.view(-1), of_bytes, levels, NESTED_BLOCK, torch.float32
     )
     return scales.add_(mean)
+
+
+def _scales_at(
+    absmax: torch.Tensor, nested: torch.Tensor, first_row: int, first_block: int, a_row: int
+) -> torch.Tensor:
+    """`scales_of` a part of a layer, whose blocks of 256 scales begin anywhere in it."""
+    numbers = nested.view(torch.float32).view(-1)
+    block_scales, mean, levels = torch.split(numbers, [numbers.numel() - 1 - _LEVELS, 1, _LEVELS])
+    rows, columns = (torch.arange(n, device=absmax.device) for n in absmax.shape)
+    at = (first_row + rows)[:, None] * a_row + first_block + columns
+    return (levels[absmax.long()] * block_scales[at // NESTED_BLOCK] + mean).view(-1)
 
 
 class _Product(torch.autograd.Function):
@@ -151,13 +184,21 @@ def stacked_weights(reference: nn.Module) -> list[str]:
 class PackedWeight(nn.Module):
     """One weight of all experts, packed, in place of a parameter [experts, out, in]; the experts multiply by it."""
 
+    per_layer = (NESTED,)  # parameters without rows of experts
+
     def __init__(self, shape: torch.Size, settings: QuantizeConfig) -> None:
         super().__init__()
         self.n_experts, self.out_features, self.in_features = shape
+        self.first_expert = 0
         self.kind, self.block_size, self.doubled = settings.type, settings.block_size, settings.double
         for name, in_bytes in packed_shapes(self.n_experts * self.out_features, self.in_features, settings).items():
             self.register_parameter(name, nn.Parameter(torch.empty(in_bytes, dtype=torch.uint8), requires_grad=False))
         self.adapter: AdapterConfig | None = None
+
+    def take_share(self, rank: int, size: int) -> None:
+        """Go on with the experts of rank `rank` of `size`, whose rows the parameters have then."""
+        self.n_experts //= size
+        self.first_expert = rank * self.n_experts
 
     def adapt(self, settings: AdapterConfig) -> None:
         """Add LoRA for each expert: A [experts, r, in] and B [experts, out, r], without values and trained."""
@@ -185,13 +226,13 @@ class PackedWeight(nn.Module):
     def unpacked(self, expert: int, dtype: torch.dtype, packed: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
         """The weight [out, in] of an expert."""
         first, end = expert * self.out_features, (expert + 1) * self.out_features
-        absmax, a_row = state[0], self.in_features // self.block_size  # blocks of a row
+        absmax = state[0][first:end]
         if not self.doubled:
-            scales = absmax[first:end].view(torch.float32).view(-1)
-        elif first * a_row % NESTED_BLOCK or end * a_row % NESTED_BLOCK:  # experts share a block of scales
-            scales = scales_of(*state)[first * a_row : end * a_row]
-        else:
-            scales = scales_of(absmax[first:end], state[1], first_block=first * a_row // NESTED_BLOCK)
+            scales = absmax.view(torch.float32).view(-1)
+        else:  # the expert's first scale may lie in the middle of a block of scales
+            at = (self.first_expert + expert) * self.out_features * (self.in_features // self.block_size)
+            block, before = divmod(at, NESTED_BLOCK)
+            scales = scales_of(F.pad(absmax.reshape(-1), (before, 0)), state[1], first_block=block)[before:]
         weight: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(
             packed[first:end], scales, self.block_size, self.kind, (self.out_features, self.in_features), dtype
         )
@@ -206,8 +247,8 @@ class _Factors(nn.ModuleDict):
         holder.register_parameter("weight", nn.Parameter(torch.empty(shape)))
         super().__init__({"default": holder})
 
-    def forward(self) -> torch.Tensor:
-        return self["default"].get_parameter("weight")
+    def forward(self) -> Any:
+        return self["default"].weight  # under parallel.ep a plain tensor, and no parameter
 
 
 class _ExpertProducts(torch.autograd.Function):

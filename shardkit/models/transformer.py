@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import nn
 from ..config.schema import ModelConfig
 from ..errors import ConfigError
 from ..parallel.context import ContextParallel
-from .cross_entropy import chunked_cross_entropy, summed_loss
+from .cross_entropy import all_logits, chunked_cross_entropy, summed_loss
 from .packed_attention import BatchDocuments, DocumentLayout, document_attention
 
 INIT_STD = 0.02
@@ -48,14 +49,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.n_heads = config.n_heads
+        self.head_dim = config.d_model // config.n_heads
         self.dropout = config.dropout
         self.qkv = Linear(config.d_model, 3 * config.d_model)
         self.proj = Linear(config.d_model, config.d_model)
 
     def forward(self, x: torch.Tensor, documents: BatchDocuments | None = None) -> torch.Tensor:
-        batch, seq, width = x.shape
-        qkv = self.qkv(x).view(batch, seq, 3, self.n_heads, width // self.n_heads)
+        batch, seq, _ = x.shape
+        qkv = self.qkv(x).view(batch, seq, 3, -1, self.head_dim)  # all heads, or this rank's share of them
         dropout = self.dropout if self.training else 0.0
         if documents is not None:
             q, k, v = qkv.unbind(2)
@@ -63,12 +64,14 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
             heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)
-        out: torch.Tensor = self.proj(heads.reshape(batch, seq, width))
+        out: torch.Tensor = self.proj(heads.reshape(batch, seq, -1))
         return out
 
 
 class MLP(nn.Module):
     """Two linear layers around a GELU, with hidden width 4 × d_model."""
+
+    positionwise = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -100,6 +103,8 @@ class Block(nn.Module):
 class Head(Linear):
     """Output projection. With targets it computes the loss itself, so that its weight is gathered where it is used."""
 
+    vocabulary_parallel = True
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.d_model, config.vocab_size, bias=False)
         self.loss_chunk_size = config.loss_chunk_size
@@ -108,14 +113,23 @@ class Head(Linear):
         self, hidden: torch.Tensor, targets: torch.Tensor | None = None, ignore_index: int = -100
     ) -> torch.Tensor:
         if targets is None:
-            return F.linear(hidden, self.weight)
+            return all_logits(hidden, self.weight)
         if self.loss_chunk_size:
             return chunked_cross_entropy(hidden, self.weight, targets, self.loss_chunk_size, ignore_index)
-        return summed_loss(F.linear(hidden, self.weight), targets, ignore_index)
+        return summed_loss(all_logits(hidden, self.weight), targets, ignore_index)
 
 
 class Transformer(nn.Module):
     """Token and learned position embeddings, `n_layers` blocks, final norm, output head."""
+
+    tp_plan: ClassVar[dict[str, str]] = {
+        "tok_emb": "embedding_rowwise",
+        "blocks.*.attn.qkv": "colwise_stacked_3",
+        "blocks.*.attn.proj": "rowwise",
+        "blocks.*.mlp.fc": "colwise",
+        "blocks.*.mlp.proj": "rowwise",
+        "head": "colwise_gather_output",
+    }
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -42,7 +42,8 @@ GRAD_HOOKS = Feature("a model's own hooks of its parameters where these are buil
 EXPERTS = Feature("experts in 4 bits (model.quantize.experts)")
 PACKING = Feature("data.packing with transformers models")
 FLASH = Feature("fused attention by documents on GPUs (data.packing)")
-CONTEXT = Feature("parallel.cp")
+CONTEXT = Feature("parallel.tp, parallel.cp and parallel.ep")
+PROGRESS = Feature("the group in which ranks hang, named by the watchdog")
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,6 +84,7 @@ _budget = BUDGET.use("torch._functorch.config.activation_memory_budget")
 _counters = BREAKS.use("torch._dynamo.utils.counters")
 _set_pg_timeout = TIMEOUT.take("torch.distributed.distributed_c10d._set_pg_timeout")
 _groups = TIMEOUT.use("torch.distributed.distributed_c10d._world.pg_map")
+_sequence_number = PROGRESS.use("torch.distributed.ProcessGroup._get_sequence_number_for_group")
 _abort_process_group = ABORT.take("torch.distributed.distributed_c10d._abort_process_group")
 _foreach_lerp = EMA.take("torch._foreach_lerp_")
 _scaled_mm = FP8_SPEED.take("torch._scaled_mm")
@@ -104,7 +106,8 @@ _grad_hooks = GRAD_HOOKS.use("torch.Tensor._backward_hooks")
 _accumulated_hooks = GRAD_HOOKS.use("torch.Tensor._post_accumulate_grad_hooks")
 _not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
 
-# The functional collective, unlike the public one, can be kept by activation.policy=selective_op, and compiled.
+# The functional collectives, unlike the public ones, can be kept by activation.policy=selective_op, and compiled.
+_all_reduce = CONTEXT.take("torch.ops._c10d_functional.all_reduce")
 _exchange = CONTEXT.take("torch.ops._c10d_functional.all_to_all_single")
 _wait = CONTEXT.take("torch.ops._c10d_functional.wait_tensor")
 
@@ -147,22 +150,61 @@ def _operators(names: Sequence[Private]) -> set[Any]:
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
-        sizes = [1] * parts.shape[0]
-        exchanged: torch.Tensor = _wait(_exchange(parts, sizes, sizes, group))
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
+        ctx.call = sent, received, group
+        exchanged: torch.Tensor = _wait(_exchange(rows, received, sent, group))
         return exchanged
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        sizes = [1] * grad.shape[0]
-        return _wait(_exchange(grad.contiguous(), sizes, sizes, ctx.group)), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        sent, received, group = ctx.call
+        return _wait(_exchange(grad.contiguous(), sent, received, group)), None, None, None
 
 
 def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Send `parts[i]` to rank i of the group; returns [size, …], what each rank sent. Differentiable."""
-    exchanged: torch.Tensor = _AllToAll.apply(parts, group.group_name)  # type: ignore[no-untyped-call]
+    return exchange_rows(parts, [1] * parts.shape[0], [1] * parts.shape[0], group)
+
+
+def exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Send the next `sent[i]` rows to rank i of the group; returns the `received[i]` rows of each rank, in order.
+    Differentiable; any number may be 0."""
+    exchanged: torch.Tensor = _AllToAll.apply(rows, sent, received, group.group_name)  # type: ignore[no-untyped-call]
     return exchanged
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: str) -> torch.Tensor:
+        total: torch.Tensor = _wait(_all_reduce(part, "sum", group))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _SumOfGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _wait(_all_reduce(grad.contiguous(), "sum", ctx.group)), None
+
+
+def sum_over(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of the tensors of a group's ranks, which all use it alike: its gradient is that of each part."""
+    total: torch.Tensor = _Sum.apply(part, group.group_name)  # type: ignore[no-untyped-call]
+    return total
+
+
+def used_in_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A tensor that a group's ranks have alike and each uses for a part of a result: their gradients are summed."""
+    same: torch.Tensor = _SumOfGradients.apply(x, group.group_name)  # type: ignore[no-untyped-call]
+    return same
 
 
 def schema(op: Any) -> Any:
@@ -242,6 +284,24 @@ def not_reduced(wrapped: nn.Module) -> list[int]:
 def groups() -> Sequence[dist.ProcessGroup]:
     """All process groups of this process, including those that libraries made."""
     return list(_found(TIMEOUT, _groups) or ())
+
+
+def progress_of_groups() -> list[tuple[str, list[int], int]]:
+    """(name, ranks, number of collectives that this rank has begun) of each of its groups that has a name."""
+    progress = []
+    for group in groups():
+        name = group.group_desc.removeprefix("mesh_")
+        if name == "undefined":
+            continue
+        try:
+            begun = _sequence_number.find()(group)
+        except NameGone:
+            PROGRESS.lost(_sequence_number)
+            return []
+        except RuntimeError:  # its backend does not count
+            continue
+        progress.append((name.replace("default_pg", "the whole job"), dist.get_process_group_ranks(group), int(begun)))
+    return progress
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -7,8 +7,9 @@ For attention an all-to-all gives each rank all positions of a share of the head
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,8 +18,11 @@ from torch import nn
 
 from ..errors import ConfigError
 from .compat import all_to_all
+from .precision import tensors_of
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_UNSPLIT = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d)
+"""Modules of torch that mix positions and know no groups; a convolution of one position mixes none."""
 ATTRIBUTE = "context_parallel"
 """A module that declares this attribute (as None) computes attention for parts of sequences: it gets a
 `ContextParallel` there."""
@@ -30,6 +34,9 @@ class ContextParallel:
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self.group = rank, size, group
         self.active = True  # False while ranks compute whole sequences of their own
+        self.is_used = False  # whether attention has exchanged heads
+        self.is_checked = False  # whether the ranks' parts of a batch were compared
+        self.n_repeated = 0  # bytes of the largest keys that a rank holds beyond its share, as heads are too few
 
     def to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
         """From [rows, T / size, heads, width], a rank's positions, to [rows, T, heads / size, width]; differentiable.
@@ -40,6 +47,9 @@ class ContextParallel:
         if not self.active:
             return tensor
         copies = self.size // math.gcd(tensor.shape[2], self.size)
+        if not torch.compiler.is_compiling():  # compiled code would be made anew for each value
+            self.is_used = True
+            self.n_repeated = max(self.n_repeated, (copies - 1) * tensor.nbytes)
         if copies > 1:
             tensor = tensor.repeat_interleave(copies, 2)
         rows, length, heads, width = tensor.shape
@@ -70,14 +80,6 @@ class ContextParallel:
             self.active = before
 
 
-def new_group(rank: int, world_size: int, size: int) -> ContextParallel:
-    """This rank's group, of `size` neighbouring ranks; collective."""
-    groups = [list(range(start, start + size)) for start in range(0, world_size, size)]
-    group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
-    assert group is not None
-    return ContextParallel(rank % size, size, group)
-
-
 def split_sequences(model: nn.Module, context: ContextParallel) -> None:
     """Give each attention module that can work on parts of sequences its group."""
     modules = [module for module in model.modules() if hasattr(module, ATTRIBUTE)]
@@ -87,11 +89,41 @@ def split_sequences(model: nn.Module, context: ContextParallel) -> None:
             f"sequence (none has an attribute {ATTRIBUTE})",
             "remove parallel.cp, or add the hook of docs/long.md to its attention",
         )
-    mixing = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
-    if mixing:
-        raise ConfigError(
-            f"parallel.cp={context.size}: {mixing[0]} is a batch norm, which would see a part of each sequence",
-            "remove parallel.cp, or use another norm",
-        )
+    for name, module in model.named_modules():
+        if isinstance(module, BATCH_NORMS):
+            raise ConfigError(
+                f"parallel.cp={context.size}: {name} is a batch norm, which would see a part of each sequence",
+                "remove parallel.cp, or use another norm",
+            )
+        is_pointwise = isinstance(module, nn.Conv1d) and module.kernel_size == (1,)
+        if isinstance(module, _UNSPLIT) and not hasattr(module, ATTRIBUTE) and not is_pointwise:
+            raise ConfigError(
+                f"parallel.cp={context.size}: {name}, a {type(module).__name__}, mixes positions, and would see a part "
+                "of each sequence",
+                "remove parallel.cp, or write it with the hook of docs/long.md",
+            )
     for module in modules:
         setattr(module, ATTRIBUTE, context)
+
+
+def digest(batches: Iterable[object]) -> str:
+    """A digest of the tensors of [rows, positions, …] whose positions differ; empty if there are none."""
+    hashed, is_empty = hashlib.sha256(), True
+    for tensor in tensors_of(list(batches)):
+        if tensor.dim() > 1 and bool((tensor != tensor[:, :1]).any()):
+            hashed.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            is_empty = False
+    return "" if is_empty else hashed.hexdigest()
+
+
+def refuse_whole_sequences(context: ContextParallel, digests: list[object], tp: int) -> None:
+    """Refuse a step whose ranks of a group have the same batches. `digests`: of every `tp`-th rank of the world."""
+    for start in range(0, len(digests), context.size):
+        parts = digests[start : start + context.size]
+        if all(parts) and len(set(parts)) == 1:
+            raise ConfigError(
+                f"parallel.cp={context.size}: ranks {start * tp} to {(start + context.size - 1) * tp} got the same "
+                "batch: whole sequences, which attention would take for parts of longer ones",
+                "give each rank its part: tensor[:, rank % cp :: cp] of inputs, positions and targets (docs/long.md)",
+            )
+    context.is_checked = all(digests)

@@ -23,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .compat import DispatchMode, is_same_generator, replaced_truncated_normal, tree_leaves
+from .runs import Runs
 
 CHUNK = 2**18
 """Values of a chunk: 1 MiB of fp32. Smaller tensors are drawn whole."""
@@ -62,29 +63,36 @@ class InitRecipe:
         """Whether the calls write every element, whatever the memory held before."""
         return bool(self._calls) and self._sets_all(self._calls[0])
 
-    def fill(self, seed: int, out: torch.Tensor, start: int = 0) -> int:
-        """Write the values [start, start + out.numel()) of the flattened tensor into `out`.
+    def fill(self, seed: int, out: torch.Tensor, start: int = 0, run: int = 0, stride: int = 0) -> int:
+        """Write the values [start, start + out.numel()) of the flattened tensor into `out`, or those of the runs of
+        `run` values that begin `stride` apart.
 
-        `out`: 1-D, of any dtype and device. Returns the number of random values drawn: at most those of two chunks
-        more than `out` has.
+        `out`: 1-D, of any dtype and device. Each chunk is drawn once, whatever runs it holds. Returns the number of
+        random values drawn: at most those from the first run to the last, and of two chunks more.
         """
-        drawn, end = 0, start + out.numel()
+        runs, drawn = Runs(start, out.numel(), run, stride), 0
         buffer = torch.empty(min(CHUNK, self.numel), dtype=self.dtype)
         # A copy to a device would convert in new host memory each time, which glibc before 2.38 hardly uses again.
         converted = torch.empty_like(buffer, dtype=out.dtype)
         generator = torch.Generator()
-        for index in range(start // CHUNK, -(-end // CHUNK)):
+        for index in range(start // CHUNK, -(-self.numel // CHUNK)):
             begin = index * CHUNK
             chunk = buffer[: min(CHUNK, self.numel - begin)]
+            low, high = runs.below(begin), runs.below(begin + chunk.numel())
+            if low == runs.length:
+                break
+            if low == high:  # between two runs
+                continue
             if not self.complete:
                 chunk.zero_()
             # torch uses 32 bits of a seed. Neighbouring seeds surely differ; hashes of 2^16 chunks might collide.
             drawn += self._draw(chunk, begin, generator.manual_seed(seed + index))
-            low, high = max(start, begin), min(end, begin + chunk.numel())
-            overlap = chunk[low - begin : high - begin]
-            if out.dtype != self.dtype:
-                overlap = converted[: high - low].copy_(overlap)
-            out[low - start : high - start].copy_(overlap)
+            for block in runs.blocks(low, high):
+                size = block.rows * block.width
+                values = chunk[block.start - begin :].as_strided((block.rows, block.width), (stride, 1))
+                if out.dtype != self.dtype:
+                    values = converted[:size].view(values.shape).copy_(values)
+                out[block.offset : block.offset + size].view(values.shape).copy_(values)
         return drawn
 
     def _draw(self, chunk: torch.Tensor, begin: int, generator: torch.Generator) -> int:

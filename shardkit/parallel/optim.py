@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from torch import nn
 from ..config.schema import OptimConfig
 from ..errors import ConfigError, importing
 from .blocks import find_blocks
+
+T = TypeVar("T")
 
 
 def make_optimizer(
@@ -127,9 +129,10 @@ def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
 
 
 def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """Divide parameters into a group with weight decay and one without: norms, biases, and embeddings.
+    """Divide parameters into a group with weight decay and one without: norms, biases, and embeddings. Where some are
+    cut over other ranks than the rest, each group is divided further.
 
-    Parameters are in the model's order, and empty groups are left out.
+    Parameters are in the model's order, and empty groups are left out. The group that most ranks share comes first.
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -143,13 +146,29 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
             no_decay = (is_spared or name.endswith("bias")) and not config.decay_norm_bias_embed
             (plain if no_decay else decayed).append(param)
     groups: list[dict[str, Any]] = []
-    if decayed:
-        groups.append({"params": decayed, "weight_decay": config.weight_decay})
-    if plain:
-        groups.append(
-            {"params": plain, "weight_decay": 0.0 if not config.decay_norm_bias_embed else config.weight_decay}
-        )
-    return groups
+    groups += [{"params": members, "weight_decay": config.weight_decay} for members in by_mesh(decayed)]
+    spared = 0.0 if not config.decay_norm_bias_embed else config.weight_decay
+    groups += [{"params": members, "weight_decay": spared} for members in by_mesh(plain)]
+    # fp16's scaler looks for overflows in all gradients, and agrees about them over the ranks that hold parts of the
+    # first one: that must be one of which every rank has a part.
+    return sorted(groups, key=lambda group: -_n_parts(group["params"][0]))
+
+
+def _n_parts(param: Any) -> int:
+    """Ranks that hold different parts of a parameter."""
+    placements = enumerate(getattr(param, "placements", ()))
+    n: int = math.prod(param.device_mesh.size(dim) for dim, placement in placements if not placement.is_replicate())
+    return n
+
+
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Divide tensors by the ranks that hold parts of them and those that hold copies: torch's operators for lists take
+    tensors of one mesh."""
+    groups: dict[Any, list[T]] = {}
+    for tensor in tensors:
+        copies = tuple(placement.is_replicate() for placement in getattr(tensor, "placements", ()))
+        groups.setdefault((getattr(tensor, "device_mesh", None), copies), []).append(tensor)
+    return [*groups.values()]
 
 
 def lr_at(config: OptimConfig, step: int, max_steps: int) -> float:

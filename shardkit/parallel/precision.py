@@ -71,6 +71,42 @@ def cast_parameters(model: nn.Module, config: PrecisionConfig) -> None:
             param.data = param.data.to(torch.bfloat16)
 
 
+_ROUTERS = ("gate", "router")
+"""The names of routers beside `experts`, in transformers' models."""
+
+
+def routers_of(model: nn.Module, config: PrecisionConfig) -> list[nn.Module]:
+    """The routers that compute in fp32 although the mode is narrower: those of transformers' experts."""
+    if not config.router_fp32 or compute_dtype(config) == torch.float32:
+        return []
+    parents = [module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
+    beside = [getattr(module, name, None) for module in parents for name in _ROUTERS]
+    return [
+        router
+        for router in beside
+        if isinstance(router, nn.Module) and type(router).__module__.startswith("transformers.")
+    ]
+
+
+def route_in_fp32(model: nn.Module, config: PrecisionConfig, device: torch.device) -> None:
+    """Let routers compute in fp32: in 16 bits, close logits become equal, and the choice is one of rounding."""
+    for router in routers_of(model, config):
+        for part in router.modules():  # each by itself, as ZeRO-3 gathers weights for the call of their module
+            part.forward = partial(_in_fp32, part, part.forward, device.type)
+
+
+def _in_fp32(module: nn.Module, forward: Callable[..., Any], device_type: str, *args: Any) -> Any:
+    narrow = {name: p for name, p in module.named_parameters(recurse=False) if p.dtype != torch.float32}
+    parameters = {name: param.float() for name, param in narrow.items()}  # none under autocast: nothing to compile anew
+    vars(module).update(parameters)  # attributes of the object itself come before registered parameters
+    try:
+        with torch.autocast(device_type, enabled=False):
+            return forward(*map(_as_fp32, args))
+    finally:
+        for name in parameters:
+            del vars(module)[name]
+
+
 def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionConfig) -> None:
     """Make the model's forward run under autocast; backward uses the dtypes that forward chose."""
     dtype = compute_dtype(config)
@@ -133,7 +169,7 @@ _as_fp32 = partial(_as_type, torch.float32)
 def convert_to_fp8(model: nn.Module, config: PrecisionConfig) -> None:
     """fp8: let torchao's `Float8Linear` compute the products of the model's linear layers, in place.
 
-    Layers whose sizes are not multiples of 16 (the hardware's unit) and output heads stay bf16.
+    Layers whose sizes are not multiples of 16 (the hardware's unit) and output heads stay bf16, routers fp32.
     """
     if config.mode != "fp8":
         return
@@ -141,7 +177,11 @@ def convert_to_fp8(model: nn.Module, config: PrecisionConfig) -> None:
     with importing("precision.mode=fp8 needs torchao", fix):
         from torchao.float8 import convert_to_float8_training
 
+    routing = {part for router in routers_of(model, config) for part in router.modules()}
+
     def qualifies(module: nn.Module, fqn: str) -> bool:
+        if module in routing:
+            return False
         if not isinstance(module, nn.Linear) or "head" in fqn.rsplit(".", 1)[-1]:
             return False
         return module.in_features % 16 == 0 and module.out_features % 16 == 0

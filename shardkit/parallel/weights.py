@@ -195,23 +195,27 @@ class Weights:
         return int.from_bytes(digest, "little") >> 1  # leaves room to add a chunk's index
 
     @torch.no_grad()
-    def fill(self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0) -> None:
-        """Write a range of a parameter's initial values into `out`, with a few MiB of further host memory at most.
+    def fill(
+        self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0, run: int = 0, stride: int = 0
+    ) -> None:
+        """Write a part of a parameter's initial values into `out`, with a few MiB of further host memory at most.
 
         If the initialisation of a large parameter cannot be cut, the parameter is drawn whole, with as much memory;
         rank 0 warns once. `shape`: shape of the whole parameter. `out`: takes the values [start, start + out.numel())
-        of the flattened parameter; 1-D, of any type and device.
+        of the flattened parameter, or runs of `run` values that begin `stride` apart; 1-D, of any type and device.
         """
         if not out.numel():
             return
         if not self._drawn:
             out.zero_()
         elif isinstance(recipe := self.recipe(fqn, shape), InitRecipe):
-            self.values_drawn += recipe.fill(self._seed_of(fqn), out, start)
+            self.values_drawn += recipe.fill(self._seed_of(fqn), out, start, run, stride)
         else:
             if recipe and out.numel() < shape.numel():
                 self._warn_drawn_whole(fqn, recipe)
-            out.copy_(self._draw_whole(fqn, shape).view(-1)[start : start + out.numel()])
+            values = self._draw_whole(fqn, shape).view(-1)[start:]
+            rows = (out.numel() // run, run) if run else (1, out.numel())
+            out.view(rows).copy_(values.as_strided(rows, (stride, 1)))
 
     def recipe(self, fqn: str, shape: torch.Size) -> InitRecipe | str:
         """The recipe to draw a part of a parameter, or the reason why it must be drawn whole.

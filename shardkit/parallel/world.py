@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.schema import RunConfig
 from ..errors import ConfigError, LaunchError
@@ -24,7 +26,11 @@ from ..launch.local import rendezvous
 from ..launch.ranks.env import RankEnv, detect, flight_recorder, job_name
 from . import compat
 from .compat import FileStore, HashStore, PrefixStore, Store, TCPStore
-from .context import ContextParallel, new_group
+from .context import ContextParallel
+from .mesh import split_ranks
+
+if TYPE_CHECKING:
+    from .experts import ExpertParallel
 
 _PATIENCE_S = 10.0
 """Seconds to wait for an answer from the address that rank 0 published, before a newer one is looked for."""
@@ -42,6 +48,8 @@ class World:
     ledger: dist.ProcessGroup
     foreign_groups: tuple[dist.ProcessGroup, ...] = ()  # groups that the caller had made before
     context: ContextParallel | None = None  # the group that shares this rank's sequences; None = nobody does
+    mesh: DeviceMesh | None = None  # (dp_replicate, dp_shard, tp); None = nobody shares layers
+    experts: ExpertParallel | None = None  # the groups that share a layer's experts; None = nobody does
 
     @property
     def rank(self) -> int:
@@ -52,14 +60,29 @@ class World:
         return self.env.world_size
 
     @property
+    def tp(self) -> int:
+        """Ranks that share each layer of the model: they compute the same loss of the same positions."""
+        return 1 if self.mesh is None else self.mesh.size(2)
+
+    @property
+    def loss_rank(self) -> int:
+        """Which positions this rank computes the loss of: those of a group that shares layers are the same."""
+        return self.rank // self.tp
+
+    @property
+    def loss_size(self) -> int:
+        """Number of ranks, or of groups that share layers, with a loss of their own."""
+        return self.size // self.tp
+
+    @property
     def data_rank(self) -> int:
         """Which samples this rank has: those of a group that shares sequences are the same."""
-        return self.rank if self.context is None else self.rank // self.context.size
+        return self.loss_rank if self.context is None else self.loss_rank // self.context.size
 
     @property
     def data_size(self) -> int:
         """Number of ranks, or of groups that share sequences, with samples of their own."""
-        return self.size if self.context is None else self.size // self.context.size
+        return self.loss_size if self.context is None else self.loss_size // self.context.size
 
     @property
     def is_main(self) -> bool:
@@ -151,7 +174,7 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.update(flight_recorder(config.run.dir, os.environ))
-    joined_here, shared = not dist.is_initialized(), None
+    joined_here, shared, mesh, experts = not dist.is_initialized(), None, None, None
     foreign_groups = () if joined_here else tuple(compat.groups())
     timeout = timedelta(seconds=config.run.init_timeout_s)
     if joined_here:
@@ -159,12 +182,15 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
     failed = True
     try:
         # Made before anything can hang: bookkeeping must work while the engine's group is stuck.
-        control_group, ledger = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        control_group, ledger = (
+            dist.new_group(backend="gloo", timeout=timeout, group_desc=name) for name in ("bookkeeping", "ledger")
+        )
         if env.rank == 0:  # every rank has read the address
             rendezvous.withdraw(_meeting_place(config))
-        cp = config.parallel.cp
-        shared = new_group(env.rank, env.world_size, cp) if cp > 1 else None
-        yield World(env, device, control_group, ledger, foreign_groups, shared)
+        world = World(env, device, control_group, ledger, foreign_groups)
+        _refuse_scattered(config, world)
+        shared, mesh, experts = split_ranks(config, device.type, env)
+        yield replace(world, context=shared, mesh=mesh, experts=experts)
         failed = False
     finally:
         if joined_here:
@@ -174,6 +200,29 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
             dist.destroy_process_group(ledger)
             if shared is not None:
                 dist.destroy_process_group(shared.group)
+            meshes = [split for split in (mesh, None if experts is None else experts.mesh) if split is not None]
+            for group in (group for split in meshes for group in split.get_all_groups()):
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
+
+
+def _refuse_scattered(config: RunConfig, world: World) -> None:
+    """Refuse ranks that were dealt out to nodes in turn, so that neighbours of `parallel.tp` or `parallel.cp` are on
+    different nodes."""
+    parallel = config.parallel
+    spans = {"tp": parallel.tp, "cp": parallel.tp * parallel.cp}
+    near = [key for key in spans if getattr(parallel, key) > 1 and not getattr(parallel, f"{key}_across_nodes")]
+    nodes = world.gather(world.env.node_rank) if near else []
+    for key in near:
+        span = spans[key]
+        apart = next((rank for rank in range(world.size) if nodes[rank] != nodes[rank // span * span]), None)
+        if apart is not None:
+            start, shared = apart // span * span, "layers" if key == "tp" else "sequences"
+            raise ConfigError(
+                f"parallel.{key}={getattr(parallel, key)}: ranks {start} and {apart} share {shared}, but are on nodes "
+                f"{nodes[start]} and {nodes[apart]}",
+                f"number the ranks node by node (srun --distribution=block), or set parallel.{key}_across_nodes=true",
+            )
 
 
 def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timedelta) -> None:

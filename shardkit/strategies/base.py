@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..memory.rows import StateKind
+from ..parallel.runs import Runs
 from ..parallel.weights import Weights
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
@@ -19,7 +20,7 @@ OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Shard:
-    """The contiguous range of one flattened logical tensor that this rank holds."""
+    """The elements of one flattened logical tensor that this rank holds: one range, or runs of equal length."""
 
     # `model.<fqn>` for weights (the fp32 master if there is one), `optim.<fqn>.<state>` for moments, `buffer.<fqn>` for
     # persistent buffers.
@@ -29,6 +30,20 @@ class Shard:
     # 1-D view into the engine's own memory (writing to it changes the engine's state); padding stripped
     local: torch.Tensor
     replica: int = 0  # 0 if this rank writes the range to checkpoints, > 0 if another rank writes it
+    # elements of each run and distance of their first elements, if the tensor is cut along an inner dimension; 0 if
+    # `local` is one range
+    run: int = 0
+    stride: int = 0
+
+    @property
+    def runs(self) -> Runs:
+        return Runs(self.start, self.local.numel(), self.run, self.stride)
+
+    def ranges(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each range: index of its first element in the flattened whole, and its part of `local`."""
+        run = self.run or max(self.local.numel(), 1)
+        for index, at in enumerate(range(0, self.local.numel(), run)):
+            yield self.start + index * self.stride, self.local[at : at + run]
 
 
 @dataclass(frozen=True)

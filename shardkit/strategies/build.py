@@ -13,13 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ..activation import checkpoint_activations, offload_activations
+from ..activation.tiles import tile_mlps
 from ..config.load import resolve_batch
 from ..config.schema import RunConfig, StrategyName
 from ..errors import ConfigError
 from ..parallel.blocks import compile_blocks, find_blocks
 from ..parallel.compat import is_persistent
-from ..parallel.context import BATCH_NORMS, ContextParallel, split_sequences
-from ..parallel.precision import cast_parameters, convert_to_fp8
+from ..parallel.context import BATCH_NORMS, split_sequences
+from ..parallel.mesh import dimensions
+from ..parallel.precision import cast_parameters, convert_to_fp8, route_in_fp32
 from ..parallel.weights import Weights, refuse_uninitialised
 from ..parallel.world import World
 from .base import OptimizerFactory, Strategy
@@ -28,27 +30,39 @@ from .ema import EMA
 
 def parallelize(
     config: RunConfig,
-    device: torch.device,
+    world: World,
     strategy: Strategy,
     make_model: Callable[[], nn.Module],
     make_optimizer: OptimizerFactory,
     weights: Weights,
     block_classes: Sequence[type[nn.Module]] = (),
     attention_classes: Sequence[type[nn.Module]] = (),
-    context: ContextParallel | None = None,
 ) -> None:
-    """Build, split sequences, set dtypes, checkpoint, compile, shard, make the optimizer; result: `strategy.model`."""
+    """Build, set dtypes, split layers, experts and sequences, tile, checkpoint, compile, shard, draw the weights,
+    make the optimizer: `strategy.model`."""
+    device = world.device
     model = weights.build(
         lambda: refuse_parameters(make_model(), strategy), strategy.construction(), strategy.facts.shards_state
     )
-    if context is not None:
-        split_sequences(model, context)
     make_contiguous(model, strategy)
+    cast_parameters(model, config.precision)  # before layers are split: a DTensor's `data` keeps its type
+    if world.mesh is not None:
+        from ..parallel.tensor import split_layers  # DTensor's class takes 0.4 s to import
+
+        split_layers(model, dimensions(world.mesh, 2), config.parallel)
     model.train()
     prepare_batchnorm(model, config, device)
-    cast_parameters(model, config.precision)
     convert_to_fp8(model, config.precision)
+    route_in_fp32(model, config.precision, device)
+    if world.experts is not None:
+        from ..parallel.experts import split_experts  # DTensor takes 0.4 s to import
+
+        split_experts(model, world.experts)
+    if world.context is not None:
+        split_sequences(model, world.context)
     blocks = find_blocks(model, block_classes)
+    if config.model.mlp_chunks > 1:
+        tile_mlps(model, blocks, config.model.mlp_chunks)
     checkpoint_activations(model, blocks, config.activation, attention_classes, compiled=config.compile.enabled)
     offload_activations(model, blocks, config.activation, device)
     compile_blocks(model, blocks, config.compile, device, hooks_outside=strategy.facts.hooks_modules)

@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from ..config.capability import mesh_shape
 from ..config.schema import RunConfig
 from ..errors import ConfigError
 from ..memory.rows import StateKind
 from ..parallel.blocks import Unit, chosen_by_data, find_parts, find_units
 from ..parallel.compat import accumulated_hooks_of, gathered_params, hooks_of, shard, unreduced_grads
-from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
+from ..parallel.experts import shard_experts
+from ..parallel.mesh import data_mesh
+from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype, routers_of
+from ..parallel.runs import Runs, runs_of
 from ..parallel.weights import Weights
 from ..parallel.world import World
 from .base import Facts, OptimizerFactory, Shard, StepRequest, Update
@@ -81,6 +83,16 @@ class FSDP(TorchStates):
             "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype(precision)),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self._offload else OffloadPolicy(),
         }
+        if self._world.experts is not None:
+            shard_experts(
+                model, self._world.experts, self._world.loss_size,
+                {**policy, "reshard_after_forward": self.reshards}, self._config.compile.enabled,
+            )  # fmt: skip
+        if param_dtype is not None:
+            fp32 = {**policy, "mp_policy": replace(policy["mp_policy"], param_dtype=None)}
+            for router in routers_of(model, precision):  # a block's unit would gather their weights in 16 bits
+                router.register_forward_hook(without_views)
+                shard(router, reshard_after_forward=self.reshards, **fp32)
         for unit in units[:-1]:  # modules inside of a unit that are sharded before stay units of their own
             self._shard_unit(unit, policy)
         if precision.output_dtype == "fp32":  # the model's output may have another dtype than a block's
@@ -228,12 +240,8 @@ class FSDP(TorchStates):
         return [param for fqn, param in self.model.named_parameters() if fqn in skipped] if skipped else []
 
     def make_mesh(self) -> DeviceMesh:
-        """The ranks as a mesh: one dimension for fsdp, two (replicas × shards) for hsdp."""
-        device_type = self._world.device.type
-        if self.name == "hsdp":  # the one difference from fsdp
-            shape = mesh_shape(self._config, self._world.size, self._world.env.local_world_size)
-            return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-        return init_device_mesh(device_type, (self._world.size,), mesh_dim_names=("dp_shard",))
+        """The ranks over which parameters are sharded, and for hsdp replicated."""
+        return data_mesh(self._config, self._world.device.type, self._world.env, self._world.mesh)
 
     def _materialise(self, model: nn.Module, weights: Weights) -> None:
         """Allocate the shards of a model built on meta and draw each one's rows."""
@@ -244,9 +252,9 @@ class FSDP(TorchStates):
             setattr(module, name, buffer.to(self._world.device))
         for fqn, param in model.named_parameters():
             assert isinstance(param, DTensor)
-            row = param.numel() // max(param.shape[0], 1)
             local = param.detach().to_local()  # type: ignore[attr-defined]
-            weights.fill(fqn, param.shape, local.view(-1), _first_row(param) * row)
+            start, _, run, stride = _runs(param)
+            weights.fill(fqn, param.shape, local.view(-1), start, run, stride)
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         self._reduces = is_last or not self._no_sync
@@ -299,8 +307,8 @@ class FSDP(TorchStates):
         self.weights_changed()
         for fqn, param in self.model.named_parameters():
             assert isinstance(param, DTensor)
-            replica = param.device_mesh.get_local_rank("dp_replicate") if param.device_mesh.ndim == 2 else 0
-            start = _first_row(param) * (param.numel() // param.shape[0])
+            replica = _replica(param, self._world)
+            start, _, run, stride = _runs(param)
             named = [(f"model.{fqn}", param.detach())]
             named += [
                 (f"optim.{fqn}.{key}", value)
@@ -309,7 +317,7 @@ class FSDP(TorchStates):
             ]
             for name, value in named:
                 local = value.to_local().view(-1)  # type: ignore[attr-defined]
-                yield Shard(name, tuple(param.shape), start if local.numel() else 0, local, replica)
+                yield Shard(name, tuple(param.shape), start, local, replica, run, stride)
         yield from buffer_shards(self.model, self._world.rank)
 
     def load_targets(self) -> Iterator[Shard]:
@@ -338,9 +346,20 @@ def take_hooks(model: nn.Module) -> dict[str, list[Hook]]:
     return {fqn: hooks for fqn, param in model.named_parameters() if (hooks := hooks_of(param))}
 
 
-def _first_row(param: DTensor) -> int:
-    """First row of dim 0 on this rank: FSDP2 gives each ceil(rows / ranks) rows, the last ones fewer or none."""
+def _replica(param: DTensor, world: World) -> int:
+    """0 on the first of the ranks that hold the same part of a parameter."""
     mesh = param.device_mesh
-    dim = mesh.ndim - 1
-    rows = -(-param.shape[0] // mesh.size(dim))
-    return int(min(mesh.get_local_rank(dim) * rows, param.shape[0]))
+    names = mesh.mesh_dim_names or ()
+    replica = 0
+    for dim, placement in enumerate(param.placements):
+        if placement.is_replicate():
+            replica = replica * mesh.size(dim) + mesh.get_local_rank(dim)
+    if not any(name.startswith(("tp", "ep")) for name in names):  # it lies between layers that ranks share: each has it
+        replica = replica * world.tp + world.rank % world.tp
+    return replica
+
+
+def _runs(param: DTensor) -> Runs:
+    """The elements of a sharded parameter that this rank holds."""
+    mesh = param.device_mesh
+    return runs_of(param.shape, mesh.shape, mesh.get_coordinate() or (), param.placements)

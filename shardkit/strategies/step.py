@@ -11,12 +11,14 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from ..errors import ConfigError
 from ..memory.probe import Phases
 from ..parallel.blocks import release_graph_outputs
+from ..parallel.optim import by_mesh
 from ..parallel.precision import to_device
 from . import Strategy
 from .base import StepRequest, Update
@@ -282,10 +284,21 @@ def one_number(loss: Any) -> torch.Tensor:
 
 
 def total_norm(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """The 2-norm of gradients over all ranks."""
-    norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
-    # A DTensor's class takes 0.4 s to import.
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    """The 2-norm of gradients over all ranks; elements that several ranks hold alike count once."""
+    norms = [_norm(members) for members in by_mesh(gradient for gradient in gradients if gradient is not None)]
+    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+
+
+def _norm(gradients: Sequence[Any]) -> torch.Tensor:
+    """The 2-norm of gradients that are cut along the same dimensions of one mesh, if along any."""
+    cut = [dim for dim, at in enumerate(getattr(gradients[0], "placements", ())) if not at.is_replicate()]
+    if len(cut) > 1:  # torch would warn on every rank that it reduces one dimension after the other
+        squared = nn.utils.get_total_norm([gradient.to_local() for gradient in gradients]).square()
+        for dim in cut:
+            dist.all_reduce(squared, group=gradients[0].device_mesh.get_group(dim))
+        return squared.sqrt()
+    norm = nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor's class takes 0.4 s to import
 
 
 def clip_and_step(
@@ -306,7 +319,8 @@ def clip_and_step(
     grads = [p.grad for p in parameters]  # until the update has ended: each access makes a new Python object
     norm = total_norm(grads)
     if (max_norm := request.config.train.max_norm) is not None:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        for members in by_mesh(parameters):
+            nn.utils.clip_grads_with_norm_(members, max_norm, norm)
     for param in unused:
         param.grad = None
     updated = True

@@ -34,6 +34,8 @@ class Task(Protocol):
       shards. Without it the constructor runs on every rank with the run's seed; under fsdp and hsdp large parameters
       stay on meta there too.
     - `collate(samples: list) -> Batch`; default `torch.utils.data.default_collate`.
+    - `filler(batch) -> Batch`: the micro-batch of a rank that has no samples left, made of another one, whose loss will
+      weigh nothing; for a loss that looks at the rows of all ranks. Default: the other one.
     - `n_positions(batch) -> int`: positions that the model computes for a micro-batch, padding and tokens without a
       target included; called on CPU. Recorded beside the targets.
     - `flops_per_token() -> float | None`: training FLOPs (forward + backward, no recompute) per target, for MFU.

@@ -10,7 +10,6 @@ from torch import nn
 from ..config.schema import RunConfig
 from ..data.text_data import TextData
 from ..data.windows import IGNORE_INDEX, documents_of, split_rows
-from ..models.packed_attention import check_heads
 from ..models.transformer import Block, Transformer, init_parameter, transformer_flops_per_token
 from .base import Dataset
 
@@ -58,7 +57,6 @@ class CausalLM(NextTokens):
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        check_heads(config.model.n_heads, config.parallel.cp, "model.n_heads")
         super().__init__(TextData(config, config.model.vocab_size, "model.vocab_size"))
 
     def build_model(self) -> Transformer:

@@ -11,9 +11,10 @@ from torch import nn
 from ..config.schema import RunConfig
 from ..data.text_data import TextData
 from ..data.tokenizer import embedding_rows, load_tokenizer, tokenizer_path
-from ..data.windows import MaskedWindows, documents_of, flatten_targets
+from ..data.windows import IGNORE_INDEX, MaskedWindows, documents_of, flatten_targets
 from ..errors import ConfigError
-from ..models.cross_entropy import attach_loss, check_loss_fits
+from ..models.balance import check_balance
+from ..models.cross_entropy import attach_loss, check_loss_fits, run_head
 from ..models.hf import HFModel, hf_flops_per_token, import_transformers
 from ..models.lora import AdaptedModel, hf_model
 from ..models.packed_attention import check_heads, may_split, refuse_what_crosses_documents, register
@@ -40,17 +41,47 @@ class HFCausalLM(NextTokens):
             refuse_what_crosses_documents(self.hf.reference)
         if self.splits:
             heads = self.hf.config.get_text_config().num_attention_heads
-            check_heads(heads, config.parallel.cp, "num_attention_heads")
+            check_heads(heads, config.parallel.cp, config.parallel.tp)
+        if config.parallel.tp > 1:
+            from ..parallel.tensor import VOCABULARY, check_plan  # DTensor's class takes 0.4 s to import
+
+            # As `attach_loss` makes the head: its rows need not divide.
+            setattr(self.hf.reference.get_output_embeddings(), VOCABULARY, True)  # type: ignore[operator]
+            check_plan(self.hf.reference, config.parallel)
+        check_ep(config, self.hf.reference)
         refuse_long_sequences(config, self.hf)
-        if getattr(self.hf.config, "output_router_logits", False):
-            raise ConfigError(
-                "model.hf.output_router_logits=true asks for a load-balancing loss, which this task does not add",
-                "remove it, or write a task of your own",
-            )
         super().__init__(TextData(config, self.hf.config.vocab_size, "model.hf.vocab_size"))
+        if getattr(self.hf.config, "output_router_logits", False):
+            self._balance_routers()
         if config.model.loss_chunk_size:
             check_loss_fits(self.hf.reference, NO_CHUNKS)
         self.block_classes = self.hf.block_classes
+
+    def _balance_routers(self) -> None:
+        """Let batches say which tokens are padding, which a load-balancing loss leaves out."""
+        if self.config.compile.enabled:
+            raise ConfigError(
+                "compile.enabled=true with model.hf.output_router_logits=true: transformers does not collect the "
+                "routers' logits in compiled blocks",
+                "set compile.enabled=false, or model.hf.output_router_logits=false",
+            )
+        width = self.hf.config.hidden_size
+        check_balance(
+            self.hf.reference, lambda logits: run_head(self.hf.reference, width, router_logits=logits).aux_loss
+        )
+        self.collate = self._with_padding
+        self.filler = _all_padding
+
+    def _with_padding(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.data.collate(samples)
+        real = torch.zeros_like(batch["tokens"], dtype=torch.bool)
+        if len(real) != len(samples):  # all in one row
+            real.fill_(True)
+        for row, sample in zip(real, samples, strict=False):
+            # Windows come padded, and each of their tokens has a target; other samples are padded by `collate`.
+            n = int((sample["targets"] != IGNORE_INDEX).sum()) if self.data.has_windows else len(sample["tokens"])
+            row[:n] = True
+        return {**batch, "real": real}
 
     def build_model(self) -> nn.Module:
         model = attach_loss(self.hf.build(), self.config.model.loss_chunk_size)
@@ -60,7 +91,8 @@ class HFCausalLM(NextTokens):
         self.hf.init_parameter(fqn, full, generator)
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        total: torch.Tensor = model(batch["tokens"], batch["targets"], **documents_of(batch))
+        padding = {"real": batch["real"]} if "real" in batch else {}
+        total: torch.Tensor = model(batch["tokens"], batch["targets"], **documents_of(batch), **padding)
         return total
 
     def next_logits(self, model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -71,6 +103,19 @@ class HFCausalLM(NextTokens):
     def flops_per_token(self) -> float | None:
         trained = None if self.adapter is None else self.adapter.trained
         return hf_flops_per_token(self.hf.reference, self.data.context, trained)
+
+
+def _all_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """A filler's tokens must not count in the loss over all ranks' tokens."""
+    return {**batch, "real": torch.zeros_like(batch["real"])}
+
+
+def check_ep(config: RunConfig, reference: nn.Module) -> None:
+    """Refuse `parallel.ep` for a model whose experts it cannot divide."""
+    if config.parallel.ep > 1:
+        from ..parallel.experts import check_experts  # DTensor takes 0.4 s to import
+
+        check_experts(reference, config.parallel.ep)
 
 
 def refuse_long_sequences(config: RunConfig, hf: HFModel) -> None:
@@ -93,6 +138,7 @@ class HFMaskedLM:
         self.config = config
         self.hf = hf_model(config, "hf_masked_lm", rows=embedding_rows(config))
         self.adapter, self.resized = self.hf if isinstance(self.hf, AdaptedModel) else None, self.hf.resized
+        check_ep(config, self.hf.reference)
         refuse_long_sequences(config, self.hf)
         fix = "use another model type: this task computes logits only at the masked positions, which this one cannot do"
         check_loss_fits(self.hf.reference, fix)

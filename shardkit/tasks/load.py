@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from ..config.capability import check_model
 from ..config.schema import RunConfig, TaskName, TrainConfig
 from ..data.loader import Collate
 from ..data.tokenizer import load_tokenizer, tokenizer_path
@@ -49,6 +50,7 @@ def load_task(config: RunConfig) -> Task:
 
     The current directory is searched for the factory's module first, as `python -m` does.
     """
+    check_model(config)
     spec = config.task.factory
     if spec is None:
         return BUILT_IN[config.task.name](config)

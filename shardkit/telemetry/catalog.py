@@ -19,8 +19,12 @@ class Metric:
     label: str = ""  # its words in the report and the progress line; empty if they do not show it
 
 
+STARVED = 0.1
+"""An expert with less than this share of its layer's average starves: its weights hardly learn."""
 _EVALUATIONS = "steps without an evaluation"
 _FP16 = "all but fp16"
+_NO_EXPERTS = "all but the first, the last and every `memory.interval`-th; models without experts; `compile`"
+_NO_EP = "the same; all without `parallel.ep`"
 _TEXT = "all but text tasks"
 
 METRICS = (
@@ -71,6 +75,19 @@ METRICS = (
     Metric("val_psnr", "dB", "peak signal-to-noise ratio of the images", f"{_EVALUATIONS}; all but image tasks"),
     Metric("loss_scale", "", "scale of the loss after this step", _FP16),
     Metric("skipped", "", "1 if a gradient overflowed and the step was skipped", _FP16),
+    Metric(
+        "busiest_expert", "", "rows of the busiest expert over the average of its layer, since the last such figure",
+        _NO_EXPERTS,
+    ),
+    Metric(
+        "starved_experts", "", "number of experts, of all layers, with less than a tenth of their layer's average",
+        _NO_EXPERTS,
+    ),
+    Metric("ep_busiest_rank", "", "rows of the busiest rank's experts over the ranks' average", _NO_EP),
+    Metric(
+        "ep_peak", "", "the most rows that a rank's experts got in one layer of a micro-batch, over an even share",
+        _NO_EP,
+    ),
     Metric("save_s", "s", "how long training stood still for a save before this step", "steps without one before them"),
     Metric(
         "end_save_s", "s",

@@ -208,10 +208,10 @@ def test_hsdp_mesh(parallel: dict[str, int], world: int, local: int, shape: tupl
 @pytest.mark.parametrize(
     ("parallel", "world", "local", "cause"),
     [
-        ({"dp_replicate": 3}, 4, 4, "parallel.dp_replicate=3 does not divide the world size 4"),
-        ({"dp_shard": 8}, 4, 4, "parallel.dp_shard=8 does not divide the world size 4"),
+        ({"dp_replicate": 3}, 4, 4, "parallel.dp_replicate=3 does not divide the 4 ranks"),
+        ({"dp_shard": 8}, 4, 4, "parallel.dp_shard=8 does not divide the 4 ranks"),
         ({"dp_replicate": 2, "dp_shard": 4}, 4, 4, "parallel.dp_replicate=2 × parallel.dp_shard=4 = 8, but"),
-        ({}, 6, 4, "the 4 ranks of one node, which do not divide the world size 6"),
+        ({}, 6, 4, "the 4 ranks of one node, which do not divide the 6 ranks"),
     ],
 )
 def test_a_mesh_that_does_not_fit(parallel: dict[str, int], world: int, local: int, cause: str) -> None:

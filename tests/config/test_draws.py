@@ -1,4 +1,4 @@
-"""Configs drawn at random over keys and tasks train on two ranks as on one, or are refused by name."""
+"""Configs drawn at random over keys and tasks train on several ranks as on one, or are refused by name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import shutil
 import tempfile
 import time
 import types
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from shardkit.config.load import load_config
 from shardkit.config.schema import STRATEGIES, section_fields
@@ -38,7 +41,34 @@ TASKS: dict[str, dict[str, Any]] = {
     "vit": {"task.name": "image_classification", "model.preset": "vit-debug"},
     "swin2sr": {"task.name": "super_resolution", "model.preset": "swin2sr-debug", "data.crop_size": 32},
 }  # fmt: skip
-OF_RANKS = {"precision.autocast", "precision.reduce_dtype", "train.grad_accum_steps"}
+_SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+SPLIT_TASKS: dict[str, dict[str, Any]] = {
+    "causal_lm": {**TASKS["causal_lm"], "model.n_heads": 4},
+    "llama": TASKS["llama"],
+    **{
+        family: {"task.name": "hf_causal_lm", "model.hf": {"model_type": family, **_SIZES, **sizes}}
+        for family, sizes in {
+            "qwen3": {"intermediate_size": 48, "head_dim": 8, "num_key_value_heads": 4},
+            "gemma3_text": {"intermediate_size": 48, "head_dim": 8, "sliding_window": 5},
+            "mixtral": {"intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
+            "qwen3_moe": {
+                "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2,
+            },
+        }.items()
+    },
+}  # fmt: skip
+"""Models whose layers, experts or sequences ranks can split."""
+OF_OTHER_TASKS = {"data.mask_fraction", "data.mask_token", "data.crops_per_image", "data.augment"}
+EXPERTS = ("mixtral", "qwen3_moe")
+AXES: list[dict[str, int]] = [
+    {"parallel.tp": 2}, {"parallel.tp": 4}, {"parallel.cp": 2}, {"parallel.cp": 4}, {"parallel.ep": 2},
+    {"parallel.ep": 4}, {"parallel.tp": 2, "parallel.cp": 2}, {"parallel.ep": 2, "parallel.cp": 2},
+    {"parallel.tp": 2, "parallel.ep": 2}, {"parallel.tp": 2, "parallel.ep": 4},
+]  # fmt: skip
+OF_RANKS = {"precision.autocast", "precision.reduce_dtype", "train.grad_accum_steps", "memory.cap"}
 """Keys beside `parallel` that say how ranks do it, not what is computed: the single process goes without them."""
 TOLERANCES = {"fp32": (2e-5, 5e-4), "other": (3e-2, 0.3)}
 """Relative, on losses and gradient norms: in fp32, and where a type with fewer digits computes or travels."""
@@ -60,6 +90,8 @@ class Draw:
 
     def run(self, curve: list[tuple[float, float]]) -> None:
         with ExitStack() as stack:
+            if self.settings.get("optim.name") == "muon":  # it orthogonalises in bf16, which magnifies rounding
+                stack.enter_context(patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone))
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
@@ -71,18 +103,31 @@ class Draw:
                 curve.append((loss, record.get("grad_norm", MISSING)))
 
 
-def settings(seed: int, folder: Path) -> dict[str, Any]:
-    """The config of a seed: a task, a strategy, and 2 to 5 keys."""
-    draws = random.Random(f"{seed} config")
-    task, strategy = draws.choice(list(TASKS)), draws.choice([name for name in STRATEGIES if name != "single"])
+def settings(seed: int, folder: Path, splits: bool = False) -> dict[str, Any]:
+    """The config of a seed: a task, a strategy, and 2 to 5 keys.
+
+    `splits`: ranks split layers, experts or sequences; mostly a model and an engine that can, as chance would draw them
+    too rarely.
+    """
+    draws = random.Random(f"{seed} {'split' if splits else 'config'}")
+    strategies = [name for name in STRATEGIES if name != "single"]
+    tasks, axes = TASKS, dict[str, int]()
+    if splits:
+        axes, strategies = draws.choice(AXES), [*strategies, *4 * ["fsdp"], *3 * ["hsdp"]]
+        has_experts = None if draws.random() < 0.05 else "parallel.ep" in axes
+        tasks = {n: sizes for n, sizes in SPLIT_TASKS.items() if has_experts is None or (n in EXPERTS) == has_experts}
+    task, strategy = draws.choice(list(tasks)), draws.choice(strategies)
     base: dict[str, Any] = {
-        **TASKS[task], "parallel.strategy": strategy, "train.max_steps": STEPS, "train.global_batch_size": 8,
-        "train.micro_batch_size": 2, "run.device": "cpu", "run.dir": str(folder / f"run-{seed}"),
-        "run.overwrite": True, "logging.tensorboard": False,
-        "memory.plan": False, "logging.level": "error", "train.eval_samples": 8,
+        **({"train.seq_len": 32} if splits else {}), **tasks[task], "parallel.strategy": strategy,
+        "train.max_steps": STEPS, "train.global_batch_size": 8, "train.micro_batch_size": 2,
+        "run.device": "cpu", "run.dir": str(folder / f"run-{seed}"), "run.overwrite": True,
+        "logging.tensorboard": False, "memory.plan": False, "logging.level": "error", "train.eval_samples": 8,
     }  # fmt: skip
-    if task in ("causal_lm", "gpt2", "llama", "bert"):
+    if splits or task in ("causal_lm", "gpt2", "llama", "bert"):
         base |= {"data.path": str(folder / "text"), "data.cache_dir": str(folder / "cache")}
+    if splits:
+        drawn = base | draw(draws, draws.randint(1, 3), OF_OTHER_TASKS) | axes
+        return drawn | ({"parallel.tp_sequence": draws.random() < 0.5} if "parallel.tp" in axes else {})
     return base | draw(draws, draws.randint(2, 5))
 
 
@@ -107,7 +152,7 @@ def is_exact(config: dict[str, Any]) -> bool:
 
 
 def judge(ranks: list[Report | None], one: Report | None, config: dict[str, Any]) -> tuple[str, str]:
-    """(outcome, words) of a draw's two ranks against one process."""
+    """(outcome, words) of a draw's ranks against one process."""
     if None in ranks:
         return "hang", next((report.error for report in ranks if report is not None), "")
     reports = sorted((report for report in ranks if report is not None), key=lambda report: report.at)
@@ -130,28 +175,32 @@ def judge(ranks: list[Report | None], one: Report | None, config: dict[str, Any]
 
 @dataclass
 class Campaign:
+    """Draws on two ranks, or on four that split layers, experts or sequences."""
+
     limit_s: float = 60.0
+    splits: bool = False
     verdicts: list[Verdict] = field(default_factory=list)
 
     def run(self, seeds: Iterable[int], until: float | None = None) -> None:
-        with tempfile.TemporaryDirectory(prefix="draws-") as name, Pool(2, self.limit_s) as two, Pool(1, 60) as one:
+        several, process = Pool(4 if self.splits else 2, self.limit_s), Pool(1, 60)
+        with tempfile.TemporaryDirectory(prefix="draws-") as name, several, process:
             folder = Path(name)
             write_numbers(folder / "text")
             for seed in seeds:
                 if until is not None and time.monotonic() > until:
                     break
-                self._judge(seed, settings(seed, folder), one, two, folder)
+                self._judge(seed, settings(seed, folder, self.splits), process, several, folder)
 
-    def _judge(self, seed: int, config: dict[str, Any], one: Pool, two: Pool, folder: Path) -> None:
+    def _judge(self, seed: int, config: dict[str, Any], one: Pool, several: Pool, folder: Path) -> None:
         records = folder / f"records-{seed}"
-        ranks = two.run(Draw(config, records / "ranks"))
+        ranks = several.run(Draw(config, records / "ranks"))
         trained = all(report is not None and not report.error for report in ranks)
         process = Draw(alone(config), records / "process", records / "ranks")
         (alone_report,) = one.run(process) if trained else [None]
         outcome, words = judge(ranks, alone_report, config)
         if outcome == "equal" and is_exact(config):
             one.run(replace(process, moved=True))
-            _, words = first_difference(records / "ranks", records / "process", STEPS, 2)
+            _, words = first_difference(records / "ranks", records / "process", STEPS, several.world)
             outcome = "wrong" if words else "equal"
         shutil.rmtree(records, ignore_errors=True)
         self.verdicts.append(Verdict(seed, outcome, words))
@@ -161,7 +210,7 @@ class Campaign:
 
 
 NUMBERS: dict[str, list[Any]] = {
-    "model.loss_chunk_size": [0, 16, 1024], "adapter.r": [1, 4], "adapter.alpha": [4, 16],
+    "model.loss_chunk_size": [0, 16, 1024], "model.mlp_chunks": [2, 3], "adapter.r": [1, 4], "adapter.alpha": [4, 16],
     "data.val_fraction": [0.1, 0.3], "data.mask_fraction": [0.15, 0.5], "data.mask_token": [0, 5],
     "data.crops_per_image": [1, 8], "data.workers": [0, 1], "data.prefetch": [1, 3], "data.max_bad_rows": [0.0, 0.5],
     "data.tokenize_workers": [1, 2], "train.micro_batch_size": [1, 2, 4], "train.seq_len": [16, 24],
@@ -170,6 +219,7 @@ NUMBERS: dict[str, list[Any]] = {
     "train.sample_temperature": [0.0, 0.7], "train.ema_decay": [0.5, 0.9], "optim.lr": [1e-3, 1e-2],
     "optim.weight_decay": [0.0, 0.3], "optim.betas": [[0.5, 0.9]], "optim.eps": [1e-6], "optim.momentum": [0.0, 0.9],
     "optim.warmup_steps": [1, 2], "optim.min_lr_ratio": [0.0, 1.0], "parallel.dp_replicate": [1, 2], "parallel.cp": [2],
+    "parallel.tp": [2], "parallel.ep": [2], "parallel.ep_imbalance": [1.0, 3.0],
     "parallel.dp_shard": [1, 2], "parallel.bucket_mb": [0.01, 1.0], "parallel.prefetch": [1, 2], "parallel.hpz": [2],
     "parallel.offload_ratio": [0.5, 1.0], "precision.loss_scale_init_power": [4, 12],
     "precision.loss_scale_window": [1, 1000], "activation.every_k": [1, 2, 3], "activation.budget": [0.0, 0.5, 1.0],
@@ -225,17 +275,18 @@ def _listed(kind: Any) -> list[Any]:
     return []
 
 
-def draw(draws: random.Random, number: int) -> dict[str, Any]:
+def draw(draws: random.Random, number: int, without: Collection[str] = ()) -> dict[str, Any]:
     """Values of `number` keys."""
     options = choices()
-    keys = draws.sample(sorted(options), number)
+    keys = draws.sample(sorted(options.keys() - set(without)), number)
     return {key: draws.choice(options[key]) for key in keys}
 
 
 EQUAL, MOST = 2, 20
 """The default suite draws until so many configs trained as in one process, at most `MOST`: most are refused."""
 FRESH, FRESH_MINUTES = "SHARDKIT_DRAW_SEED", 10.0
-"""The variable with the first fresh seed of the release tier; unset = the time."""
+"""The variable with the fresh seeds of the release tier: the first one, or `first:last`, which has no limit in time;
+unset = from the time on."""
 
 
 def told(campaign: Campaign) -> str:
@@ -256,11 +307,14 @@ def test_drawn_configs_train_as_in_one_process_or_are_refused() -> None:
 
 @pytest.mark.release
 @pytest.mark.timeout(3600)
-def test_fresh_draws_train_as_in_one_process_or_are_refused() -> None:
-    first = int(os.environ.get(FRESH) or time.time())
+@pytest.mark.parametrize("splits", [False, True], ids=["two ranks", "axes on four ranks"])
+def test_fresh_draws_train_as_in_one_process_or_are_refused(splits: bool) -> None:
+    first, _, last = (os.environ.get(FRESH) or str(int(time.time()))).partition(":")
     print(f"configs from seed {first} on ({FRESH}={first} draws them again)")
-    campaign = Campaign(limit_s=120)
-    campaign.run(range(first, first + 1000), until=time.monotonic() + 60 * FRESH_MINUTES)
+    campaign = Campaign(limit_s=120, splits=splits)
+    until = None if last else time.monotonic() + 60 * FRESH_MINUTES
+    campaign.run(range(int(first), int(last or int(first) + 1000)), until)
+    print(dict(Counter(verdict.outcome for verdict in campaign.verdicts)))
     assert not told(campaign), told(campaign)
 
 

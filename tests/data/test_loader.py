@@ -53,8 +53,11 @@ def test_batches_follow_the_plan_whoever_loads_them(workers: int) -> None:
         expected, state = [], State()
         for _ in range(5):
             parts, state = schedule(rank=rank).micro_batches(state)
-            expected.append(([([i**2 for i in part or [0]], not part) for part in parts], state))
-        assert drain(StepLoader(Squares(10), schedule(rank=rank), n_steps=5, workers=workers)) == expected
+            expected.append(([([i**2 for i in part] or [-1], not part) for part in parts], state))
+        loader = StepLoader(
+            Squares(10), schedule(rank=rank), n_steps=5, workers=workers, filler=lambda batch: batch - 1
+        )
+        assert drain(loader) == expected
 
 
 def test_close_ends_the_workers_and_further_use_is_refused() -> None:

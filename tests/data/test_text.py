@@ -358,6 +358,14 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> 
     assert TextData(config(tmp_path, path, seq_len=2), 640, "model.vocab_size").n_ids == 512, "padded"
 
 
+def test_keys_of_a_tokenizer_are_refused_without_one_with_the_values_that_yaml_has(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("some text " * 99)
+    for key, value, words in (("add_eos", False, "data.add_eos=false"), ("max_bad_rows", 0.5, "data.max_bad_rows=0.5")):
+        keys = config(tmp_path, tmp_path / "t.txt", tokenizer=None, tokenize_workers=None, **{key: value})
+        with pytest.raises(ConfigError, match=f"^{words} would be ignored: the data are read without a tokenizer"):
+            TextData(keys, 512, "model.vocab_size").dataset("train")
+
+
 def test_a_tokenizer_with_other_special_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     """The file's ids count, as do the generation settings beside it and `model.hf`."""
     path = write_lines(tmp_path / "t.jsonl", [{"text": "some text"}] * 99)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +18,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
+from shardkit.memory.tracing.events import EventLog
+from shardkit.memory.tracing.tracker import TensorTracker
+from shardkit.models import packed_attention
+from shardkit.models.packed_attention import BatchDocuments, document_attention
 from shardkit.parallel.context import ContextParallel
+from shardkit.parallel.mesh import new_group
+from shardkit.parallel.world import process_groups, rank_env
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from shardkit.tasks.load import load_task
@@ -84,7 +94,7 @@ class Ran:
 
 def completed(settings: dict[str, Any], folder: str, accum: int = ACCUM) -> dict[str, Any]:
     """The settings of a run on this world, with a folder that all ranks share."""
-    data_ranks = dist.get_world_size() // settings.get("parallel.cp", 1)
+    data_ranks = dist.get_world_size() // (settings.get("parallel.cp", 1) * settings.get("parallel.tp", 1))
     shared: list[Any] = [folder]
     dist.broadcast_object_list(shared)
     if dist.get_rank() == 0:
@@ -122,8 +132,9 @@ def whole_weights(strategy: Any) -> State:
 def whole_state(strategy: Any) -> State:
     pieces: list[Any] = [None] * dist.get_world_size()
     mine = [
-        (s.name, s.shape, s.start, s.local.detach().clone()) for s in strategy.shards() if s.name.startswith("model.")
-    ]
+        (s.name, s.shape, start, part.detach().clone())
+        for s in strategy.shards() if s.name.startswith("model.") for start, part in s.ranges()
+    ]  # fmt: skip
     dist.all_gather_object(pieces, mine)
     out: State = {}
     for name, shape, start_at, local in (piece for rank in pieces for piece in rank):
@@ -205,6 +216,16 @@ class Own(nn.Module):
         return self.head(x)
 
 
+class Forgetful(Attention):
+    """Declares the hook and does not call it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        context, self.context_parallel = self.context_parallel, None
+        out = super().forward(x)
+        self.context_parallel = context
+        return out
+
+
 def own_loop(strategy: str, cp: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     settings = {
         "parallel.strategy": strategy, "parallel.cp": cp, "run.device": "cpu", "train.seq_len": 12,
@@ -230,10 +251,39 @@ def summed(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.
 def without_hook(model: str) -> str:
     """What is said of a model that cannot split its sequences."""
     settings = {"parallel.strategy": "ddp", "parallel.cp": 2, "run.device": "cpu", "train.seq_len": 12}
-    built = {"plain": lambda: Own(nn.Identity), "batch norm": lambda: nn.Sequential(Own(), nn.BatchNorm1d(20))}[model]
+    beside = {
+        "batch norm": lambda: nn.BatchNorm1d(20),
+        "recurrent": lambda: nn.GRU(20, 20),
+        "other": lambda: nn.Conv1d(3, 3, 3),
+        "torch's attention": lambda: nn.TransformerEncoderLayer(20, 4),
+    }
+    built = (lambda: Own(nn.Identity)) if model == "plain" else lambda: nn.Sequential(Own(), beside[model]())
     with pytest.raises(ConfigError) as caught, start(None, settings) as job:
         job.wrap(built)
     return str(caught.value)
+
+
+def mistaken_loops() -> list[str]:
+    """What the first step says of a loop that does not split its rows, of a model that exchanges nothing, and of rows
+    that are all alike."""
+    settings = {"parallel.strategy": "ddp", "parallel.cp": 2, "run.device": "cpu", "train.seq_len": 12}
+    rank, rows = dist.get_rank(), torch.randint(0, 20, (4, 13), generator=torch.Generator().manual_seed(0))
+    part, constant = slice(rank, None, 2), torch.full((4, 6), 3)
+    causes = []
+    for attention, batch in (
+        (Attention, (rows[:, :-1], rows[:, 1:])),
+        (Forgetful, (rows[:, :-1][:, part], rows[:, 1:][:, part])),
+        (Attention, (constant, constant)),
+    ):
+        with start(None, settings) as job:
+            job.wrap(partial(Own, attention))
+            try:
+                causes.append(f"trained with loss {job.step([batch], summed, lambda batch: batch[1].numel()).loss:.1f}")
+            except ConfigError as error:
+                causes.append(error.cause)
+        gc.collect()
+        dist.barrier()
+    return causes
 
 
 def exchanges(policies: list[str]) -> dict[str, int]:
@@ -251,6 +301,81 @@ def exchanges(policies: list[str]) -> dict[str, int]:
         gc.collect()
         dist.barrier()
     return counts
+
+
+def exchanged(models: list[str]) -> dict[str, list[int]]:
+    """Elements that a rank holds in each all-to-all of a step, forward and backward, by model."""
+    found = {}
+    for model in models:
+        settings = {**MODELS[model], "parallel.strategy": "ddp", "parallel.cp": dist.get_world_size()}
+        with tempfile.TemporaryDirectory() as folder, start(None, completed(settings, folder, accum=1)) as job:
+            steps = iter(Trainer(job).steps())
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+            ) as profiler:
+                next(steps)
+        shapes = [e.input_shapes[0] for e in profiler.events() if e.name == "_c10d_functional::all_to_all_single"]
+        found[model] = [math.prod(shape) for shape in shapes]
+        gc.collect()
+        dist.barrier()
+    return found
+
+
+def buffers() -> int:
+    """Bytes that a trace counts as communication where 16 KiB exchange heads, once each way."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    context, log = new_group(rank, size, size), EventLog()
+    with TensorTracker(log):
+        context.to_positions(context.to_heads(torch.zeros(1, 64, 4, 16)))
+    return sum(made.n_bytes for made in log.allocations if made.category == "communication")
+
+
+def arguments_of_kernels() -> None:
+    """Attention of a rank's positions, as if on a card, hands the kernels what they get of whole sequences: every
+    position of the rank's heads. The kernel of FlashAttention is a stand-in here, which computes by documents."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    context = new_group(rank, size, size)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 12, heads, 16, generator=generator).bfloat16() for heads in (8, 2, 2))
+    documents = BatchDocuments(torch.tensor([0, 5, 12, 24], dtype=torch.int32), [5, 7, 12])
+    sinks = torch.randn(8, generator=generator)
+    heads, scored = slice(rank * 8 // size, (rank + 1) * 8 // size), packed_attention._scored
+    seen: list[Any] = []
+
+    def flash(*args: Any) -> torch.Tensor:
+        seen.append(args)
+        parts = zip(*(torch.split(tensor, [5, 7, 12]) for tensor in args[:3]), strict=True)
+        return torch.cat([packed_attention._attend_to_itself(*part, *args[5:], None, None) for part in parts])
+
+    def noted(*args: Any) -> torch.Tensor:
+        seen.append(args)
+        return scored(*args)
+
+    kernels = patch.multiple(packed_attention, flash_by_documents=flash, _scored=noted)
+    card = patch("torch.cuda.get_device_capability", lambda device: (9, 0))
+    capped: dict[str, Any] = {"softcap": 7.0, "scale": 0.3}
+    for options in ({}, {"window": 4, "scale": 0.3}, {"window": 4, "sinks": sinks}, capped):
+        seen.clear()
+        want = document_attention(q, k, v, documents, **options)
+        with kernels, card, patch.object(torch.Tensor, "is_cuda", True):
+            part = [tensor[:, rank::size] for tensor in (q, k, v)]
+            found = document_attention(*part, documents, **options, context=context)
+        torch.testing.assert_close(found, want[:, rank::size], rtol=2e-2, atol=2e-2)
+        if not {"sinks", "softcap"} & options.keys():
+            ((query, key, value, bounds, longest, dropout, scale, window),) = seen
+            assert torch.equal(query, q.flatten(0, 1)[:, heads])
+            key_heads = sorted({head // 4 for head in range(8)[heads]})  # four query heads share one
+            for tensor, whole in ((key, k), (value, v)):
+                assert torch.equal(tensor.unique_consecutive(dim=1), whole.flatten(0, 1)[:, key_heads])
+            assert (bounds.tolist(), longest, dropout) == ([0, 5, 12, 24], 12, 0.0)
+            assert (scale, window) == (options.get("scale"), options.get("window"))
+            continue
+        for document, (query, key, _, mask, _, scale, softcap, shares) in zip((5, 7, 12), seen, strict=True):
+            assert query.shape == key.shape == (1, 8 // size, document, 16)
+            ago = torch.arange(document)[:, None] - torch.arange(document)
+            assert torch.equal(mask, (ago >= 0) & (ago < options.get("window", 12)))
+            assert (scale, softcap) == (options.get("scale"), options.get("softcap"))
+            assert shares is None if "sinks" not in options else torch.equal(shares, sinks[heads])
 
 
 def leaks(packed: bool) -> list[float]:
@@ -276,3 +401,14 @@ def leaks(packed: bool) -> list[float]:
             losses.append(job.world.sum(sums))
         moved = [abs(a - b) for a, b in zip(*losses, strict=True)]
         return [moved[0], *moved[2:], moved[1]]
+
+
+def scattered(across: bool) -> str:
+    """What is said if this world's two neighbours are on two nodes."""
+    config = load_config(None, {"parallel.cp": 2, "parallel.cp_across_nodes": across, "run.device": "cpu"}).config
+    env = replace(rank_env(), node_rank=dist.get_rank(), n_nodes=2, local_rank=0, local_world_size=1)
+    try:
+        with process_groups(config, env) as world:
+            return f"joined {world.data_size}"
+    except ConfigError as error:
+        return error.cause

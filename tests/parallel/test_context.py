@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,19 @@ def test_a_model_of_the_users_own_trains_with_the_hook_or_is_refused() -> None:
     assert_curve(steps, want_steps, "own")
     for name, weight in want.items():
         assert float((weights[name] - weight).abs().max()) <= 1e-5, name
-    for model, cause in (("plain", "context_parallel"), ("batch norm", "batch norm")):
+    for model, cause in (
+        ("plain", "context_parallel"), ("batch norm", "batch norm"), ("recurrent", "1, a GRU, mixes"),
+        ("other", "1, a Conv1d, mixes"), ("torch's attention", "1.self_attn, a MultiheadAttention, mixes"),
+    ):  # fmt: skip
         assert all(cause in words for words in run_ranks(2, refused, model=model)), model
+
+
+@pytest.mark.dist
+def test_the_first_step_notices_rows_that_are_whole_and_attention_that_exchanges_nothing() -> None:
+    for rows, model, alike in run_ranks(2, "tests.parallel.context_runs:mistaken_loops"):
+        assert rows.startswith("parallel.cp=2: ranks 0 to 1 got the same batch: whole sequences")
+        assert model.startswith("parallel.cp=2: no attention exchanged heads")
+        assert alike.startswith("trained"), "nobody can tell a part of such rows from the whole"
 
 
 @pytest.mark.dist
@@ -85,6 +97,28 @@ def test_attention_costs_four_exchanges_a_layer_each_way_and_none_where_it_is_ke
     per_layer = {"none": 8, "full": 12, "selective": 12, "selective_op": 8}
     for counts in run_ranks(2, "tests.parallel.context_runs:exchanges", policies=list(per_layer)):
         assert counts == {policy: n * layers for policy, n in per_layer.items()}
+
+
+@pytest.mark.dist
+def test_the_bytes_of_an_exchange_are_those_of_the_docs() -> None:
+    """16 rows of 24 tokens, and 4 heads of width 8 in two layers: docs/long.md has the formulas."""
+    size, rows, length, width = 4, 16, 24, 8
+    heads = {"reference": (4, 4), "llama": (4, 2), "one key head": (4, 1)}
+    for found in run_ranks(size, "tests.parallel.context_runs:exchanged", models=list(heads)):
+        for model, (n_query, n_key) in heads.items():
+            query, key = (rows * length // size * width * n for n in (n_query, math.lcm(n_key, size)))
+            assert sorted(found[model]) == sorted(2 * 2 * [query, query, key, key]), model
+
+
+@pytest.mark.dist
+def test_traces_count_the_copies_that_are_sent_and_received_as_communication() -> None:
+    assert run_ranks(2, "tests.parallel.context_runs:buffers") == [4 * 2**14] * 2
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_kernels_get_every_position_of_a_ranks_heads(cp: int) -> None:
+    run_ranks(cp, "tests.parallel.context_runs:arguments_of_kernels")
 
 
 @pytest.mark.dist
@@ -127,17 +161,24 @@ def test_a_run_goes_on_with_other_parts_of_its_sequences(tmp_path: Path) -> None
     assert_curve([step for steps, *_ in runs for step in steps], want, "resumed")
 
 
+@pytest.mark.dist
+def test_neighbours_on_two_nodes_are_refused_unless_asked_for() -> None:
+    words = "parallel.cp=2: ranks 0 and 1 share sequences, but are on nodes 0 and 1"
+    assert run_ranks(2, "tests.parallel.context_runs:scattered", across=False) == [words] * 2
+    assert run_ranks(2, "tests.parallel.context_runs:scattered", across=True) == ["joined 1"] * 2
+
+
 @pytest.mark.parametrize(
     ("given", "world", "node", "cause"),
     [
-        ({"parallel.cp": 3}, 4, 4, "does not divide the 4 ranks"),
-        ({"parallel.cp": 4, "model.n_heads": 6, "model.d_model": 48}, 4, 4, "model.n_heads=6"),
         ({"parallel.cp": 2, "train.seq_len": 33}, 2, 2, "train.seq_len=33"),
-        ({"parallel.cp": 4}, 4, 2, "across nodes"),
-        ({"parallel.cp": 2, "parallel.strategy": "single"}, 1, 1, "parallel.strategy=single"),
+        ({"parallel.cp": 2, "task.name": "hf_masked_lm"}, 2, 2, "parallel.cp=2 with task.name=hf_masked_lm"),
+        ({"parallel.cp": 2, "task.name": "image_classification"}, 2, 2, "only causal language models"),
         ({"parallel.cp": 8, **context_runs.hf("llama")}, 8, 8, "num_attention_heads=4"),
         ({"parallel.cp": 2, "task.name": "hf_causal_lm", "model.hf": {"model_type": "mamba"}}, 2, 2, "Mamba"),
         ({"parallel.cp": 2, **context_runs.hf("jamba")}, 2, 2, "JambaForCausalLM"),
+        ({"parallel.cp": 2, "task.name": "hf_causal_lm", "model.hf": {"model_type": "t5"}}, 2, 2, "model_type=t5"),
+        ({"parallel.cp": 2, **context_runs.hf("llama", attn_implementation="flex_attention")}, 2, 2, "_implementation"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused(given: dict[str, Any], world: int, node: int, cause: str) -> None:

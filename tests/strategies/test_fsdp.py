@@ -4,7 +4,6 @@ blocks share parts or are reached into."""
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,18 +42,6 @@ def test_so_many_blocks_are_gathered_ahead_as_is_asked_for() -> None:
         "forward": {0: [1, 2], 1: [2, 3], 2: [3], 3: []},
         "backward": {3: [2, 1], 2: [1, 0], 1: [0], 0: []},
     }
-
-
-@pytest.mark.parametrize("rows", [1, 4, 5, 6, 7])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("replicas", [False, True])
-def test_ranks_begin_where_torch_cuts_the_rows(rows: int, ranks: int, replicas: bool) -> None:
-    chunks = torch.arange(rows).chunk(ranks)
-    for rank in range(ranks):
-        sizes, places = ([2, ranks], [1, rank]) if replicas else ([ranks], [rank])
-        mesh = SimpleNamespace(ndim=len(sizes), size=sizes.__getitem__, get_local_rank=places.__getitem__)
-        first = fsdp._first_row(SimpleNamespace(device_mesh=mesh, shape=(rows, 3)))
-        assert first == (chunks[rank][0] if rank < len(chunks) else rows)
 
 
 class Two:

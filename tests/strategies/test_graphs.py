@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
 
+from tests.strategies.graphs import context
 from tests.strategies.graphs.campaign import Campaign, judge
 from tests.strategies.graphs.case import FEATURES, draw, in_one_process
 from tests.strategies.graphs.engines import ENGINES, Arm, Report
@@ -66,6 +67,15 @@ def test_graphs_that_were_wrong_once() -> None:
     assert not campaign.faults("equal", "refused")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_random_attention_with_the_hook_trains_split_sequences_as_one_process() -> None:
+    for cp, world, engines in ((2, 2, SHARED), (2, 4, ["hsdp"]), (4, 4, ["fsdp"])):
+        campaign = Campaign(limit_s=90, world=world)
+        campaign.run([context.draw(seed, cp) for seed in SEEDS], engines)
+        assert not campaign.faults("equal")
+
+
 @pytest.mark.release
 @pytest.mark.timeout(3600)
 def test_fresh_random_graphs_train_as_in_one_process_or_are_refused() -> None:
@@ -73,9 +83,8 @@ def test_fresh_random_graphs_train_as_in_one_process_or_are_refused() -> None:
     seeds = range(int(first), int(last or int(first) + 1000))
     print(f"graphs from seed {first} on ({FRESH}={first}:LAST draws them again)")
     campaign = Campaign(limit_s=90)
-    campaign.run_pairs(
-        product(map(draw, seeds), ENGINES), until=None if last else time.monotonic() + 60 * FRESH_MINUTES
-    )
+    cases = chain.from_iterable((draw(seed), context.draw(seed, 2)) for seed in seeds)
+    campaign.run_pairs(product(cases, ENGINES), until=None if last else time.monotonic() + 60 * FRESH_MINUTES)
     print(campaign.counts())
     assert not campaign.faults("equal", "refused")
 

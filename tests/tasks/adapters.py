@@ -122,9 +122,9 @@ def plain_loop(trained: Collection[torch.nn.Parameter], samples: Any, loss: Any,
     return curve
 
 
-def stopped(root: str, strategy: str) -> list[tuple[int, float]]:
+def stopped(root: str, strategy: str, **more: Any) -> list[tuple[int, float]]:
     """A whole run of 4 steps that saves each."""
-    extra = {"run.dir": f"{root}/stopped", "checkpoint.every_steps": 1, "checkpoint.keep_last": None}
+    extra = {"run.dir": f"{root}/stopped", "checkpoint.every_steps": 1, "checkpoint.keep_last": None, **more}
     return _losses(settings("llama", root, strategy, dist.get_world_size(), **extra))
 
 
@@ -135,11 +135,11 @@ def stopped_by_version_02(root: str, strategy: str) -> list[tuple[int, float]]:
         return stopped(root, strategy)
 
 
-def resumed(root: str, strategies: list[str], source: str, others: bool = False) -> dict[str, Any]:
+def resumed(root: str, strategies: list[str], source: str, others: bool = False, **more: Any) -> dict[str, Any]:
     """The steps after a checkpoint under each engine, and with `others` the settings that do not suit it."""
     out: dict[str, Any] = {}
     for strategy in strategies:
-        extra = {"run.resume": source, "run.dir": f"{root}/resumed-{strategy}"}
+        extra = {"run.resume": source, "run.dir": f"{root}/resumed-{strategy}", **more}
         out[strategy] = _losses(settings("llama", root, strategy, dist.get_world_size(), **extra))
         gc.collect()
     return {**out, **(_refused(root, source) if others else {})}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from shardkit.checkpoint.frozen_base import WordSums, as_checksum
 from shardkit.errors import ShardkitError
@@ -61,9 +62,10 @@ def trained(root: str, strategy: str, **extra: Any) -> dict[str, Any]:
         seen = {}
 
         def note(module: Any, *_: object) -> None:
-            seen["packed"] = as_checksum(WordSums()(module.packed.detach().reshape(-1), 0))
-            for name in ("absmax", "nested") if module.doubled else ("absmax",):
-                seen[name] = as_checksum(WordSums()(getattr(module, name).detach().reshape(-1), 0))
+            for name in ("packed", "absmax", "nested") if module.doubled else ("packed", "absmax"):
+                param = getattr(module, name).detach()
+                whole = param.full_tensor() if isinstance(param, DTensor) else param
+                seen[name] = as_checksum(WordSums()(whole.reshape(-1), 0))
 
         layer: Any = next(m for m in job.model.modules() if isinstance(m, QuantizedLinear))
         layer.register_forward_pre_hook(note)

@@ -177,7 +177,6 @@ def test_a_resumed_adapter_goes_on_under_another_engine(root: Path) -> None:
     moved = run_ranks(2, "tests.tasks.adapters:stopped", root=str(root), strategy="fsdp")[0]
     saved = root / "stopped" / "checkpoints" / "step_00000002"
     manifest = json.loads((saved / "manifest.json").read_text())["manifest"]
-    assert manifest["schema"] == 1
     names = [name for name in manifest["tensors"] if not name.startswith("rng.")]
     assert names and all(".lora_" in name for name in names)
     assert manifest["run"]["extra"]["adapter"]["base"]["source"] == str(root / "llama")
@@ -195,6 +194,38 @@ def test_a_resumed_adapter_goes_on_under_another_engine(root: Path) -> None:
     assert "adapter.targets=[q_proj]" in alone["targets"][0]
     assert "holds an adapter" in alone["none"][0]
     assert "float32" in alone["bf16"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["parallel.tp", "parallel.ep"])
+def test_an_adapter_over_split_layers_is_saved_whole_and_goes_on_elsewhere(
+    axis: str, root: Path, tmp_path: Path
+) -> None:
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base, keys = root / "llama", dict[str, Any]()
+    if axis == "parallel.ep":
+        base = tmp_path / "mixtral"
+        config = AutoConfig.for_model(**MIXTRAL)
+        AutoModelForCausalLM.from_config(config).save_pretrained(base)
+        keys = {"model.hf_config": str(base), "model.init_from": str(base), "adapter.targets": ["q_proj", "o_proj"]}
+    run, split = "tests.tasks.adapters:stopped", {axis: 2, "run.dir": str(tmp_path / "split")}
+    size = {"train.micro_batch_size": 4} if axis == "parallel.tp" else {}  # both ranks have the same samples
+    moved = run_ranks(2, run, root=str(root), strategy="fsdp", **keys, **split, **size)[0]
+    want = run_ranks(1, run, root=str(root), strategy="single", **keys, **{"run.dir": str(tmp_path / "alone")})[0]
+    saved = tmp_path / "split" / "checkpoints" / "step_00000002"
+    body = "tests.tasks.adapters:resumed"
+    rest = run_ranks(2, body, root=str(root), strategies=["ddp"], source=str(saved), **keys)[0]["ddp"]
+    for found, wanted in ((moved, want), (rest, want[2:])):
+        assert found == [(step, pytest.approx(loss, abs=1e-5)) for step, loss in wanted]
+    logits = []
+    for name in ("split", "alone"):
+        convert(tmp_path / name / "checkpoints" / "step_00000004", "peft", tmp_path / f"{name}-peft")
+        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / f"{name}-peft")
+        with torch.no_grad():
+            logits.append(model(adapters.some_tokens()).logits)
+    assert (logits[0] - logits[1]).abs().max() <= 1e-5
 
 
 @pytest.mark.slow

@@ -169,13 +169,22 @@ def test_every_engine_equals_one_process_over_the_same_experts(root: Path, doubl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear", ["gate_up_proj"]])
-def test_a_run_over_packed_experts_is_exported_and_resumed(root: Path, tmp_path: Path, targets: Any) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "targets"),
+    [(1, ["q_proj", "v_proj"]), (1, "all-linear"), (1, ["gate_up_proj"]), (4, "all-linear"), (2, ["down_proj"])],
+)
+def test_a_run_over_packed_experts_is_exported_and_resumed(
+    root: Path, tmp_path: Path, ranks: int, targets: Any
+) -> None:
+    """Several ranks: two of them share the experts."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     tokens, run, keys = torch.arange(16).view(1, 16), tmp_path / "run", experts(root) | {"adapter.targets": targets}
-    want = run_ranks(1, "tests.tasks.quantized:logits", root=str(root), run=str(run), tokens=tokens, **keys)[0]
+    split = {"strategy": "fsdp", "parallel.ep": 2, "train.micro_batch_size": 8 // ranks} if ranks > 1 else {}
+    want = run_ranks(
+        ranks, "tests.tasks.quantized:logits", root=str(root), run=str(run), tokens=tokens, **keys, **split
+    )[0]
     convert(run, "safetensors", tmp_path / "merged", merge=True)
     convert(run, "peft", tmp_path / "adapter")
     source = AutoModelForCausalLM.from_pretrained(root / "mixtral")

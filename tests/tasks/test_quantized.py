@@ -157,6 +157,23 @@ def test_a_layer_holds_the_bits_of_bitsandbytes(kind: Any, block_size: Any, doub
         assert torch.equal(layer.unpacked(dtype, *parts), functional.dequantize_4bit(packed, state))
 
 
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize(("dim", "rank"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_part_of_a_layer_unpacks_to_that_part_of_its_weight(dim: int, rank: int, double: bool) -> None:
+    """Blocks of 256 scales begin inside of its rows."""
+    pytest.importorskip("bitsandbytes")  # registers its operators
+    quantizer = object.__new__(BaseQuantizer)
+    quantizer.settings = QuantizeConfig(double=double)
+    layer = QuantizedLinear(nn.Linear(1280, 42, bias=False, device="meta"), quantizer.settings).to_empty(device="cpu")
+    packed, scales = quantizer.pack(torch.randn(42 * 1280, generator=torch.Generator().manual_seed(3)))
+    parts = {"packed": packed, **quantizer.state(scales)}
+    parts = {name: part.view(layer.get_parameter(name).shape) for name, part in parts.items()}
+    whole = layer.unpacked(torch.float32, *parts.values())
+    layer.take_part(dim, rank, 2)
+    of_rank = (part if name == "nested" else part.chunk(2, dim)[rank].contiguous() for name, part in parts.items())
+    assert torch.equal(layer.unpacked(torch.float32, *of_rank), whole.chunk(2, dim)[rank])
+
+
 @pytest.mark.slow
 def test_every_engine_equals_one_process_over_the_same_bytes(root: Path, alone: dict[str, Any]) -> None:
     """The digests of source and packed bytes too, before and after training; fsdp computes with the unsharded bytes."""
@@ -216,6 +233,30 @@ def test_engines_on_one_rank_and_on_four(root: Path, alone: dict[str, Any]) -> N
         expected = alone[f"single {name.partition(' ')[2]}".strip()]
         assert close(run["curve"], expected["curve"]), name
         assert run["digests"] == 2 * [expected["digests"][0]], name
+
+
+@pytest.mark.slow
+def test_ranks_that_share_layers_pack_their_rows_and_columns_on_the_grid_of_blocks(root: Path) -> None:
+    wide = {"model.init_from": None, "model.hf": {"head_dim": 32}, "adapter.targets": "all-linear"}
+    kinds = {
+        "read": {"model.quantize": {"bits": 4, "skip": ["o_proj"]}}, "drawn": wide, "double": {**wide, **FP4_DOUBLE},
+    }  # fmt: skip
+    alone = {f"single {name}": keys for name, keys in kinds.items()}
+    (right,) = run_ranks(1, "tests.tasks.quantized:under", root=str(root), cases=alone)
+    tp = {"parallel.tp": 2, "train.micro_batch_size": quantized.BATCH // 2}
+    cases = {f"fsdp {name}": {**keys, **tp} for name, keys in kinds.items()}
+    for name, run in run_ranks(4, "tests.tasks.quantized:under", root=str(root), cases=cases)[0].items():
+        expected = right[f"single {name.partition(' ')[2]}"]
+        assert close(run["curve"], expected["curve"]), (name, run["curve"], expected["curve"])
+        assert run["digests"] == 2 * [expected["digests"][0]] and run["seen"] == expected["seen"], name
+
+
+@pytest.mark.dist
+def test_columns_off_the_grid_of_blocks_are_refused_by_their_layer(root: Path) -> None:
+    cases = {"fsdp": {"parallel.tp": 2, "run.resume": False}}
+    found = run_ranks(2, "tests.tasks.quantized:resumed", root=str(root), source=str(root), cases=cases)
+    for cause, fix in (rank["fsdp"] for rank in found):
+        assert "o_proj is in 4 bits, and a rank would have 32 of its 64 columns" in cause and "skip: [o_proj]" in fix
 
 
 @pytest.mark.slow

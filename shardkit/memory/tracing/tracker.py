@@ -240,6 +240,8 @@ _SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Count]] = {
 Device = str | torch.device
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation")
 """Operators that take the matrix library's workspace."""
+_EXCHANGE = "_c10d_functional::all_to_all_single"
+"""Its argument is a copy that was made to be sent (`parallel/context.py`)."""
 _LAST_FIRST = ("aten::native_dropout",)
 """Operators whose kernels make the last result first."""
 
@@ -354,6 +356,8 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
             traits = _traits(func)
             # The planner's allocator replays allocations in this order, which decides which free block each one gets.
             self._see_result(reversed(out) if traits.is_last_first else out, traits.name, traits.is_older)
+            if traits.name == _EXCHANGE:
+                self.see(args[0], "communication")
             if self.log is not None:
                 taken = scratch(func, args, out) if traits.may_take_scratch else None
                 if taken is not None and taken[1]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...activation.tiles import is_tiled
 from ...config.libraries import Private
 from ...config.load import resolve_batch
 from ...config.schema import RunConfig
@@ -130,6 +131,10 @@ class ZeRO(Strategy):
             # A block's weights are gathered by its own hooks, which are not compiled; hooks inside would break graphs.
             for block in blocks:
                 deepspeed.utils.set_z3_leaf_module(block, True)
+        if self.stage == 3:
+            # The hooks of the whole MLP gather its weights once for all tiles; those of its layers once for each.
+            for mlp in filter(is_tiled, model.modules()):
+                deepspeed.utils.set_z3_leaf_module(mlp, True)
         numel = [(int(getattr(param, "ds_numel", param.numel())), param.requires_grad) for _, param in named]
         sizes = sum(n for n, _ in numel), sum(n for n, trained in numel if trained)
         optimizer = make_optimizer(model)

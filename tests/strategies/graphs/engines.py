@@ -101,7 +101,7 @@ class Report:
 
 def settings(arm: Arm, engine: str) -> dict[str, Any]:
     found = {**arm.case.settings, **ENGINES[engine]}
-    found["train.micro_batch_size"] = arm.case.rows // dist.get_world_size()
+    found["train.micro_batch_size"] = arm.case.rows // (dist.get_world_size() // found.get("parallel.cp", 1))
     if "fsdp" not in engine and engine != "hsdp":
         found.pop("parallel.reshard_after_forward", None)
         found.pop("parallel.no_sync", None)
