@@ -118,7 +118,8 @@ def frozen_sums(
     sums = torch.zeros(len(order), dtype=torch.int64)
     for shard in strategy.shards():
         if shard.name in order and shard.replica == 0 and shard.local.numel():
-            sums[order[shard.name]] += as_checksum(range_sum(shard.local, shard.start))
+            for start, part in shard.ranges():
+                sums[order[shard.name]] += as_checksum(range_sum(part, start))
     dist.all_reduce(sums, group=group)
     return {names[name]: int(sums[index]) for name, index in order.items()}
 

@@ -8,21 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+from ..parallel.runs import Runs
 from ..parallel.world import World
-from .native.reader import TensorSpec
+from .native.reader import TensorSpec, read_runs
 
 MESSAGE_BYTES = 2**18
 """A bucket has at most one reader for every so many of its bytes, so that many ranks do not make many messages."""
 _ALIGNMENT = 16
 """Bytes; a multiple of every element's size."""
 
-Range = tuple[str, int, int]
-"""Name in the source, first element, number of elements."""
+
+class Range(NamedTuple):
+    """Elements of a tensor of the source."""
+
+    name: str
+    runs: Runs
+
+
 ReadInto = Callable[[str, int, torch.Tensor], None]
 """(name, first element, 1-D tensor on the CPU that is filled), as of `Source` and `CheckpointReader`."""
 
@@ -88,8 +96,8 @@ def read_ranges(
                             size, end_byte = elements.element_size(), min(high - piece.offset, elements.nbytes)
                             start, end = max(low - piece.offset, 0) // size, end_byte // size
                             if start < end:
-                                name, range_start, _ = piece.source_range
-                                read_into(name, range_start + piece.start + start, elements[start:end])
+                                name, runs = piece.source_range
+                                read_runs(read_into, name, runs, piece.start + start, elements[start:end])
                 except CheckpointError as error:
                     problem = error
             messages = list[dist.Work | None]()
@@ -114,7 +122,7 @@ def _buckets(specs: Mapping[Range, TensorSpec], bucket_bytes: int, block_bytes: 
     """Cut the ranges into pieces, in order, and yield the pieces of one bucket at a time."""
     bucket, used = list[_Piece](), 0
     for source_range, spec in specs.items():
-        size, start, end = spec.dtype.itemsize, 0, source_range[2]
+        size, start, end = spec.dtype.itemsize, 0, source_range.runs.length
         while start < end:
             room = bucket_bytes - used
             numel = end - start if (end - start) * size <= room else room // block_bytes * block_bytes // size

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..errors import CheckpointError, gib
 from ..models.quantized import BaseQuantizer
+from ..parallel.runs import Runs
 from ..parallel.weights import Weights, even_range, exchange
 from ..parallel.world import World
 from ..strategies import Strategy
@@ -55,19 +56,27 @@ OpenReader = Callable[[ExitStack], Pieces | StoredLayers]
 class _Range:
     """Bytes of a packed tensor that this rank fills."""
 
-    start: int  # the first byte in the whole tensor
+    runs: Runs  # where they are in the whole tensor
     local: torch.Tensor
-    counts: bool  # whether no other rank fills the same bytes for the digest
+    counts: bool  # whether no other rank fills the same bytes for the digest; of rows' parts, the rows
+
+    @property
+    def start(self) -> int:
+        """The first byte in the whole tensor; of parts of rows (tensor parallelism), that of their first row."""
+        return self.runs.start - self.runs.start % self.runs.stride if self.runs.run else self.runs.start
 
     @property
     def end(self) -> int:
-        return self.start + self.local.numel()
+        """The byte after the last one, or after its row."""
+        n_rows = self.runs.length // self.runs.run if self.runs.run else 0
+        return self.start + (n_rows * self.runs.stride or self.runs.length)
 
     def take(self, packed: torch.Tensor, start: int) -> None:
-        """Copy those bytes of a piece that are in the range; the piece begins at byte `start` of the tensor."""
-        low, high = max(self.start, start), min(self.end, start + packed.numel())
-        if low < high:
-            self.local[low - self.start : high - self.start].copy_(packed[low - start : high - start])
+        """Copy those bytes of a piece that this rank has; the piece begins at byte `start` of the tensor."""
+        low, high = self.runs.below(start), self.runs.below(start + packed.numel())
+        for block in self.runs.blocks(low, high):
+            rows = packed[block.start - start :].as_strided((block.rows, block.width), (self.runs.stride, 1))
+            self.local[block.offset :][: rows.numel()].view(rows.shape).copy_(rows)
 
 
 def fill_quantized(
@@ -133,23 +142,23 @@ def _take_stored(stored: StoredLayers, weight: str, ranges: dict[str, _Range]) -
     """Fill this rank's bytes of one layer with those of a folder; returns their checksum."""
     checksum, range_sum = 0, WordSums()
     for part, of_part in ranges.items():
-        for begin in range(0, of_part.local.numel(), PIECE):
-            n_bytes = min(PIECE, of_part.local.numel() - begin)
-            piece = torch.empty(n_bytes, dtype=torch.uint8)
-            stored.read_into(weight, part, of_part.start + begin, piece)
-            of_part.local[begin : begin + n_bytes].copy_(piece)
-            checksum += as_checksum(range_sum(piece, of_part.start + begin)) if of_part.counts else 0
+        for begin in range(of_part.start, of_part.end, PIECE):
+            piece = torch.empty(min(PIECE, of_part.end - begin), dtype=torch.uint8)
+            stored.read_into(weight, part, begin, piece)
+            of_part.take(piece, begin)
+            checksum += as_checksum(range_sum(piece, begin)) if of_part.counts else 0
     return checksum
 
 
 def _range_of(shard: Shard | None, strategy: Strategy, world: World) -> _Range:
     """The bytes of a packed tensor that this rank fills: its shard, or an even part of a tensor that it holds whole."""
     if shard is None:
-        return _Range(0, torch.empty(0, dtype=torch.uint8), counts=False)
-    if strategy.facts.shards_parameters:
-        return _Range(shard.start, shard.local, shard.replica == 0)
+        return _Range(Runs(0, 0), torch.empty(0, dtype=torch.uint8), counts=False)
+    if strategy.facts.shards_parameters:  # who has the first part of the rows counts them
+        begins_rows = not shard.run or shard.start % shard.stride == 0
+        return _Range(shard.runs, shard.local, shard.replica == 0 and begins_rows)
     start, end = even_range(shard.local.numel(), world.rank, world.size)
-    return _Range(start, shard.local[start:end], counts=True)
+    return _Range(Runs(start, end - start), shard.local[start:end], counts=True)
 
 
 def _pack_layers(

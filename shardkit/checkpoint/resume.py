@@ -159,10 +159,10 @@ def _load(
         strategy.create_optimizer_state(stateless(manifest))
         shards = [s for s in strategy.load_targets() if s.name not in left_out and s.local.numel()]
         everyone: list[Any] = [None] * world.size
-        own = [(shard.name, shard.start, shard.local.numel()) for shard in shards]
+        own = [Range(shard.name, shard.runs) for shard in shards]
         dist.all_gather_object(everyone, (world.env.node_rank, own), group=group)
         # All ranks' names are needed: with flat partitions, a rank knows only its own.
-        refuse_leftovers(manifest.tensors, [name for _, ranges in everyone for name, _, _ in ranges])
+        refuse_leftovers(manifest.tensors, [needed.name for _, ranges in everyone for needed in ranges])
         generators, prefix = dict[str, Shard](), f"rng.{world.rank}."
         if manifest.world_size == world.size:  # else a rank's sequence of random numbers means nothing
             for name, t in manifest.tensors.items():
@@ -184,7 +184,7 @@ def _load(
     if generators:
         rng.restore({kind: shard.local for kind, shard in generators.items()}, world.device)
     else:
-        rng.reseed(manifest.run.seed, world.rank, manifest.run.step)
+        rng.reseed(manifest.run.seed, world.loss_rank, manifest.run.step)
     return manifest.run
 
 

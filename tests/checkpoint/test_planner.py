@@ -12,6 +12,7 @@ from shardkit.checkpoint.native.reader import _parts
 from shardkit.checkpoint.native.writer import check_plans, plan_save
 from shardkit.checkpoint.resume import matching_entry, refuse_leftovers
 from shardkit.errors import CheckpointError
+from shardkit.parallel.runs import Runs
 from shardkit.strategies.base import Shard
 
 CHUNK_BYTES = 4000  # 1000 elements of fp32
@@ -25,14 +26,14 @@ def shard(start: int, length: int, replica: int = 0, name: str = "model.w", tota
 def test_a_range_is_cut_into_chunks_and_each_holds_its_own_elements() -> None:
     plan, contents = plan_save([shard(0, 2500), shard(3000, 2000)], CHUNK_BYTES)
     ranges = [(0, 1000), (1000, 1000), (2000, 500), (3000, 1000), (4000, 1000)]
-    assert plan.chunks == [("model.w", *pair) for pair in ranges]
+    assert plan.chunks == [("model.w", Runs(*pair)) for pair in ranges]
     assert [content.tolist() for content in contents] == [[*range(start, start + n)] for start, n in ranges]
     assert plan.n_bytes == 4 * 4500
 
 
 def test_replicas_write_nothing() -> None:
     plan, contents = plan_save([shard(3000, 2000), shard(0, 3000, replica=1)], CHUNK_BYTES)
-    assert plan.chunks == [("model.w", 3000, 1000), ("model.w", 4000, 1000)] and len(contents) == 2
+    assert plan.chunks == [("model.w", Runs(3000, 1000)), ("model.w", Runs(4000, 1000))] and len(contents) == 2
     owner, _ = plan_save([shard(0, 3000)], CHUNK_BYTES)
     check_plans([plan, owner])
 
@@ -72,7 +73,7 @@ def test_a_load_reads_the_parts_of_chunks_that_overlap_and_no_more(
 ) -> None:
     """(chunk, first element in it, first element of the target, number of elements)."""
     entry, target = saved(), shard(start, length).local
-    parts = [*_parts(entry, start, target)]
+    parts = [*_parts(entry, shard(start, length))]
     planned = [(entry.chunks.index(chunk), first, int(part[0]) - start, len(part)) for chunk, first, part in parts]
     assert planned == expected
     assert torch.cat([part for _, _, part in parts]).tolist() == target.tolist()

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def load_weights(
         )
     n_rows = dict(sorted(entry for need in needs for entry in need.n_rows.items()))
     if world.is_main:
-        used_names = {name for need in needs for name, _, _ in need.ranges} | read_later
+        used_names = {needed.name for need in needs for needed in need.ranges} | read_later
         if unused := sorted(name.partition(".")[2] for name in set(source.tensors) - used_names):
             _LOG.warning("%s holds %s, which the model has no place for", source.path, _listing(unused))
     ranges = [(need.node, need.ranges) for need in needs]
@@ -201,13 +201,14 @@ def _destinations(
             continue
         name, spec = saved[fqn]
         _check_fits(spec, fqn, shard, source, may_grow=plain_name in resized)
-        n_old = max(0, min(shard.local.numel(), math.prod(spec.shape) - shard.start))
+        n_old = shard.runs.below(math.prod(spec.shape))
         if n_old:
-            source_range = (name, shard.start, n_old)
+            source_range = Range(name, shard.runs._replace(length=n_old))
             destinations.setdefault(source_range, Destination(spec)).targets.append(shard.local[:n_old])
         if n_old < shard.local.numel():
             rows = new_rows.setdefault(name, _NewRows((spec.shape[0], shard.shape[0])))
-            rows.targets.append((shard.start + n_old, shard.local[n_old:]))
+            start = shard.start + (n_old // shard.run * shard.stride if shard.run else n_old)
+            rows.targets += replace(shard, start=start, local=shard.local[n_old:]).ranges()
     if missing:
         raise CheckpointError(f"{source.path} has no {_listing(list(missing))}", _FIX)
     return dict(sorted(destinations.items())), new_rows

@@ -6,15 +6,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ...errors import CheckpointError
+from ...parallel.runs import Runs
 
-SCHEMA = 1
-READABLE = (1,)
-"""Schemas that this version loads: the current one and, from the second on, the one before it."""
+SCHEMA = 2
+READABLE = (1, 2)
+"""Schemas that this version loads: the current one and the one before it, which had no chunks of several runs."""
 
 FILE_NAME = "manifest.json"
 CHUNK_BYTES = 64 * 2**20
@@ -33,18 +34,24 @@ class CorruptCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [start, start + length) of a flattened tensor, as they lie in a file."""
+    """Elements of a flattened tensor, as they lie in a file: `length` from `start` on, or in several runs."""
 
     start: int
     length: int
     file: int  # index of the file in the manifest
     offset: int  # byte of the file at which they begin
     crcs: tuple[int, ...]  # CRC-32 of each block of their bytes
+    run: int = 0  # elements of each run; 0 = one range
+    stride: int = 0  # distance of the first elements of two runs
+
+    @property
+    def runs(self) -> Runs:
+        return Runs(self.start, self.length, self.run, self.stride)
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A logical tensor; its chunks are in order and hold each element exactly once."""
+    """A logical tensor; its chunks are ordered by their first elements and hold each element exactly once."""
 
     name: str
     dtype: str
@@ -140,7 +147,10 @@ def dump(manifest: Manifest) -> bytes:
             t.name: {
                 "dtype": t.dtype,
                 "shape": list(t.shape),
-                "chunks": [[c.start, c.length, c.file, c.offset, list(c.crcs)] for c in t.chunks],
+                "chunks": [
+                    [c.start, c.length, c.file, c.offset, *((c.run, c.stride) if c.run else ()), list(c.crcs)]
+                    for c in t.chunks
+                ],
             }
             for t in manifest.tensors.values()
         },
@@ -212,7 +222,10 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
 def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], block_bytes: int) -> TensorEntry:
     if entry["dtype"] not in DTYPE_BYTES:
         raise ValueError(f"{name}: dtype {entry['dtype']!r}")
-    chunks = tuple(Chunk(*whole_numbers(numbers), tuple(crcs)) for *numbers, crcs in entry["chunks"])  # type: ignore[call-arg, arg-type]
+    chunks = tuple(
+        Chunk(start, length, file, offset, tuple(crcs), *whole_numbers(runs))
+        for start, length, file, offset, *runs, crcs in ((*whole_numbers(c[:4]), *c[4:]) for c in entry["chunks"])
+    )
     tensor = TensorEntry(name, entry["dtype"], whole_numbers(entry["shape"]), chunks)
     for chunk in chunks:
         size = chunk.length * tensor.itemsize
@@ -220,7 +233,9 @@ def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], bl
             raise ValueError(f"{name}: a chunk ends after {files[chunk.file].name} does")
         if len(chunk.crcs) != -(-size // block_bytes):
             raise ValueError(f"{name}: {len(chunk.crcs)} checksums for {size} bytes")
-    hole = find_hole(tensor.numel, [(c.start, c.length) for c in chunks])
+        if (chunk.run or chunk.stride) and (not 0 < chunk.run < chunk.stride or chunk.length % chunk.run):
+            raise ValueError(f"{name}: runs of {chunk.run} elements at distances of {chunk.stride}")
+    hole = find_hole(tensor.numel, [chunk.runs for chunk in chunks])
     if hole is not None:
         raise ValueError(f"{name}: its chunks do not hold element {hole} exactly once")
     return tensor
@@ -236,11 +251,34 @@ def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
     return numbers  # type: ignore[return-value]
 
 
-def find_hole(numel: int, ranges: list[tuple[int, int]]) -> int | None:
-    """The index of the first of `numel` elements that the ordered (start, length) ranges do not hold exactly once. None
-    if they hold all."""
+def find_hole(numel: int, parts: Sequence[Runs]) -> int | None:
+    """The index of one of `numel` elements that the parts do not hold exactly once; None if they hold all.
+
+    No run is looked at by itself. Where parts have several runs, all have the same distance, the width of a row: their
+    columns have to fill a row, and in each column their rows the tensor.
+    """
+    widths = {part.stride for part in parts if part.run}
+    if not widths:
+        return _gap(numel, [(part.start, part.length) for part in parts])
+    width = min(widths)
+    columns: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for part in parts:
+        row, column = divmod(part.start, width)
+        run = part.run or part.length
+        if max(widths) != width or numel % width or not 0 < run <= width - column:
+            return part.start
+        columns.setdefault((column, run), []).append((row, part.length // run))
+    gap = _gap(width, list(columns))
+    if gap is not None:
+        return gap
+    gaps = ((column, _gap(numel // width, rows)) for (column, _), rows in columns.items())
+    return next((row * width + column for column, row in gaps if row is not None), None)
+
+
+def _gap(numel: int, ranges: list[tuple[int, int]]) -> int | None:
+    """The first index below `numel` that is not in exactly one of the (start, length) ranges."""
     expected = 0
-    for start, length in ranges:
+    for start, length in sorted(ranges):
         if start != expected or length < 1:
             return min(start, expected)
         expected += length

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import read_at
+from ...parallel.runs import Runs
 from ...strategies.base import Shard
 from .layout import check_files, read_manifest
 from .manifest import Chunk, CorruptCheckpoint, Manifest, TensorEntry
@@ -80,21 +80,40 @@ class CheckpointReader:
         stop = start + out.numel()
         if start < 0 or stop > entry.numel or out.dtype != getattr(torch, entry.dtype):
             raise ValueError(f"[{start}, {stop}) as {out.dtype} of {name}: {entry.numel} elements of {entry.dtype}")
-        for chunk, first, part in _parts(entry, start, out):
-            self._read_bytes(entry, chunk, first * entry.itemsize, byte_view(part))
+        for chunk in entry.chunks:
+            if chunk.start >= stop:
+                break
+            low, high = chunk.runs.below(start), chunk.runs.below(stop)
+            if low < high and not chunk.run:
+                part = out[chunk.start + low - start :][: high - low]
+                self._read_bytes(entry, chunk, low * entry.itemsize, byte_view(part))
+            elif low < high:
+                content = torch.empty(high - low, dtype=out.dtype)
+                self._read_bytes(entry, chunk, low * entry.itemsize, byte_view(content))
+                for block in chunk.runs.blocks(low, high):
+                    rows = content[block.offset - low :][: block.rows * block.width].view(block.rows, block.width)
+                    strided_rows(out, block.start - start, rows.shape, chunk.stride).copy_(rows)
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Fill ranges, on any device. The manifest has their tensors; see `planner.matching_entry`."""
-        parts = []
+        """Fill ranges, on any device. The manifest has their tensors; see `resume.matching_entry`."""
+        parts, cut_otherwise = [], []
         for shard in shards:
             entry = self._entry(shard.name)
-            parts += [(entry, *part) for part in _parts(entry, shard.start, shard.local.detach())]
+            of_shard = [*_parts(entry, shard)]
+            if sum(part.numel() for _, _, part in of_shard) == shard.local.numel():
+                parts += [(entry, *part) for part in of_shard]
+            else:
+                cut_otherwise.append(shard)
         # One part after the other, in file order: several readers of one file defeat the kernel's read-ahead.
         for entry, chunk, first, target in sorted(parts, key=lambda part: (part[1].file, part[1].offset)):
             on_host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
             self._read_bytes(entry, chunk, first * entry.itemsize, byte_view(on_host))
             if on_host is not target:
                 target.copy_(on_host)
+        for shard in cut_otherwise:
+            on_host = torch.empty_like(shard.local, device="cpu")
+            read_runs(self.read_into, shard.name, shard.runs, 0, on_host)
+            shard.local.detach().copy_(on_host)
 
     def _read_bytes(self, entry: TensorEntry, chunk: Chunk, low: int, out: memoryview) -> None:
         """Read the bytes [low, low + len(out)) of a chunk. Whole blocks go directly to `out`, parts are copied."""
@@ -159,12 +178,39 @@ class CheckpointReader:
                     yield error.cause
 
 
-def _parts(entry: TensorEntry, start: int, out: torch.Tensor) -> Iterator[tuple[Chunk, int, torch.Tensor]]:
-    """Yield each chunk that holds elements of `out`, the first of them in it, and the part of `out` that they fill."""
-    stop = start + out.numel()
-    at = bisect_right([chunk.start for chunk in entry.chunks], start) - 1
-    for chunk in entry.chunks[max(at, 0) :]:
-        low, high = max(start, chunk.start), min(stop, chunk.start + chunk.length)
-        if low >= high:
-            return
-        yield chunk, low - chunk.start, out[low - start : high - start]
+def _parts(entry: TensorEntry, shard: Shard) -> Iterator[tuple[Chunk, int, torch.Tensor]]:
+    """Yield each chunk that holds elements of a shard in the same runs as the shard, the first of them in it, and the
+    part of the shard that they fill."""
+    for chunk in entry.chunks:
+        rows, out_of_phase = divmod(chunk.start - shard.start, max(shard.stride, 1))
+        if (chunk.run, chunk.stride) == (shard.run, shard.stride) and not out_of_phase:
+            ahead = rows * max(shard.run, 1)
+            low, high = max(ahead, 0), min(ahead + chunk.length, shard.local.numel())
+            if low < high:
+                yield chunk, low - ahead, shard.local.detach()[low:high]
+
+
+def read_runs(
+    read_into: Callable[[str, int, torch.Tensor], None], name: str, runs: Runs, low: int, out: torch.Tensor
+) -> None:
+    """Fill `out` with elements of several runs, from their element `low` on, by reads of ranges.
+
+    Runs that lie near each other are read together with the elements between them: a read of each would check its
+    whole block.
+    """
+    for block in runs.blocks(low, low + out.numel()):
+        rows = out[block.offset - low :][: block.rows * block.width].view(block.rows, block.width)
+        at_once = max(1, _PIECE_BYTES // max(runs.stride * out.element_size(), 1))
+        for row in range(0, block.rows, at_once):
+            piece, start = rows[row : row + at_once], block.start + row * runs.stride
+            if len(piece) == 1:
+                read_into(name, start, piece[0])
+            else:
+                span = torch.empty((len(piece) - 1) * runs.stride + block.width, dtype=out.dtype)
+                read_into(name, start, span)
+                piece.copy_(strided_rows(span, 0, piece.shape, runs.stride))
+
+
+def strided_rows(flat: torch.Tensor, start: int, shape: Sequence[int], stride: int) -> torch.Tensor:
+    """Ranges of a flat tensor that begin `stride` apart, as the rows of a view."""
+    return flat[start:].as_strided(shape, (stride, 1))

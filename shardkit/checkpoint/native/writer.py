@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CheckpointError, gib
+from ...parallel.runs import Runs
 from ...strategies.base import Shard
 from .layout import TMP, fsync_folder, publish
 from .manifest import (
@@ -51,21 +52,29 @@ class SavePlan:
     """The part of a save that one rank does."""
 
     tensors: dict[str, tuple[tuple[int, ...], str]]  # shape and dtype of each tensor of which the rank holds a part
-    # (tensor, first element, number of elements) of each chunk that it writes, in the order of its file
-    chunks: list[tuple[str, int, int]]
+    chunks: list[tuple[str, Runs]]  # tensor and elements of each chunk that it writes, in the order of its file
     n_bytes: int  # of all its chunks
 
 
 def plan_save(shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> tuple[SavePlan, list[torch.Tensor]]:
-    """Cut the ranges that this rank writes into chunks. Of ranks with the same range, replica 0 writes it. Returns the
-    plan, and the elements of each chunk."""
+    """Cut the elements that this rank writes into chunks. Of ranks with the same ones, replica 0 writes them. Returns
+    the plan, and the elements of each chunk."""
     chunks, contents = [], []
-    for shard in shards:
-        if shard.replica == 0:
-            step = max(1, chunk_bytes // shard.local.element_size())
-            for start in range(0, shard.local.numel(), step):
-                content = shard.local[start : start + step]
-                chunks.append((shard.name, shard.start + start, content.numel()))
+    for shard in (shard for shard in shards if shard.replica == 0):
+        step = max(1, chunk_bytes // shard.local.element_size())
+        if 0 < shard.run <= step:  # a chunk has whole runs; longer ones are chunks of their own
+            step -= step % shard.run
+            parts = [(shard.start, shard.local)]
+        else:
+            parts = [*shard.ranges()]
+        for start, part in parts:
+            in_runs = part.numel() > shard.run > 0
+            for at in range(0, part.numel(), step):
+                content = part[at : at + step]
+                begin = start + (at // shard.run * shard.stride if in_runs else at)
+                has_several = in_runs and content.numel() > shard.run
+                numbers = (shard.run, shard.stride) if has_several else (0, 0)
+                chunks.append((shard.name, Runs(begin, content.numel(), *numbers)))
                 contents.append(content)
     tensors = {shard.name: (tuple(shard.shape), dtype_name(shard.local.dtype)) for shard in shards}
     return SavePlan(tensors, chunks, sum(content.nbytes for content in contents)), contents
@@ -74,7 +83,7 @@ def plan_save(shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> tuple[
 def check_plans(plans: Iterable[SavePlan]) -> None:
     """Check that the ranks' plans cover every element."""
     tensors: dict[str, tuple[tuple[int, ...], str]] = {}
-    ranges: dict[str, list[tuple[int, int]]] = {}
+    parts: dict[str, list[Runs]] = {}
     for plan in plans:
         for name, (shape, dtype) in plan.tensors.items():
             first_shape, first_dtype = tensors.setdefault(name, (shape, dtype))
@@ -82,10 +91,10 @@ def check_plans(plans: Iterable[SavePlan]) -> None:
                 raise CheckpointError(f"ranks disagree about the shape of {name}: {first_shape} and {shape}")
             if dtype != first_dtype:
                 raise CheckpointError(f"ranks disagree about the dtype of {name}")
-        for name, start, length in plan.chunks:
-            ranges.setdefault(name, []).append((start, length))
+        for name, runs in plan.chunks:
+            parts.setdefault(name, []).append(runs)
     for name, (shape, _) in tensors.items():
-        hole = find_hole(math.prod(shape), sorted(ranges.get(name, [])))
+        hole = find_hole(math.prod(shape), parts.get(name, []))
         if hole is not None:
             raise CheckpointError(f"element {hole} of {name} is held by no rank, or by two")
 
@@ -204,8 +213,9 @@ class RangeWriter:
         files: list[DataFile] = []
         chunks: dict[str, list[Chunk]] = {}
         for rank, (plan, of_rank) in enumerate(zip(self._plans, placed, strict=True)):
-            for (name, start, length), (offset, crcs) in zip(plan.chunks, of_rank, strict=True):
-                chunks.setdefault(name, []).append(Chunk(start, length, len(files), offset, crcs))
+            for (name, runs), (offset, crcs) in zip(plan.chunks, of_rank, strict=True):
+                chunk = Chunk(runs.start, runs.length, len(files), offset, crcs, runs.run, runs.stride)
+                chunks.setdefault(name, []).append(chunk)
             if of_rank:
                 file_name = data_file_name(rank)
                 files.append(DataFile(file_name, (self.draft / file_name).stat().st_size))
