@@ -19,7 +19,7 @@ from .. import __version__, errors
 from ..config.removed import COMMANDS
 from ..errors import LaunchError, ShardkitError, printable
 from ..files import cache_dir, module_command, outlive_full_disks
-from .program import JobCommand, MaybePath, UsageError, Words, load, with_option_groups
+from .program import Count, JobCommand, MaybePath, UsageError, Words, load, with_option_groups
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -199,6 +199,16 @@ def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Keep the measured constants for planning.")] = False,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Device to measure.")] = "auto",
+    cp: Annotated[
+        Count,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Measure all-to-alls of parallel.cp=N. [default without --tp, --ep: a node's ranks]",
+        ),
+    ] = None,
+    tp: Annotated[Count, typer.Option(metavar="N", min=1, help="Measure all-reduces of parallel.tp=N.")] = None,
+    ep: Annotated[Count, typer.Option(metavar="N", min=1, help="Measure all-to-alls of parallel.ep=N.")] = None,
 ) -> None:
     """Look for problems that make training fail or crawl; under torchrun or srun also measure the ranks together."""
     from ..hardware import calibration
@@ -215,7 +225,12 @@ def doctor(
     if calibrate or (env is not None and env.world_size > 1):
         from ..hardware.measure import measure
 
-        config = load("-", [f"run.device={device}", f"run.dir={run_dir}"]).config
+        node = env.local_world_size if env and env.world_size % env.local_world_size == 0 else 1
+        cp = cp or (node if tp is None and ep is None else 1)
+        settings = [f"run.device={device}", f"run.dir={run_dir}", f"train.seq_len={cp}", f"model.max_seq_len={cp}"]
+        # The strategy matters for the groups alone: fsdp has all of them.
+        settings += ["parallel.strategy=fsdp", f"parallel.cp={cp}", f"parallel.tp={tp or 1}", f"parallel.ep={ep or 1}"]
+        config = load("-", settings).config
         measured = measure(config)
         if measured is None:
             return

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..launch.ranks.env import visible_gpus
 from ..plan.model.cost import SPEED_ERROR
 from ..plan.search.ladder import Try
-from ..plan.search.search import INTERRUPTED, Combination, Search, SearchResult, Setting, named
+from ..plan.search.search import AXES, INTERRUPTED, Combination, Search, SearchResult, Setting, named
 from ..plan.search.show import Verified, show_found, show_verified
 from ..plan.search.trial import writing
 from ..plan.target import Target
@@ -57,14 +57,16 @@ def to_json(search_result: SearchResult, verified: Sequence[Verified] = ()) -> d
 
 
 def _combination_as_json(combination: Combination) -> dict[str, Any]:
-    return {"engine": combination.engine, "policy": combination.policy, "precision": combination.precision}
+    axes = dict(zip(AXES, combination.sizes, strict=True))
+    return {"engine": combination.engine, "policy": combination.policy, "precision": combination.precision, **axes}
 
 
 def _setting_as_json(setting: Setting) -> dict[str, Any]:
     return {
         **_combination_as_json(setting.combination), "micro_batch": setting.micro_batch,
         "settings": list(setting.settings), "needed": setting.needed, "filled": setting.filled,
-        "tokens_per_s": setting.tokens_per_s, "waits": dict(setting.waits), "exact": setting.estimate is not None,
+        "tokens_per_s": setting.tokens_per_s, "waits": dict(setting.waits), "sent": round(setting.sent),
+        "exact": setting.estimate is not None,
     }  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def plan_automatically(
     else:
         print(show_found(job.name, search_result, target))
         if verified:
-            print("\n" + show_verified(verified, search_result.samples))
-        print(f"\nwritten: {folder / 'config.yaml'}: {named(chosen, search_result.samples)}")
+            print("\n" + show_verified(verified))
+        print(f"\nwritten: {folder / 'config.yaml'}: {named(chosen)}")
     if interrupted:
         raise SystemExit(130)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ConfigError, gib
-from .plan import CardOptions, ConfigJob, GpuMemory, GpuName, HostMemory, MemoryCap
-from .program import Overrides, Words
+from ..errors import ConfigError
+from .plan import CardOptions, ConfigJob, GpuMemory, GpuName, HostMemory, MemoryCap, refuse_gpu_memory
+from .program import Count, Overrides, Words
+from .progress import Waiting
 
 if TYPE_CHECKING:
-    from ..plan.search.ladder import Step
+    from ..plan.search.ladder import Size, Step
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
 Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job, one rank each.")]
@@ -47,7 +50,7 @@ def ladder(
     if dry_run:
         target, try_it = CardOptions(gpus, gpus, gpu, gpu_memory, None, memory_cap).target(lowest), None
     else:
-        _refuse_gpu_memory(gpu_memory)
+        refuse_gpu_memory(gpu_memory)
         target = target_here(lowest, gpus, gpu, memory_cap)
         try_it = job.tried(gpus, out, steps, memory_cap)
     limit = target.device_memory
@@ -63,20 +66,15 @@ def ladder(
         typer.echo(f"no plot: {error.cause}; {error.fix}", err=True)
 
 
-def _refuse_gpu_memory(gpu_memory: str | None) -> None:
-    if gpu_memory is not None:
-        cause = f"--gpu-memory {gpu_memory}: real runs have the memory of this machine's cards"
-        raise ConfigError(cause, "pass --memory-cap for a smaller one, or predict only")
-
-
 def max_model(
     config: Config,
     overrides: Overrides = None,
     *,
     find: Annotated[
-        str, typer.Option(metavar="model|batch|length", help="The most parameters, samples, or tokens a sequence.")
+        str, typer.Option(metavar="model|batch", help="The most parameters, or samples of a micro-batch.")
     ] = "model",
     gpus: Gpus = 1,
+    gpus_per_node: Annotated[Count, typer.Option(metavar="N", help="GPUs on each machine. [default: 8]")] = None,
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
     host_memory: HostMemory = None,
@@ -84,13 +82,25 @@ def max_model(
     confirm: Annotated[bool, typer.Option("--confirm", help="Train sizes around the boundary here.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the runs of --confirm.")] = Path("max-model"),
 ) -> None:
-    """Find the largest model or micro-batch, or the longest sequence, CONFIG trains: by prediction, or real steps."""
+    """Find the largest model, or micro-batch, that CONFIG's settings can train: by prediction, or real steps.
+
+    Ranks share samples, layers and experts (parallel.cp, tp and ep) in groups of every size that fits a node, unless
+    the key is on the command line.
+    """
     from ..config.load import resolve_batch
-    from ..plan.search.ladder import batch_sizes, largest, lengths, model_sizes
+    from ..plan.search.ladder import (
+        batch_sizes,
+        largest_layout,
+        layouts_to_try,
+        model_sizes,
+        show_beyond,
+        show_boundary,
+    )
     from ..plan.target import target_here
 
-    if find not in ("model", "batch", "length"):
-        raise ConfigError(f"--find {find} is neither model, batch nor length", "pass --find model, batch or length")
+    if find not in ("model", "batch"):
+        fix = "shardkit plan --longest" if find == "length" else "pass --find model or --find batch"
+        raise ConfigError(f"--find {find} is neither model nor batch", fix)
     job = ConfigJob(config, tuple(overrides or ()))
     start = job.config()
     if find == "model" and (start.task.factory is not None or start.task.name != "causal_lm"):
@@ -98,28 +108,26 @@ def max_model(
         raise ConfigError(cause, "pass --find batch, or use task.name=causal_lm")
     try_it = None
     if confirm:
-        _refuse_gpu_memory(gpu_memory)
+        refuse_gpu_memory(gpu_memory)
+        if gpus_per_node is not None:
+            raise ConfigError("--confirm trains all ranks on this machine", "leave --gpus-per-node out")
         target = target_here(start, gpus, gpu, memory_cap)
         try_it = job.tried(gpus, out, 3, memory_cap)
     else:
-        target = CardOptions(gpus, gpus, gpu, gpu_memory, host_memory, memory_cap).target(start)
-    if find == "length":
-        if start.task.factory is not None or start.task.name not in ("causal_lm", "hf_causal_lm"):
-            raise ConfigError("--find length is for causal language models", "pass --find batch")
-        sizes = lengths(start)
-    elif find == "batch":
-        sizes = batch_sizes(resolve_batch(start, gpus) if start.train.global_batch_size is not None else None)
-    else:
-        limit = (target.device_memory or 0) * gpus + (1 << 40)
-        sizes = model_sizes(start.model, limit / 2, 16 if start.precision.mode == "fp8" else 1)
-    answer = largest(job.config, sizes, target, try_it, look_ahead=6 if find == "model" else 0)
-    size, next_size, unit = (
-        answer.largest,
-        answer.next_up,
-        {"model": "parameters", "batch": "samples", "length": "tokens"}[find],
-    )
-    typer.echo(f"largest   {size.amount:,} {unit}: {' '.join(size.settings)}")
-    short = "; the next one is short of host memory" if answer.limited_by == "host" else ""
-    typer.echo(f"needs     {gib(answer.predicted)} of {gib(target.device_memory or 0)} (predicted){short}")
-    how = f"confirmed by {answer.attempts} real runs: the next size ran out of memory" if confirm else "predicted"
-    typer.echo(f"next      {next_size.amount:,} {unit} ({next_size.amount / size.amount - 1:+.1%}): {how}")
+        target = CardOptions(gpus, gpus_per_node, gpu, gpu_memory, host_memory, memory_cap).target(start)
+    accumulated = resolve_batch(start, gpus) if find == "batch" and start.train.global_batch_size is not None else None
+    limit, multiple = (target.device_memory or 0) * gpus + (1 << 40), 16 if start.precision.mode == "fp8" else 1
+
+    @cache
+    def sizes(sharing: int) -> Sequence[Size]:
+        if find == "batch":
+            return batch_sizes(accumulated, gpus // sharing)
+        return model_sizes(start.model, limit / 2, multiple, sharing)
+
+    unit = {"model": "parameters", "batch": "samples"}[find]
+    layouts = layouts_to_try(start, target, job.fixed_keys, sizes)
+    with Waiting(f"searching the largest {find} of {job.name} over {len(layouts)} layouts of ranks"):
+        answer, compared = largest_layout(job.config, layouts, target, try_it, look_ahead=6 if find == "model" else 0)
+    typer.echo(show_boundary(answer, unit, target.device_memory or 0))
+    if compared:
+        typer.echo("\n" + show_beyond(compared, unit))

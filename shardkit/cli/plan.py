@@ -77,6 +77,23 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
+class LengthOptions:
+    """Options of `shardkit plan --longest`."""
+
+    longest: Annotated[bool, typer.Option("--longest", help="Find the longest sequence that fits.")] = False
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="--longest: train lengths around the boundary here, in --out.")
+    ] = False
+
+
+def refuse_gpu_memory(gpu_memory: str | None) -> None:
+    """Refuse a memory of cards that real runs do not have."""
+    if gpu_memory is not None:
+        cause = f"--gpu-memory {gpu_memory}: real runs have the memory of this machine's cards"
+        raise ConfigError(cause, "pass --memory-cap for a smaller one, or predict only")
+
+
+@dataclass(frozen=True)
 class ConfigJob:
     """A job that a config describes."""
 
@@ -127,6 +144,7 @@ def plan(
         bool, typer.Option("--all-layers", help="Trace every layer, also where a few of them tell the verdict.")
     ] = False,
     search: SearchOptions,
+    length: LengthOptions,
 ) -> None:
     """Predict every rank's memory before CONFIG is launched: by phase and category, and whether it fits.
 
@@ -134,17 +152,24 @@ def plan(
     predicted to be fastest among those that fit. The samples per step, and every key set on the command line, stay
     unchanged. After --budget seconds, or at Ctrl-C, the best so far is the result.
 
+    With --longest, find the longest sequence that fits the config's other settings.
+
     With --from, plan the job that files of Accelerate and DeepSpeed describe, and first say what each of their keys
     becomes here.
 
     Exit code 0 if it fits, 4 if it does not, 7 if a key of the files changes memory and is not planned.
     """
-    if not search.auto and search != SearchOptions():
+    if length.longest and search.auto:
+        raise ConfigError("--longest and --auto are two searches", "pass one of them")
+    if length.confirm and not length.longest:
+        raise ConfigError("--confirm belongs to --longest, which is missing", "add --longest")
+    if not search.auto and search != SearchOptions(out=search.out if length.confirm else SearchOptions.out):
         raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
     if files:
-        if search.auto:
+        if search.auto or length.longest:
+            option = "--auto" if search.auto else "--longest"
             fix = "put the settings that plan --from prints into a config, and search from that"
-            raise ConfigError("--auto searches from a config, and --from names other tools' files", fix)
+            raise ConfigError(f"{option} searches from a config, and --from names other tools' files", fix)
         words = [*([] if config is None else [config]), *(overrides or [])]  # of --from a b=c, CONFIG is b=c to typer
         raise typer.Exit(_plan_files([*files, *(word for word in words if "=" not in word)],
                                      [word for word in words if "=" in word], model, cards, json_output))  # fmt: skip
@@ -155,6 +180,9 @@ def plan(
         raise ConfigError("no config is named", "name a YAML file, - for the defaults, or --from with a tool's file")
     job = ConfigJob(config, tuple(overrides or ()))
     run_config = job.config()
+    if length.longest:
+        _find_longest(job, run_config, cards, search.out if length.confirm else None, json_output)
+        return
     target = cards.target(run_config)
     if search.auto:
         from .auto import plan_automatically
@@ -192,6 +220,26 @@ def plan(
     elif misfit and advice:
         typer.echo("\n" + show_changes(changes))
     raise typer.Exit(MISFIT if misfit else FITS)
+
+
+def _find_longest(job: ConfigJob, config: RunConfig, cards: CardOptions, runs: Path | None, json_output: bool) -> None:
+    """Print the longest sequence that fits; `runs`: a folder for real runs that confirm it, None = predict only."""
+    from ..plan.search.ladder import largest, lengths, show_boundary
+    from ..plan.target import target_here
+
+    if runs is None:
+        target, try_it = cards.target(config), None
+    else:
+        refuse_gpu_memory(cards.gpu_memory)
+        ranks = cards.gpus or 1
+        target = target_here(config, ranks, cards.gpu, cards.memory_cap)
+        try_it = job.tried(ranks, runs, 3, cards.memory_cap)
+    with Waiting(f"searching the longest sequence of {job.name}"):
+        answer = largest(job.config, lengths(config), target, try_it)
+    if json_output:
+        typer.echo(json.dumps({"schema": 1, **asdict(answer), "device_memory": target.device_memory}, indent=1))
+    else:
+        typer.echo(show_boundary(answer, "tokens", target.device_memory or 0))
 
 
 def _plan_files(

@@ -20,18 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RehearsedCards:
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")] = "h100"
-    gpus: Annotated[
-        Count, typer.Option(metavar="N", min=1, max=64, help="GPUs of a machine; 1, with --ranks up to 8.")
-    ] = None
+    gpu: Annotated[Text, typer.Option("--gpu", metavar="NAME", help="a100-40gb, l4, …; default: h100.")] = None
+    gpus: Annotated[Count, typer.Option(metavar="N", min=1, max=64, help="Emulated GPUs of a machine.")] = None
     gpu_memory: Annotated[Text, typer.Option(metavar="80GB", help="Per GPU, if not the card's.")] = None
+
+    def card(self) -> Gpu:
+        from ..hardware.cards import DEFAULT, find_gpu, parse_bytes
+
+        card = find_gpu(self.gpu or DEFAULT)
+        if self.gpu_memory is None:
+            return card
+        return replace(card, memory=parse_bytes(self.gpu_memory, "--gpu-memory"))
 
 
 @dataclass(frozen=True)
 class RehearsalOptions:
-    ranks: Annotated[Count, typer.Option(metavar="N", min=1, help="Run a few of N ranks, and pretend the others.")] = (
-        None
-    )
+    ranks: Annotated[
+        Count, typer.Option(metavar="N", min=1, help="Run a few of N ranks, 8 a machine, and pretend the others.")
+    ] = None
     live: Annotated[
         Text, typer.Option(metavar="0,64", help="The ranks that run; rank 0, and those it turns out to need.")
     ] = None
@@ -101,7 +107,6 @@ def rehearse(
     """
     import json
 
-    from ..hardware.cards import find_gpu, parse_bytes
     from ..plan.target import known_here
     from ..rehearse.ranks import command_of_rank, parse_ranks
     from ..rehearse.rehearsal import Limits, parse_assumed
@@ -112,9 +117,7 @@ def rehearse(
     if not command:
         fix = "shardkit rehearse --gpu h100 --gpus 8 -- torchrun --nproc-per-node 8 train.py"
         raise LaunchError("no command stands behind `--`", fix)
-    card = find_gpu(cards.gpu)
-    if cards.gpu_memory is not None:
-        card = replace(card, memory=parse_bytes(cards.gpu_memory, "--gpu-memory"))
+    card = cards.card()
     if compute_options.compute:
         _compute(command, card, cards.gpus or 1, options, compute_options, json_output)
     if compute_options.late_copies or compute_options.poison:

@@ -212,7 +212,9 @@ def plan_first(
             fix = f"{best}, or submit it anyway with --force" if best else "use more or larger GPUs, or pass --force"
             raise ConfigError(misfit(estimate), fix)
     limit = gib(estimate.device_memory or 0)
-    typer.echo(f"planned: {gib(estimate.needed)} of {limit} on each GPU: {estimate.verdict}", err=err)
+    typer.echo(
+        f"planned: {gib(estimate.needed)} of {limit} on each GPU: {estimate.verdict}{estimate.condition}", err=err
+    )
     return estimate, config
 
 

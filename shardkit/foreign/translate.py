@@ -70,6 +70,10 @@ def _if_on(setting: str, counterpart: Any) -> Convert:
     return lambda value: {setting: counterpart} if truth(value) else {}
 
 
+def _parts(value: Any) -> Settings:  # both tools' sequence parallelism is Ulysses by DeepSpeed, as parallel.cp
+    return {"parallel.cp": whole(value)} if whole(value) > 1 else {}
+
+
 _COUNTS = """
     reduce_bucket_size allgather_bucket_size sub_group_size stage3_prefetch_bucket_size
     stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold
@@ -120,7 +124,9 @@ DEEPSPEED: dict[str, Convert | None] = {
     "communication_data_type": _to("precision.reduce_dtype"),
     "data_types.grad_accum_dtype": _to(f"{PASSED}data_types.grad_accum_dtype"),
     "optimizer.type": _adam,
-    **dict.fromkeys(("communication_data_type_op", "zero_optimization.legacy_stage1")),  # near others, and no typos
+    "sequence_parallel_size": _parts,
+    # near others, and no typos
+    **dict.fromkeys(("communication_data_type_op", "zero_optimization.legacy_stage1", "data_parallel_size")),
 }
 DEEPSPEED_DEFAULTS: Settings = {
     "zero_optimization.reduce_bucket_size": 500_000_000,
@@ -188,6 +194,7 @@ ACCELERATE: dict[str, Convert | None] = {
         {"parallel.strategy": "hsdp", "parallel.dp_replicate": whole(value)} if whole(value) > 1 else {}
     ),
     "parallelism_config.parallelism_config_dp_shard_size": _to("parallel.dp_shard", whole),
+    "parallelism_config.parallelism_config_sp_size": _parts,
     "fsdp_config.fsdp_sharding_strategy": _sharding,
     "fsdp_config.fsdp_reshard_after_forward": _sharding,
     "fsdp_config.fsdp_activation_checkpointing": _if_on("activation.policy", "full"),
@@ -213,7 +220,11 @@ KEYS = {"Accelerate": ACCELERATE, "DeepSpeed": DEEPSPEED}
 _IN = r"(?:^|.*\.)(?:parallelism_config_)?"
 _UNPLANNED = (
     (rf"{_IN}(?:tp_size|autotp_size|tensor_parallel(?:_size)?)", "tensor parallelism divides weights and activations"),
-    (rf"{_IN}(?:[cs]p_size|(?:context|sequence)_parallel_size)", "the tokens of a sample are divided over ranks"),
+    (
+        rf"{_IN}(?:cp_size|context_parallel_size)",
+        "torch's ring attention passes keys and values around, and parallel.cp exchanges heads, as sp_size does",
+    ),
+    (rf"{_IN}(?:sp_size|sequence_parallel_size)", "the tokens of a sample are divided over ranks"),
     (rf"{_IN}(?:ep_size|autoep_size|expert_parallel_size)|expert_parallel\.enabled", "experts are divided over ranks"),
     (r"zero_optimization\.zero_quantized_\w+|weight_quantization\.(?:.*\.)?enabled", "values travel in fewer bits"),
     (r"zero_optimization\.zenflow\..*", "ZenFlow splits the update between device and host"),
@@ -503,7 +514,7 @@ class ForeignJob:
         others = () if is_known and is_installed else (name for name in KEYS[tool] if name != key)
         near = get_close_matches(key, others, 1, 0.85)
         settings: Settings = {}
-        note = unplanned_effect(key, value)
+        note = "" if convert else unplanned_effect(key, value)
         if not note and is_installed and not is_known and tool == "Accelerate":
             note = "shardkit does not know the effect of this key of the installed Accelerate"
         if note:
@@ -623,6 +634,7 @@ class ForeignJob:
         return bool(halves)
 
     def _batch(self, gpus: int) -> None:
+        gpus //= self.settings.get("parallel.cp", 1)  # ranks that share sequences have the same samples
         total = self.settings.pop("train.global_batch_size", None)
         micro, accum = self.settings.get("train.micro_batch_size"), self.settings.get("train.grad_accum_steps")
         if total is not None and micro and accum and total != micro * accum * gpus:

@@ -74,7 +74,8 @@ def _peak(estimate: MemoryEstimate, not_planned: Sequence[str]) -> Iterable[str]
     if estimate.host_memory is not None:
         limits.append(f"{gib(estimate.host_peak)} of {gib(estimate.host_memory)} on the host")
     label, verdict = ("without", f"them: {estimate.verdict}") if not_planned else ("verdict", estimate.verdict)
-    yield f"{label:<9}  {verdict}: {' and '.join(limits)} (± {100 * estimate.uncertainty:.0f} %)"
+    sure = f"(± {100 * estimate.uncertainty:.0f} %){estimate.condition}"
+    yield f"{label:<9}  {verdict}: {' and '.join(limits)} {sure}"
 
 
 def show_changes(changes: Changes) -> str:

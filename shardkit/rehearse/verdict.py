@@ -33,6 +33,7 @@ ASSUMPTIONS = {
     "zeros": "large floats that nobody computed are zeros on the host",
     GIVEN: "values that nobody computed are those of --assume",
     "unequal": "two tensors that nobody computed are not equal",
+    "rows": "the busiest rank's experts get `parallel.ep_imbalance` times the average rows",
     "printed": "the numbers of a printed tensor that nobody computed are `...`",
 }
 """What an emulated GPU tells a program that reads what it did not compute; docs/rehearse.md has a reason for each."""

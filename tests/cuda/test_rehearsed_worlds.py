@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from benchmarks import wide_plans
+from shardkit.config.load import load_config
+from shardkit.plan.client import plan
+from shardkit.plan.target import choose_target
 from tests.cuda.rehearsals import linked_cache, rehearsed
 from tests.emulated_cuda import REPO, needs_emulation
 
@@ -64,6 +70,62 @@ def test_shardkits_own_ranks_have_the_same_peaks(cache: Path, tmp_path: Path) ->
     assert sharded["optimizer states"] == pytest.approx(2 * sharded["parameters"], rel=0.01)
     assert sharded["gradients"] == sharded["parameters"] > 0
     assert host == pytest.approx(live_host, rel=0.05)  # a process's memory, libraries and all: never equal to a byte
+
+
+WIDE = {
+    "ep8": ["model_type: mixtral, num_local_experts: 8, intermediate_size: 1024", "parallel.ep=8"],
+    "tp8": ["model_type: llama, intermediate_size: 4096", "parallel.tp=8"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", WIDE)
+def test_a_rank_of_64_that_share_layers_or_experts_takes_what_the_plan_says(
+    axis: str, cache: Path, tmp_path: Path
+) -> None:
+    model, key = WIDE[axis]
+    sizes = "hidden_size: 1024, num_hidden_layers: 2, num_attention_heads: 8, num_key_value_heads: 8, vocab_size: 8192"
+    settings = [
+        "task.name=hf_causal_lm", f"model.hf={{{model}, {sizes}}}", "train.seq_len=1024", "train.micro_batch_size=2",
+        "train.eval_samples=0", "parallel.strategy=fsdp", key, "precision.mode=bf16", "memory.plan=false",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "shardkit.train", *settings, "run.device=cuda", f"run.dir={tmp_path / 'run'}"]
+    _, verdict = rehearsed(cache, tmp_path, "--gpu", "h100", "--ranks", "64", command=command)
+    with patch.dict(os.environ, {"EMUCUDA": "0"}):
+        config = load_config(None, settings).config
+        planned = plan(config, choose_target(config, 64, 8, gpu="h100", expandable=True))
+    print(f"{axis}: planned {planned.peak.allocated}, rehearsed {verdict['ranks'][0]['peak_allocated']}")
+    assert verdict["ranks"][0]["peak_allocated"] == pytest.approx(planned.peak.allocated, rel=0.005)
+    lines = {line["source_line"] for line in verdict["assumptions"] if line["kind"] == "rows"}
+    assert lines == ({"parallel.ep_imbalance=1.72"} if axis == "ep8" else set())
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("name", ["Llama 70B, tp 8 × fsdp 32", "GLM-4.5-Air with LoRA, ep 8"])
+def test_a_rank_of_a_large_model_takes_what_the_plan_says(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    peak = wide_plans.rehearsed(name)["peak_allocated"]
+    monkeypatch.setenv("EMUCUDA", "0")
+    assert peak == pytest.approx(wide_plans.planned(name)["peak"], rel=0.005)
+
+
+@pytest.mark.slow
+def test_live_ranks_that_share_layers_and_experts_assume_the_rows_that_the_others_send(
+    cache: Path, tmp_path: Path
+) -> None:
+    """One of two ranks has the larger part of 33 rows; experts of each get rows of both."""
+    heads = "num_attention_heads: 4, num_key_value_heads: 4, num_local_experts: 4"
+    sizes = "hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1, vocab_size: 256"
+    settings = [
+        "task.name=hf_causal_lm", f"model.hf={{model_type: mixtral, {sizes}, {heads}}}",
+        "train.seq_len=33", "train.micro_batch_size=1", "train.eval_samples=0", "parallel.strategy=fsdp",
+        "parallel.tp=2", "parallel.ep=2", "memory.plan=false",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "shardkit.train", *settings, "run.device=cuda", f"run.dir={tmp_path / 'run'}"]
+    _, verdict = rehearsed(cache, tmp_path, "--ranks", "4", "--live", "0,1", "--time-limit", "200", command=command)
+    assert [rank["steps"] for rank in verdict["ranks"]] == [3, 3]
 
 
 def test_a_base_in_4_bits_is_rehearsed_with_the_digests_that_it_reads(cache: Path, tmp_path: Path) -> None:

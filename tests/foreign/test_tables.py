@@ -33,7 +33,7 @@ OTHERS = """
     zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_gradients
     zero_optimization.zenflow.* weight_quantization.* compile.* zero_optimization.cpu_offload_use_pin_memory
     zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc
-    tensor_parallel.* expert_parallel.* hybrid_engine.* sequence_parallel_size activation_checkpointing.* pipeline.*
+    tensor_parallel.* expert_parallel.* hybrid_engine.* activation_checkpointing.* pipeline.*
     bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads
 """
 """Keys that change no memory, or that `unplanned_effect` knows; a new one belongs here or into the table."""

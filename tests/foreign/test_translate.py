@@ -91,6 +91,7 @@ def test_auto_that_nothing_fills_is_named_with_its_fix(tmp_path: Path) -> None:
 ZERO2_FILE = {"zero_optimization": {"stage": 2}}
 UNPLANNED: dict[str, dict[str, Any]] = {
     "tp_size=4": {"accelerate__yaml": DDP + "parallelism_config: {parallelism_config_tp_size: 4}\n"},
+    "torch's ring attention": {"accelerate__yaml": DDP + "parallelism_config: {parallelism_config_cp_size: 4}\n"},
     "distributed_type=": {"accelerate__yaml": DDP.replace("MULTI_GPU", "MEGATRON_LM")},
     "zero_quantized_gradients": {"ds__json": {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}},
     "compile.deepcompile=true": {"ds__json": {**ZERO2_FILE, "compile": {"deepcompile": True}}},
@@ -103,6 +104,20 @@ UNPLANNED: dict[str, dict[str, Any]] = {
 def test_a_key_that_changes_memory_is_not_planned(line: str, tmp_path: Path) -> None:
     (reason,) = job(tmp_path, 8, **UNPLANNED[line]).not_planned
     assert reason.startswith("not planned: ") and line in reason
+
+
+@pytest.mark.parametrize("tool", ["Accelerate", "DeepSpeed"])
+def test_sequences_split_by_ulysses_are_planned(tool: str, tmp_path: Path) -> None:
+    ds = {"train_batch_size": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
+    files: dict[str, Any] = {"ds__json": {**ds, "sequence_parallel_size": 4}}
+    if tool == "Accelerate":
+        sizes = "{parallelism_config_sp_size: 4, parallelism_config_sp_backend: deepspeed}"
+        files = {"ds__json": ds, "accelerate__yaml": BY_FILE + f"parallelism_config: {sizes}\n"}
+    found = job(tmp_path, 8, **files)
+    assert found.not_planned == []
+    config = found.load(OPEN[:1]).config
+    assert (config.parallel.cp, config.train.micro_batch_size, config.train.grad_accum_steps) == (4, 2, 2)
+    capability.check(config, device="cuda", world_size=8, local_world_size=8)
 
 
 def test_sizes_of_one_and_switches_that_are_off_change_nothing(tmp_path: Path) -> None:

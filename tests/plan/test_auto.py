@@ -21,7 +21,14 @@ from shardkit.errors import ConfigError, ShardkitError
 from shardkit.plan.model.cost import SPEED_ERROR, TimeEstimate
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
 from shardkit.plan.search import search as searching
-from shardkit.plan.search.search import Search, SearchResult, combinations, micro_batches, pareto
+from shardkit.plan.search.search import (
+    Search,
+    SearchResult,
+    combinations,
+    micro_batches,
+    pareto,
+    ranks_to_a_sample,
+)
 from shardkit.plan.search.show import reasons, show_found
 from shardkit.plan.target import Target, choose_target
 
@@ -70,6 +77,43 @@ class TestAxes:
             resolved = load([*("parallel.strategy=fsdp", "parallel.prefetch=3"), *one.settings]).parallel
             assert resolved.prefetch == (3 if resolved.strategy == "fsdp" else 1)
 
+    def sizes(self, *given: str, fixed: str = "", **changes: Any) -> list[tuple[int, ...]]:
+        found = combinations(load(given), target(**changes), fixed.split())
+        assert all(one.sizes == (1, 1, 1) for one in found if one.engine == "single")
+        return sorted({one.sizes[:1] for one in found})  # of `parallel.cp`
+
+    def test_ranks_share_samples_where_nodes_heads_and_sequences_can_be_dealt_out(self) -> None:
+        heads = load().model.n_heads
+        assert self.sizes() == [(n,) for n in (1, 2, 4, 8) if heads % n == 0]
+        assert self.sizes(gpus=1) == self.sizes(fixed="parallel.cp") == self.sizes("train.seq_len=127") == [(1,)]
+        wide = ["model.n_heads=16", "model.d_model=64"]
+        assert self.sizes(*wide, gpus=16) == [(1,), (2,), (4,), (8,)]
+        assert self.sizes(*wide, "parallel.cp_across_nodes=true", gpus=16)[-1] == (16,)
+        one_sample = ["train.micro_batch_size=1", "train.grad_accum_steps=1", "parallel.cp=8", *wide]
+        assert self.sizes(*one_sample, fixed="parallel.tp") == [(8,)], "a step of one sample"
+        given = {"parallel.cp", "parallel.tp", "train.micro_batch_size"}
+        assert {one.sizes for one in combinations(load(["parallel.cp=2"]), target(), given)} == {(2, 1, 1)}
+        changed = {
+            one.settings for one in combinations(load(["parallel.cp=2"]), target(), ()) if one.sizes == (4, 1, 1)
+        }
+        assert all("parallel.cp=4" in settings for settings in changed)
+        with pytest.raises(ConfigError, match=r"parallel\.cp=3 ranks share their samples"):
+            combinations(load(["parallel.cp=3"]), target(), ())
+
+    def test_ranks_of_a_node_share_layers_where_an_engine_can(self) -> None:
+        tried = combinations(load(), target(gpus=16, per_node=8), {"parallel.cp"})
+        by_engine = {engine: {one.sizes[1] for one in tried if one.engine == engine} for engine in ("fsdp", "zero3")}
+        assert by_engine == {"fsdp": {1, 2, 4, 8}, "zero3": {1}}
+
+    def test_ranks_of_a_node_share_experts_of_a_model_that_has_some_and_keep_their_samples(self) -> None:
+        model = "{model_type: mixtral, num_local_experts: 4, num_hidden_layers: 2, hidden_size: 64}"
+        experts = load_config(None, ["task.name=hf_causal_lm", f"model.hf={model}"]).config
+        tried = combinations(experts, target(gpus=16, per_node=8), {"parallel.cp", "parallel.tp"})
+        by_engine = {engine: {one.sizes for one in tried if one.engine == engine} for engine in ("fsdp", "ddp")}
+        assert by_engine == {"fsdp": {(1, 1, 1), (1, 1, 2), (1, 1, 4)}, "ddp": {(1, 1, 1)}}
+        assert {ranks_to_a_sample(one.sizes) for one in tried} == {1}
+        assert {"fsdp", "fsdp, ep 2"} <= {one.layout for one in tried}
+
     def test_a_step_keeps_its_samples(self) -> None:
         assert micro_batches(load(), target(), ()) == (8, [1, 2, 4, 8])
         even = load(["train.global_batch_size=48", "train.grad_accum_steps=null", "train.micro_batch_size=6"])
@@ -91,6 +135,7 @@ class FakePlanner:
     """Memory and time as functions of what is set: the search is to find the best of them, not to know them."""
 
     costs: dict[str, tuple[float, float, float, float]] = {}
+    refused = 0  # the size of `parallel.cp` that the model cannot have
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -102,10 +147,14 @@ class FakePlanner:
 
     def predict(self, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
         state, per_sample, per_pass, seconds = self.costs[config.parallel.strategy + config.activation.policy]
-        size = config.train.micro_batch_size
+        cp, size = config.parallel.cp, config.train.micro_batch_size
+        if cp == self.refused:
+            raise ConfigError(f"parallel.cp={cp} is refused", "")
+        per_sample, seconds = per_sample / cp, seconds / cp
         batch = config.train.global_batch_size
-        passes = batch // self.target.world_size // size
+        passes = batch // (self.target.world_size // cp) // size
         needed = round(max(state, state / 2 + per_sample * size) * GIB)  # the peak is in the step, or in backward
+        exchanges = passes * size * 1e-3 * (cp - 1)
         time = passes * (per_pass + seconds * size)
         peak = PeakEstimate(needed, needed, needed, "backward", "")
         phases = {
@@ -114,7 +163,10 @@ class FakePlanner:
         }
         return MemoryEstimate(
             "h100", self.target.world_size, 0, 1, 1, "cuda", phases, peak, needed, 0, {}, device_memory=80 * GIB,
-            time=TimeEstimate(time, {"compute": time, "links": 0.0}, 1.0, batch * 10.0, False),
+            time=TimeEstimate(
+                time + exchanges, {"compute": time, "links": 0.0, "exchanges": exchanges}, 1.0, batch * 10.0, False,
+                cp * GIB,
+            ),
         )  # fmt: skip
 
 
@@ -142,7 +194,7 @@ KEYS = [
     s + p for s in ("ddp", "fsdp", "zero1", "zero2", "zero3") for p in ("none", "selective_op", "selective", "full")
 ]
 
-FIXED = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
+FIXED = {"parallel.cp", "parallel.tp", "precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
 
 
 def cut_short(monkeypatch: pytest.MonkeyPatch, told: Callable[[str], None], budget: float | None) -> SearchResult:
@@ -238,6 +290,38 @@ def test_it_says_why_not_something_else(monkeypatch: pytest.MonkeyPatch) -> None
     assert "checkpointing full: 20% slower" in why
     assert "micro-batch 4: does not fit: 90.00 GiB" in why
     assert "micro-batch 1: 17% slower" in why
+
+
+def test_ranks_share_samples_only_where_others_hardly_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "Planner", FakePlanner)
+    monkeypatch.setattr(FakePlanner, "refused", 8)
+    too_large = dict.fromkeys(KEYS, (500.0, 1.0, 0.0, 1.0))
+    wide = lambda more=(): load(["model.n_heads=8", *more])  # noqa: E731
+    for per_sample, best, words in (
+        (100.0, 2, ["cp 1: does not fit: 110.00 GiB", "cp 8: parallel.cp=8 is refused"]),
+        (
+            20.0,
+            1,
+            [
+                "cp 2: 9% slower: layers wait for other ranks; a rank sends 2.00 GiB a step in place of 1.00 GiB",
+                "cp 4: 38% slower: layers wait for",
+            ],
+        ),
+    ):
+        FakePlanner.costs = too_large | {"fsdpnone": (20.0, per_sample, 0.0, 0.02)}
+        with Search(wide, target(), FIXED - {"parallel.cp"}, 0.05, lambda said: None) as search:
+            found = search.run()
+        chosen = wide(found.best.settings)
+        assert (chosen.parallel.strategy, chosen.parallel.cp, found.best.combination.sizes) == (
+            "fsdp",
+            best,
+            (best, 1, 1),
+        )
+        samples = found.best.passes * found.best.micro_batch * 8 // best
+        assert chosen.train.global_batch_size == samples == found.samples == 64
+        why = "\n".join(reasons(found))
+        assert all(word in why for word in words), why
+        assert ("best       fsdp, cp 2; checkpointing none" in show_found("x", found, target())) == (best == 2)
 
 
 @pytest.mark.slow

@@ -69,6 +69,9 @@ def test_a_step_is_as_long_as_its_longest_lane_on_a_gpu_and_their_sum_on_a_cpu()
     segment = Segment("backward", compute=3.0, recompute=1.0, dispatch=2.0, links=5.0, copies=1.0, host=0.5)
     segment.collectives = 10
     assert sum(waits(segment, overlap=False).values()) == pytest.approx(12.5)
+    segment.exchanges = 7.0
+    assert waits(segment, overlap=True)["exchanges"] == waits(segment, overlap=False)["exchanges"] == 7.0
+    segment.exchanges = 0.0
     found = waits(segment, overlap=True)
     assert sum(found.values()) == pytest.approx(5.5)  # links, with the kernels behind them, and the host
     assert found["links"] == pytest.approx(1.0)
@@ -77,10 +80,13 @@ def test_a_step_is_as_long_as_its_longest_lane_on_a_gpu_and_their_sum_on_a_cpu()
 
 
 def test_middle_micro_batches_stand_for_the_rest() -> None:
-    traced = [Segment(phase, compute=at) for at, phase in enumerate(["forward", "backward"] * 3 + ["update"], 1)]
+    traced = [
+        Segment(phase, compute=at, sent=10 * at) for at, phase in enumerate(["forward", "backward"] * 3 + ["update"], 1)
+    ]
     assert [s.compute for s in repeated(traced, 5)] == [1, 2, 3, 4, 3, 4, 3, 4, 5, 6, 7]
     assert repeated(traced, 3) == traced
-    assert step_time(traced, 5, 100.0, False, True).seconds == 1 + 2 + 3 * (3 + 4) + 5 + 6 + 7
+    step = step_time(traced, 5, 100.0, False, True)
+    assert 10 * step.seconds == step.sent == 10 * (1 + 2 + 3 * (3 + 4) + 5 + 6 + 7)
 
 
 def test_measured_speeds_replace_typical_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +98,7 @@ def test_measured_speeds_replace_typical_ones(tmp_path: Path, monkeypatch: pytes
         "matmul_flops_by_dtype": {"fp32": 4e13, "bf16": 7e14}, "memory_bytes_per_s": 3e12, "host_bytes_per_s": 4e10,
         "copy_bytes_per_s": [5e10, 4e10], "all_reduce": [[1024, 1e7], [2**20, 1e10], [2**28, 4e11]],
         "all_gather": [[2**28, 3e11]], "reduce_scatter": [[2**28, 2e11]],
+        "all_to_all": [[2**28, 1e11]], "all_to_all_ranks": 4,
     }  # fmt: skip
     path = tmp_path / "shardkit" / "calibration.json"
     path.parent.mkdir()
@@ -101,6 +108,8 @@ def test_measured_speeds_replace_typical_ones(tmp_path: Path, monkeypatch: pytes
     assert (found.matmul["bf16"], found.matmul["fp16"]) == (7e14, typical.matmul["fp16"])
     assert found.copies == 4e10  # the slowest rank's
     assert found.collective_seconds("reduce_scatter", 2**28, 8, 1) == pytest.approx(2**28 * 7 / 8 / 2e11)
+    assert found.collective_seconds("all_to_all", 2**28, 2, 1) == pytest.approx(2**28 / 2 / 1e11)
+    assert found.collective_seconds("all_to_all", 2**28, 16, 2) > 0.9 * 2**28 / typical.network
     halfway = found.collective_seconds("all_reduce", 2**24, 8, 1)  # between 1e10 and 4e11 in logarithms
     assert halfway == pytest.approx(2**24 * 2 * 7 / 8 / (1e10 * 4e11) ** 0.5)
     tiny = [found.collective_seconds("all_reduce", n, 8, 1) for n in (4, 1024)]

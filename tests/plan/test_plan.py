@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import wide_plans
+from benchmarks.common import earlier
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
-from shardkit.errors import ConfigError, ShardkitError
+from shardkit.errors import ConfigError, ShardkitError, gib
 from shardkit.hardware.cards import GPUS, find_gpu
 from shardkit.plan.client import Planner, plan
 from shardkit.plan.model.estimate import MemoryEstimate
@@ -90,6 +94,81 @@ def test_checkpointing_of_blocks_with_buffers_is_planned(two_h100: Planner) -> N
     assert full.categories["activations"].device < 0.8 * plain.categories["activations"].device
 
 
+def test_activations_on_the_host_are_planned_there(two_h100: Planner) -> None:
+    sizes = ["parallel.strategy=ddp", "activation.policy=full", "train.micro_batch_size=1", "train.seq_len=4096"]
+    growth, on_host = {}, {}
+    for offload in ("none", "cpu"):
+        few, many = (
+            two_h100.predict(
+                config(*sizes, f"activation.offload={offload}", "model.max_seq_len=4096", f"model.n_layers={n}")
+            )
+            for n in (4, 8)
+        )
+        growth[offload], on_host[offload] = many.peak.allocated - few.peak.allocated, many.host_peak - few.host_peak
+    inputs = 4 * 4096 * 128 * 4  # of four further blocks
+    assert growth["none"] - growth["cpu"] == inputs
+    assert (on_host["none"], on_host["cpu"]) == (0, inputs)
+
+
+def test_a_plan_of_experts_says_how_many_rows_the_busiest_rank_may_get(two_h100: Planner) -> None:
+    model = {
+        "model_type": "mixtral", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+        "max_position_embeddings": 4096,
+    }  # fmt: skip
+    sizes = {
+        "task.name": "hf_causal_lm", "model.hf": model, "train.micro_batch_size": 1, "train.seq_len": 4096,
+        "parallel.strategy": "fsdp", "parallel.ep": 2,
+    }  # fmt: skip
+    rows, peaks = (1.0, 1.5, 2.0, 3.0), []
+    for imbalance in rows:
+        estimate = two_h100.predict(load_config(None, {**sizes, "parallel.ep_imbalance": imbalance}).config)
+        peaks.append(estimate.categories["activations"].device)
+        shown = show("experts", estimate, two_h100.target)
+        assert f"fits: {{}}, if the busiest rank's experts get at most {imbalance:g} times the average rows" in re.sub(
+            r"fits: .*?\)", "fits: {}", shown
+        )
+    steps = [more - less for less, more in itertools.pairwise(peaks)]
+    # Half the average more is a row for each of 4096 tokens, which keeps its values, gate, up and their product.
+    assert steps[0] >= 4096 * (256 + 3 * 512) * 4
+    # No rank of two gets more than twice the average.
+    assert steps[1] == pytest.approx(steps[0], rel=0.01) and steps[2] == 0
+    crowded = replace(estimate, device_memory=1)
+    assert crowded.condition.startswith(", where the busiest rank's experts get 3 times")
+    together = two_h100.predict(load_config(None, {**sizes, "parallel.ep": 1, "parallel.ep_imbalance": 3}).config)
+    assert any("parallel.ep_imbalance changes nothing" in note for note in together.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("strategy", "key_heads"), [("fsdp", 4), ("fsdp", 2), ("fsdp", 1), ("ddp", 4), ("zero3", 4)])
+def test_activations_shrink_by_the_ranks_that_share_a_sequence(strategy: str, key_heads: int) -> None:
+    """Of the length, not of constants: a card's kernels and cuBLAS take 200 MB, whatever a rank's part is."""
+    model = {
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 256,
+        "num_attention_heads": 4, "num_key_value_heads": key_heads, "max_position_embeddings": 2**20,
+    }  # fmt: skip
+    sizes = {
+        "task.name": "hf_causal_lm", "model.hf": model, "model.mlp_chunks": 16, "train.micro_batch_size": 1,
+        "train.seq_len": 2**20, "train.eval_samples": 0, "parallel.strategy": strategy, "activation.policy": "full",
+        "activation.offload": "cpu", "precision.mode": "bf16",  # in fp32 shared key heads have no fused kernel
+    }  # fmt: skip
+    activations = {}
+    with Planner(choose_target(config(), 4, gpu="h100")) as planner:
+        for cp in (1, 2, 4):
+            planned = planner.predict(load_config(None, {**sizes, "parallel.cp": cp}).config)
+            parts = planned.categories
+            activations[cp] = sum(
+                parts[key].device for key in ("activations", "communication", "workspace") if key in parts
+            )
+            # Keys and values of 64 numbers a head, in two bytes, of all positions instead of a share.
+            repeated = 2 * 2**20 * 64 * 2 * (cp - key_heads) // cp
+            notes = [note for note in planned.notes if "repeated key heads" in note]
+            assert [gib(repeated) in note for note in notes] == [True] * (cp > key_heads), planned.notes
+    assert 1 / 2 - 0.05 <= activations[2] / activations[1] <= 1 / 2 + 0.05
+    assert 1 / 4 - 0.05 <= activations[4] / activations[1] <= 1 / 4 + 0.05
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_the_rank_that_takes_the_most_is_planned(strategy: str) -> None:
@@ -119,6 +198,30 @@ def test_a_deep_model_is_the_same_from_two_shallow_traces() -> None:
     assert shallow.n_params == whole.n_params
     for name, phase in whole.phases.items():
         assert shallow.phases[name].allocated == pytest.approx(phase.allocated, rel=0.001)
+
+
+@pytest.mark.slow
+def test_the_reserved_memory_of_a_70b_is_that_of_its_rehearsal() -> None:
+    name = "Llama 70B, tp 8 × fsdp 32"
+    (rehearsed,) = (row["rehearsed"] for row in earlier("wide_plans")["rows"] if row["case"] == name)
+    assert wide_plans.planned(name)["reserved"] == pytest.approx(rehearsed["peak_reserved"], rel=0.05)
+
+
+def test_a_first_look_at_a_model_whose_first_layers_are_dense_counts_its_experts() -> None:
+    """Two or three of its layers hold none, and would say that it fits."""
+    model = {
+        "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
+        "num_hidden_layers": 12, "first_k_dense_replace": 3, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    }  # fmt: skip
+    settings = {
+        "task.name": "hf_causal_lm", "model.hf": model, "train.seq_len": 32, "train.eval_samples": 0,
+        "parallel.strategy": "fsdp", "run.device": "cpu",
+    }  # fmt: skip
+    deep = load_config(None, settings).config
+    with Planner(choose_target(deep, 2)) as planner:
+        assert planner.predict(deep, rough=True).n_params == planner.predict(deep).n_params
 
 
 @pytest.mark.slow

@@ -189,6 +189,20 @@ assert sum(names.count("aten::slice.Tensor") for names in asked) == 4 * 2  # of 
     run_program(tmp_path, code)
 
 
+def test_waiting_for_a_collective_takes_no_memory(tmp_path: Path) -> None:
+    """With a second tensor for each exchange of heads for positions, blocks lay elsewhere than on a card."""
+    code = """
+import torch.distributed
+from torch.multiprocessing.reductions import StorageWeakRef
+
+with Fakes():
+    x = torch.empty(8)
+    waited = torch.ops._c10d_functional.wait_tensor(x)
+    assert StorageWeakRef(waited.untyped_storage()) == StorageWeakRef(x.untyped_storage())
+"""
+    run_program(tmp_path, code)
+
+
 def test_a_planner_ends_without_a_crash() -> None:
     """libtorch destroys the hooks that planning changed after Python has freed all that they pointed to.
 

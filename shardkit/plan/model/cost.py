@@ -24,7 +24,7 @@ _CPU_SPECIAL = 0.2  # gelu, softmax, exp: 3 to 10 of 20 to 30 GB/s on one core w
 _CPU_ATTENTION = 0.4
 _NEW_PAGES = 2.5e9  # pages of 4 KiB
 _LATE = 2e-3  # for ranks that share a machine
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Speeds:
     overlap: bool  # collectives and copies run beside kernels, and operators are issued ahead, as on a GPU
     new_pages: float = math.inf  # bytes/s at which a CPU maps pages for new large tensors
     late: float = 0.0  # seconds that ranks wait for the slowest one at a collective, where nothing hides the wait
-    # collective (all_reduce, all_gather, reduce_scatter) → [[bytes, bus bytes/s], …], where measured
+    # collective of `KINDS` → [[bytes, bus bytes/s], …], where measured
     tables: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    tables_nodes: int = 1  # machines that took part in measuring them
+    tables_nodes: Mapping[str, int] = field(default_factory=dict)  # machines that took part in measuring each
     measured: bool = False  # whether the speeds were measured on this machine
 
     def collective_seconds(self, kind: str, n_bytes: int, ranks: int, nodes: int) -> float:
@@ -56,12 +56,20 @@ class Speeds:
         The bytes that pass each rank, divided by the bus bandwidth (see `tables`); between machines each rank of a
         machine has its own link.
         """
-        passing = n_bytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-        table = self.tables.get(kind) if nodes <= self.tables_nodes else None
+        passing = passing_bytes(kind, n_bytes, ranks)
+        table = self.tables.get(kind) if nodes <= self.tables_nodes.get(kind, 0) else None
         if table:
             return self.late + passing / _between(table, n_bytes) + self.hop * (ranks - 1)
-        bus = self.link if nodes == 1 else min(self.link, self.network * ranks / nodes)
+        # A ring enters and leaves each machine once, and its ranks' links share that; in an all-to-all each rank sends
+        # to all others.
+        links = 1 if kind == "all_to_all" else ranks / nodes
+        bus = self.link if nodes == 1 else min(self.link, self.network * links)
         return self.late + self.collective + self.hop * (ranks - 1) + passing / bus
+
+
+def passing_bytes(kind: str, n_bytes: int, ranks: int) -> float:
+    """Bytes of a collective over `n_bytes` that each rank sends."""
+    return n_bytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
 
 
 def speeds_of(target: Target) -> Speeds:
@@ -110,7 +118,8 @@ def _measured(typical: Speeds, constants: Mapping[str, Any], target: Target) -> 
     if constants["world_size"] == 1:
         return speeds
     tables = {kind: constants[kind] for kind in KINDS if constants.get(kind)}
-    nodes = -(-constants["world_size"] // target.ranks_per_node)
+    ranks = {**dict.fromkeys(tables, constants["world_size"]), "all_to_all": constants.get("all_to_all_ranks", 1)}
+    nodes = {kind: -(-n // target.ranks_per_node) for kind, n in ranks.items()}
     late = typical.late if constants.get("late_s") is None else constants["late_s"]
     return replace(speeds, tables=tables, tables_nodes=nodes, collective=constants["collective_s"], hop=0.0, late=late)
 
@@ -135,11 +144,13 @@ class Segment:
     compute: float = 0.0  # kernels, without those that backward runs again
     recompute: float = 0.0  # forward kernels that backward runs again
     dispatch: float = 0.0  # issuing operators
-    links: float = 0.0  # collectives
+    links: float = 0.0  # collectives that can run beside kernels
+    exchanges: float = 0.0  # collectives whose result the next kernel needs: all-to-alls
     copies: float = 0.0  # copies between device and host
     host: float = 0.0  # kernels on the CPU, for a job on GPUs
     flops: float = 0.0
     collectives: float = 0.0
+    sent: float = 0.0  # bytes that the rank sends in collectives
 
     def along(self, deeper: Segment, at: float) -> Segment:
         """The segment on the line through this one (at 0) and another (at 1)."""
@@ -161,6 +172,7 @@ class TimeEstimate:
     flops: float  # FLOPs of one rank's step, recomputation included
     targets: float  # tokens (or other units that the loss counts) of the step, over all ranks
     measured: bool  # whether the hardware's speeds were measured on this machine
+    sent: float = 0.0  # bytes that one rank sends in collectives in a step
 
     @property
     def tokens_per_s(self) -> float:
@@ -172,12 +184,12 @@ def step_time(
 ) -> TimeEstimate:
     """The time of a step of `micro_batches`, some of which were traced; `overlap`: see `waits`."""
     parts: dict[str, float] = {}
-    flops = 0.0
+    flops = sent = 0.0
     for segment in repeated(segments, micro_batches):
-        flops += segment.flops
+        flops, sent = flops + segment.flops, sent + segment.sent
         for name, seconds in waits(segment, overlap).items():
             parts[name] = parts.get(name, 0.0) + seconds
-    return TimeEstimate(sum(parts.values()), parts, flops, targets, measured)
+    return TimeEstimate(sum(parts.values()), parts, flops, targets, measured, sent)
 
 
 def waits(segment: Segment, overlap: bool) -> dict[str, float]:
@@ -185,10 +197,11 @@ def waits(segment: Segment, overlap: bool) -> dict[str, float]:
 
     With overlap, kernels, their dispatch, collectives and copies run side by side and the longest one counts; nothing
     hides one collective (the first gather or the last reduction), and work on the host is added. Without overlap
-    everything adds up.
+    everything adds up. Exchanges are added in any case: attention waits for them.
     """
     kernels = segment.compute + segment.recompute
     busy = {"compute": segment.compute, "recompute": segment.recompute, "host": segment.host}
+    busy["exchanges"] = segment.exchanges
     hidden = {"dispatch": segment.dispatch, "links": segment.links, "copies": segment.copies}
     if not overlap:
         return busy | hidden

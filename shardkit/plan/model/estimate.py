@@ -92,6 +92,17 @@ class MemoryEstimate:
     time: TimeEstimate | None = None  # the time of a step; `None` = not asked
     n_packable: int = 0  # values that `model.quantize` would pack in linear layers, and in experts
     n_packable_experts: int = 0
+    ep_imbalance: float | None = None  # rows of the busiest rank's experts over the average; `None` = no parallel.ep
+
+    @property
+    def condition(self) -> str:
+        """The rows under which the verdict holds, to be printed after it; empty without `parallel.ep`."""
+        if self.ep_imbalance is None:
+            return ""
+        rows = f"{self.ep_imbalance:g} times the average rows (parallel.ep_imbalance)"
+        if self.verdict == "does not fit":
+            return f", where the busiest rank's experts get {rows}"
+        return f", if the busiest rank's experts get at most {rows}"
 
     @property
     def verdict(self) -> Verdict | None:

@@ -8,20 +8,23 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ...config import capability
 from ...config.load import resolve_batch
-from ...config.schema import RunConfig
-from ...errors import ConfigError
+from ...config.schema import ModelConfig, ParallelConfig, RunConfig
+from ...errors import ConfigError, gib
 from ...hardware.cards import TYPICAL
 from ...memory.rows import CATEGORIES, PHASES, Category
 from ...memory.tracing.compat import TRACKER
 from ...memory.tracing.events import EventLog, Peak, repeat_last_step
 from ...memory.tracing.traced_step import BETWEEN, Tracing
 from ...memory.tracing.tracker import TensorTracker
+from ...models.hf import HFModel
+from ...parallel.blocks import find_blocks
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies.zero.config import build_ds_config
@@ -96,7 +99,10 @@ def predict(
     if speeds is not None:
         targets = trace.targets * micro_batches * target.world_size
         time = step_time(trace.segments, micro_batches, targets, speeds.overlap, speeds.measured)
-    return _estimate(trace, target, method, traced, notes, time)
+    imbalance = config.parallel.ep_imbalance if config.parallel.ep > 1 else None
+    if imbalance is None and config.parallel.ep_imbalance != ParallelConfig().ep_imbalance:
+        notes += ("parallel.ep_imbalance changes nothing without parallel.ep",)
+    return replace(_estimate(trace, target, method, traced, notes, time), ep_imbalance=imbalance)
 
 
 def ranks_alike(config: RunConfig, world_size: int, n_params: int) -> bool:
@@ -115,25 +121,28 @@ def ranks_alike(config: RunConfig, world_size: int, n_params: int) -> bool:
 
 def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
     device = extended(depth, shallower.device, deeper.device)
-    arenas = {key: line(depth, (shallower.arenas.get(key, 0), size)) for key, size in deeper.arenas.items()}
-    rounding = whole_pages(arenas) - sum(arenas.values())
-    reserved = {
-        phase: line(depth, (shallower.reserved_by_phase[phase], deeper.reserved_by_phase[phase])) + rounding
-        for phase in shallower.reserved_by_phase
-    }
-    # How blocks lie in memory decides how much of it can be released: assume the layout of the deeper trace.
     peak = max(edge.n_bytes for edge in device.values())
     larger = peak / max(1, deeper.peak)
+    required = round(deeper.required * larger)
+    # How blocks lie in memory decides how much is reserved, and how much of it can be released. It jumps from one depth
+    # to the next, and a line through two of them went astray by tens of GiB: assume the layout of the deeper trace.
+    rounding = whole_pages(deeper.arenas) - sum(deeper.arenas.values())
+    reserved = {
+        phase: rounding
+        + (line(depth, (shallower.reserved_by_phase[phase], size)) if phase == "wrap" else size + peak - deeper.peak)
+        for phase, size in deeper.reserved_by_phase.items()
+    }
     return _Trace(
         allocated=round(deeper.allocated * larger),
-        reserved=max(reserved.values(), default=peak),
-        required=round(deeper.required * larger),
+        reserved=max([*reserved.values(), required]),
+        required=required,
         allocated_by_phase={phase: round(n_bytes * larger) for phase, n_bytes in deeper.allocated_by_phase.items()},
         reserved_by_phase=reserved,
-        arenas=arenas,
+        arenas=deeper.arenas,
         n_params=line(depth, (shallower.n_params, deeper.n_params)),
         n_blocks=depth.layers,
         n_recurrent=deeper.n_recurrent,
+        n_repeated=deeper.n_repeated,
         n_packable=line(depth, (shallower.n_packable, deeper.n_packable)),
         n_packable_experts=line(depth, (shallower.n_packable_experts, deeper.n_packable_experts)),
         device=device,
@@ -167,6 +176,7 @@ class _Trace(Replay):
     n_params: int
     n_blocks: int
     n_recurrent: int
+    n_repeated: int
     n_packable: int
     n_packable_experts: int
     device: Edges
@@ -236,18 +246,15 @@ def trace(
     speeds = scenario.speeds
     work = None if speeds is None else WorkCounter(config, log, speeds, scenario.device, target.ranks_per_node)
     task = load_task(config)
-    split = splitting(task, target.rank or 0, config.parallel.cp)
+    split = splitting(task, (target.rank or 0) // config.parallel.tp, config.parallel.cp)
     batch = split(sample_batch(task, config))
     n_evaluated = min(config.train.micro_batch_size, config.train.eval_samples)
     evaluated = split(sample_batch(task, config, n_evaluated)) if n_evaluated else None
     inputs = _Inputs(batch, float(task.n_targets(batch)), evaluated, read_prompts(config, task))
-    zero = config.parallel.sharding.stage > 0
     weights = FakeWeights(config.train.seed, getattr(task, "init_parameter", None))
     tracker = TensorTracker(log, work.ran if work else None)
     with (
-        fake_world(
-            scenario.device, target.world_size, target.ranks_per_node, target.rank or 0, zero, config.parallel.cp
-        ) as world,
+        fake_world(scenario.device, target.world_size, target.ranks_per_node, target.rank or 0, config) as world,
         Tracing(tracker) as tracing,
     ):
         counts = _follow(config, scenario, world, task, inputs, weights, tracing, steps)
@@ -280,7 +287,8 @@ def _follow(
             tracing.stepped(strategy)
         if inputs.evaluated is not None:  # its batch is made after the steps
             take_evaluation(config, world, task, on_fake(inputs.evaluated), inputs.prompts, strategy, tracing)
-    return counts
+    # Bytes by which one attention's keys and values are larger, as their heads are repeated for each rank of a group.
+    return {**counts, "n_repeated": 0 if world.context is None else 2 * world.context.n_repeated}
 
 
 def _estimate(
@@ -307,6 +315,11 @@ def _estimate(
         notes += ("traced as CPU tensors: the fake CUDA device does not work with this build of torch",)
     if trace.n_recurrent:
         notes += ("recurrent layers are traced operator by operator, without oneDNN's or cuDNN's memory for backward",)
+    if trace.n_repeated:
+        notes += (
+            f"repeated key heads, whose number parallel.cp does not divide, take {gib(trace.n_repeated)} of "
+            "communication in each attention",
+        )
     return MemoryEstimate(
         device=gpu.name if gpu else "cpu",
         world_size=target.world_size,
@@ -375,6 +388,8 @@ def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
     if model is None or model[0] < (DEEP_ROUGHLY if rough else DEEP):
         return None
     layers, at = model
+    if config.task.name != "causal_lm" and not _layers_are_alike(config.task.name, config.model.model_dump_json()):
+        return None
     every = config.activation.every_k if config.activation.policy == "every_k" else 1
     layers_at_ends = LAYERS_AT_ENDS_ROUGHLY if rough else LAYERS_AT_ENDS
     shallower = 2 * layers_at_ends + (layers - 2 * layers_at_ends) % every
@@ -406,6 +421,21 @@ def _transformers(config: RunConfig) -> tuple[int, Callable[[int], RunConfig]] |
         return None
     key = model.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     return layers, lambda n: _with_model(config, hf={**config.model.hf, key: n})
+
+
+@lru_cache(maxsize=8)  # a search plans the same model tens of times
+def _layers_are_alike(task: str, model: str) -> bool:
+    """Whether each stack's layers hold about as many values: two dense layers tell nothing of the experts after them.
+
+    `model`: `config.model` as JSON.
+    """
+    reference = HFModel(ModelConfig.model_validate_json(model), task).reference
+    blocks = {id(block) for block in find_blocks(reference)}
+    sizes: dict[str, list[int]] = {}
+    for name, module in reference.named_modules():
+        if id(module) in blocks:
+            sizes.setdefault(name.rpartition(".")[0], []).append(sum(param.numel() for param in module.parameters()))
+    return all(max(stack) <= 1.1 * min(stack) for stack in sizes.values())
 
 
 def edges(

@@ -19,7 +19,7 @@ from ...config.schema import RunConfig
 from ...memory.tracing.compat import schema, tree_iter
 from ...memory.tracing.events import EventLog
 from ..simulate.compat import packet_of, resolve_process_group
-from .cost import Segment, Speeds
+from .cost import Segment, Speeds, passing_bytes
 
 _PHASES = ("forward", "backward", "update")
 _MODES = {
@@ -105,7 +105,14 @@ class WorkCounter:
         n_bytes = max(map(_sum_bytes, (*args, out)))  # a gather's output, a scatter's input
         operator = name.partition("::")[2].replace("_", "")
         kind = "all_reduce" if "allreduce" in operator else "reduce_scatter" if "reduce" in operator else "all_gather"
-        segment.links += self._speeds.collective_seconds(kind, n_bytes, ranks, nodes)
+        kind = "all_to_all" if "alltoall" in operator else kind
+        seconds = self._speeds.collective_seconds(kind, n_bytes, ranks, nodes)
+        segment.sent += passing_bytes(kind, n_bytes, ranks)
+        # The next kernel waits for an all-to-all, and for the collectives of a layer that ranks share.
+        if kind == "all_to_all" or name.startswith("_c10d_functional"):
+            segment.exchanges += seconds
+            return
+        segment.links += seconds
         segment.collectives += 1
 
     def _group(self, args: Any) -> tuple[int, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +17,9 @@ from ...config.schema import ModelConfig, RunConfig
 from ...errors import ConfigError, ShardkitError, gib
 from ..client import Planner
 from ..model.estimate import DoesNotFit, MemoryEstimate
-from ..show import misfit
+from ..show import columns, misfit
 from ..target import Target
+from .search import AXES, group_sizes, layout, ranks_to_a_sample
 from .trial import Trial, writing
 
 Load = Callable[[Sequence[str]], RunConfig]
@@ -172,7 +174,7 @@ FINEST = 1.02
 """Neighbouring sizes differ by at most this factor, if layers, widths and heads allow."""
 _STEP = 0.004  # relative step of large widths and depths; squared for the width, it stays well below `FINEST`
 _LARGEST_BATCH = 65536
-_LONGEST = 2**22
+_LONGEST = 2**24
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class Size:
     """A model, or a micro-batch, with the settings that make it."""
 
     settings: tuple[str, ...]
-    amount: int  # number of parameters, or of samples
+    amount: int  # number of parameters, or of samples over all ranks
 
 
 @dataclass(frozen=True)
@@ -194,16 +196,56 @@ class Boundary:
     attempts: int = 0  # number of real runs
 
 
-def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size]:
+@dataclass(frozen=True)
+class Layout:
+    """Groups of ranks along `AXES`, and the sizes to look at with them, the smallest first."""
+
+    name: str
+    groups: tuple[int, ...]
+    sizes: Sequence[Size]
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What a layout takes at its first size beyond the largest that fits with any layout."""
+
+    layout: Layout
+    size: Size | None
+    estimate: MemoryEstimate | None  # timed; `None` if the layout cannot be planned
+    refused: str = ""
+
+
+def layouts_to_try(
+    config: RunConfig, target: Target, fixed_keys: Collection[str], sizes: Callable[[int], Sequence[Size]]
+) -> list[Layout]:
+    """The config's own layout, then those that `--auto` would try. `sizes`: to look at where so many ranks share a
+    sample."""
+    present = tuple(int(getattr(config.parallel, key)) for key in AXES)
+    layouts = []
+    for groups in dict.fromkeys((present, *group_sizes(config, target, fixed_keys))):
+        changes = tuple(
+            f"parallel.{key}={n}"
+            for key, n, n_present in zip(AXES, groups, present, strict=True)
+            if n > 1 or n != n_present
+        )
+        named = [Size((*size.settings, *changes), size.amount) for size in sizes(ranks_to_a_sample(groups))]
+        layouts.append(Layout(layout(config.parallel.strategy, groups), groups, named))
+    if not layouts[0].sizes:
+        cause = f"{layouts[0].name}: no number of heads near model.n_heads={config.model.n_heads} can be shared so"
+        raise ConfigError(cause, "set model.n_heads to a multiple of parallel.tp × parallel.cp")
+    return layouts
+
+
+def model_sizes(model: ModelConfig, most: float, multiple: int = 1, sharing: int = 1) -> list[Size]:
     """Reference transformers like `model` with other layers, width and heads, each at most 2 % larger than the last.
 
     The next size is the model within reach whose depth/width ratio and heads are nearest to the config's: its memory
     then grows with its size, as far as whole layers and heads allow. Heads stay multiples of 8 wide where that is
     possible and the config's are: torch may keep whole attention weights of others. If a large vocabulary dominates a
     small model, widening it by one can exceed 2 %. `most`: largest number of parameters. `multiple`: widths are
-    multiples of this; fp8 needs 16.
+    multiples of this; fp8 needs 16. `sharing`: ranks that share heads, which are multiples of this.
     """
-    candidates = sorted(_around(model, most, multiple), key=lambda candidate: candidate[:3])
+    candidates = sorted(_around(model, most, multiple, sharing), key=lambda candidate: candidate[:3])
     sizes: list[Size] = []
     at = 0
     while at < len(candidates):
@@ -216,7 +258,7 @@ def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size
     return sizes
 
 
-def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[int, bool, float, Size]]:
+def _around(model: ModelConfig, most: float, multiple: int, sharing: int) -> Iterator[tuple[int, bool, float, Size]]:
     """(parameters, whether its heads are less even than the config's, distance of its shape from the config's, model).
 
     Widths are multiples of the heads; half to twice as many heads fill the gaps between the widths of small models.
@@ -224,12 +266,12 @@ def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[in
     rows = model.vocab_size * (1 if model.tie_weights else 2) + model.max_seq_len
     seen_widths: set[int] = set()
     even = math.gcd(model.d_model // model.n_heads, 8)
-    all_heads = range(-(-model.n_heads // 2), 2 * model.n_heads + 1)
+    all_heads = (heads for heads in range(-(-model.n_heads // 2), 2 * model.n_heads + 1) if heads % sharing == 0)
     by_distance = sorted(all_heads, key=lambda heads: abs(math.log(heads / model.n_heads)))
     for factor, heads in product(dict.fromkeys((even, 1)), by_distance):
-        is_configs_heads = heads == model.n_heads
+        is_nearest = heads == by_distance[0]
         width = unit = math.lcm(heads * factor, multiple)
-        while rows * width <= most and (is_configs_heads or width <= model.n_heads / _STEP):
+        while rows * width <= most and (is_nearest or width <= model.n_heads / _STEP):
             usual = width * model.n_layers / model.d_model
             spread = 4.0 if usual < 12 else 1.3  # few widths and depths are small
             depths = range(max(1, round(usual / spread)), max(2, round(usual * spread)) + 1, 1 + int(usual * _STEP))
@@ -237,7 +279,7 @@ def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[in
                 n_params = 12 * layers * width**2 + 13 * layers * width + (rows + 2) * width
                 if n_params > most:
                     break
-                head_settings = () if is_configs_heads else (f"model.n_heads={heads}",)
+                head_settings = () if heads == model.n_heads else (f"model.n_heads={heads}",)
                 size = Size((f"model.d_model={width}", f"model.n_layers={layers}", *head_settings), n_params)
                 distance = abs(math.log(layers / usual)) + abs(math.log(heads / model.n_heads))
                 yield n_params, width // heads % even > 0, distance, size
@@ -245,14 +287,17 @@ def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[in
             width += unit * (1 + int(width * _STEP / unit))
 
 
-def batch_sizes(accumulated: int | None = None) -> list[Size]:
+def batch_sizes(accumulated: int | None = None, data_ranks: int = 1) -> list[Size]:
     """Every micro-batch size up to 65536; a fixed `accumulated` replaces a global batch that only some divide."""
     step = () if accumulated is None else (f"train.grad_accum_steps={accumulated}", "train.global_batch_size=null")
-    return [Size((f"train.micro_batch_size={n}", *step), n) for n in range(1, _LARGEST_BATCH + 1)]
+    return [Size((f"train.micro_batch_size={n}", *step), n * data_ranks) for n in range(1, _LARGEST_BATCH + 1)]
 
 
 def lengths(config: RunConfig) -> list[Size]:
-    """Sequence lengths up to 4 Mi, each at most 2 % longer than the last as far as whole parts of 128 tokens allow."""
+    """Sequence lengths up to 16 Mi, each at most 2 % longer than the last as far as whole parts of 128 tokens allow."""
+    if config.task.factory is not None or not config.task.may_split_sequences:
+        cause = f"--longest is for causal language models, but the task is {config.task.factory or config.task.name}"
+        raise ConfigError(cause, "set task.name=causal_lm or hf_causal_lm, or plan lengths of your own one by one")
     unit = math.lcm(128, config.parallel.cp)
     positions = "model.max_seq_len" if config.task.name == "causal_lm" else "model.hf.max_position_embeddings"
     sizes, length = [], unit
@@ -262,14 +307,53 @@ def lengths(config: RunConfig) -> list[Size]:
     return sizes
 
 
+def show_boundary(answer: Boundary, unit: str, memory: int) -> str:
+    """The largest size that works, as text; `unit`: of its amount, `memory`: bytes of a rank's device."""
+    size, next_up, attempts = answer.largest, answer.next_up, answer.attempts
+    short = "; the next one is short of host memory" if answer.limited_by == "host" else ""
+    how = f"confirmed by {attempts} real runs: the next size ran out of memory" if attempts else "predicted"
+    return (
+        f"largest   {size.amount:,} {unit}: {' '.join(size.settings)}\n"
+        f"needs     {gib(answer.predicted)} of {gib(memory)} (predicted){short}\n"
+        f"next      {next_up.amount:,} {unit} ({next_up.amount / size.amount - 1:+.1%}): {how}"
+    )
+
+
+def show_beyond(compared: Sequence[Beyond], unit: str) -> str:
+    """A line for each layout: its first size that is too large, and what it takes there. Steps differ in samples, so
+    that bytes are those of all ranks for a token."""
+    rows: list[tuple[str, ...]] = [("does not fit", unit, "needs", "sent a token", "tokens/s")]
+    for beyond in compared:
+        if beyond.size is not None and beyond.estimate is not None and (time := beyond.estimate.time) is not None:
+            sent = f"{time.sent * beyond.estimate.world_size / time.targets / 2**20:,.3f} MiB"
+            amount, speed = f"{beyond.size.amount:,}", f"{time.tokens_per_s:,.0f}"
+            rows.append((beyond.layout.name, amount, gib(beyond.estimate.needed), sent, speed))
+    refused = {beyond.layout.groups: beyond for beyond in compared if beyond.refused}
+    lines = [
+        f"{beyond.layout.name}: {beyond.refused}"
+        for groups, beyond in refused.items()
+        # What is refused beside smaller groups that are refused too needs no line.
+        if not any(all(a <= b for a, b in zip(less, groups, strict=True)) for less in refused.keys() - {groups})
+    ]
+    return "\n".join([*columns(rows), *lines])
+
+
 def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | None, look_ahead: int = 0) -> Boundary:
     """Find the last size that fits and the first that does not.
 
-    Bisects sizes by prediction; real runs then step from the predicted boundary, up while they work or down while they
+    Predicts sizes; real runs then step from the predicted boundary, up while they work or down while they
     fail, until one size works and the next runs out of memory. `sizes`: smallest first. `try_it`: runs a size; `None`
     only predicts. `look_ahead`: how many sizes to predict beyond the first misfit, since memory does not always grow
     with size.
     """
+    return largest_layout(load, [Layout("", (), sizes)], target, try_it, look_ahead)[0]
+
+
+def largest_layout(
+    load: Load, layouts: Sequence[Layout], target: Target, try_it: Try | None, look_ahead: int = 0
+) -> tuple[Boundary, list[Beyond]]:
+    """The same over layouts, the config's own first; also what each of them takes at its first size beyond the largest,
+    which then fits with none."""
     limit = target.device_memory
     if limit is None:
         raise ConfigError("there is no limit to find the largest size for", "pass --gpu, --gpu-memory or --memory-cap")
@@ -277,38 +361,76 @@ def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | Non
 
         @cache
         def estimate(size: Size) -> MemoryEstimate:
-            return planner.predict(load(size.settings))
+            config = load(size.settings)
+            return planner.predict(config, timed=True) if len(layouts) > 1 else planner.predict(config)
 
-        def fits(index: int) -> bool:
-            return estimate(sizes[index]).verdict != "does not fit"
+        refused: dict[str, str] = {}
 
-        if not fits(0):
+        def look(layout: Layout, reached: int) -> Beyond:
+            size = next((size for size in layout.sizes if size.amount > reached), None)
+            if size is None:
+                refused[layout.name] = "no larger size can be shared so"
+            if size is None or layout.name in refused:
+                return Beyond(layout, None, None, refused[layout.name])
+            try:
+                return Beyond(layout, size, estimate(size))
+            except ShardkitError as error:
+                refused[layout.name] = error.cause
+                return Beyond(layout, None, None, error.cause)
+
+        sizes, low = layouts[0].sizes, -1
+        if _fits(estimate(sizes[0])):
+            low = _last_that_fits(estimate, sizes, limit, look_ahead)
+        compared: list[Beyond] = []
+        while len(layouts) > 1:
+            compared = [look(layout, 0 if low < 0 else sizes[low].amount) for layout in layouts]
+            able = [(b.estimate.needed, b.layout.sizes, b.size) for b in compared if b.estimate and _fits(b.estimate)]
+            if not able:
+                break
+            _, sizes, size = min(able, key=itemgetter(0))
+            low = sizes.index(size)
+            low += _last_that_fits(estimate, sizes[low:], limit, look_ahead)
+        if low < 0:
             cause = f"not even {' '.join(sizes[0].settings)} fits: {misfit(estimate(sizes[0]))}"
             raise DoesNotFit(cause, "use a larger card, or a setting that needs less memory")
-        low = _bisected(fits, len(sizes), sizes)
-        # A deep model may not fit although a larger, shallower one does.
-        while beyond := [i for i in range(low + 1, min(low + 1 + look_ahead, len(sizes) - 1)) if fits(i)]:
-            low = beyond[-1]
         limited_by: Literal["device", "host"] = "host" if estimate(sizes[low + 1]).needed <= limit else "device"
-        boundary = Boundary(sizes[low], sizes[low + 1], estimate(sizes[low]).needed, limited_by)
-        if try_it is None:
-            return boundary
-        low, attempts = _confirmed(low, sizes, try_it)
-        return Boundary(sizes[low], sizes[low + 1], estimate(sizes[low]).needed, limited_by, attempts)
+        attempts = 0
+        if try_it is not None:
+            low, attempts = _confirmed(low, sizes, try_it)
+        return Boundary(sizes[low], sizes[low + 1], estimate(sizes[low]).needed, limited_by, attempts), compared
 
 
-def _bisected(fits: Callable[[int], bool], count: int, sizes: Sequence[Size]) -> int:
-    """The last index that fits, found by doubling and then halving: large sizes are slow to predict."""
-    low, step = 0, 1
-    while low + step < count and fits(low + step):
-        low += step
-        step *= 2
-    high = min(low + step, count - 1)
-    if low == count - 1 or (high == count - 1 and fits(high)):
-        raise ConfigError(f"even {' '.join(sizes[-1].settings)} fits", "the search ends at this size")
+def _fits(estimate: MemoryEstimate) -> bool:
+    return estimate.verdict != "does not fit"
+
+
+def _last_that_fits(
+    estimate: Callable[[Size], MemoryEstimate], sizes: Sequence[Size], limit: int, look_ahead: int
+) -> int:
+    """Index of the last size that fits. The first one does.
+
+    Memory is nearly a line in the size, so each guess lies on the line through the two latest predictions: 5 to 8 of
+    them, each of which may take a minute, where halving takes 17. Every third guess halves what remains, for memory
+    that is no such line, and for a host's.
+    """
+    low, high = 0, len(sizes)
+    tried = [(sizes[0].amount, estimate(sizes[0]).needed)]
+    guess = min(1 << 6, high - 1)
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        predicted = estimate(sizes[guess])
+        low, high = (guess, high) if _fits(predicted) else (low, guess)
+        tried.append((sizes[guess].amount, predicted.needed))
+        (amount, needed), (later_amount, later_needed) = tried[-2:]
+        guess = (low + high) // 2
+        if len(tried) % 3 and later_needed != needed:
+            crossing = amount + (limit - needed) * (later_amount - amount) / (later_needed - needed)
+            on_the_line = bisect_right(sizes, crossing, key=lambda size: size.amount) - 1
+            guess = min(max(on_the_line, low + 1), high - 1)
+    if high == len(sizes):
+        raise ConfigError(f"even {' '.join(sizes[-1].settings)} fits", "the search ends at this size")
+    # A deep model may not fit although a larger, shallower one does.
+    while beyond := [i for i in range(low + 1, min(low + 1 + look_ahead, len(sizes) - 1)) if _fits(estimate(sizes[i]))]:
+        low = beyond[-1]
     return low
 
 

@@ -2,7 +2,9 @@
 
 A combination is traced at its largest micro-batch, and at its smallest only if the largest does not fit. Larger
 micro-batches are assumed to be at least as fast, since a step then has fewer passes, and every pass gathers and reads
-the weights and launches the kernels anew.
+the weights and launches the kernels anew. Ranks that share samples are assumed to be no faster than ranks of their own,
+since they compute as many tokens and exchange more: they are tried where the others hardly fit. Ranks that share
+experts gather fewer of them and exchange rows, which may be faster: they are tried always.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotReady
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
+from math import prod
 from operator import attrgetter
 
 from ...config.load import as_override
@@ -25,10 +28,58 @@ from ..client import Planner
 from ..model.estimate import DoesNotFit, MemoryEstimate
 from ..target import Target
 
-# The settings an automatic plan may change: engine and offload, activation checkpointing, precision, micro-batch.
+# The settings an automatic plan may change: engine and offload, activation checkpointing, precision, micro-batch, and
+# the axes along which ranks share samples or experts.
 
 POLICIES = ("none", "selective_op", "selective", "full")
 _OFFLOADED = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
+
+
+def _parts_of_sequences(config: RunConfig, target: Target) -> Iterator[int]:
+    ranks = target.world_size if config.parallel.cp_across_nodes else target.ranks_per_node
+    if not config.task.may_split_sequences:
+        return
+    heads = config.model.n_heads if config.task.factory is None and config.task.name == "causal_lm" else 0
+    for size in range(2, ranks + 1):
+        if ranks % size == target.world_size % size == config.train.seq_len % size == heads % size == 0:
+            yield size
+
+
+def _parts_of_layers(config: RunConfig, target: Target) -> Iterator[int]:
+    if config.task.may_split_sequences:
+        yield from (n for n in (2, 4, 8, 16) if target.ranks_per_node % n == target.world_size % n == 0)
+
+
+def _parts_of_experts(config: RunConfig, target: Target) -> Iterator[int]:
+    if config.task.factory is not None or config.task.name not in ("hf_causal_lm", "hf_masked_lm"):
+        return
+    from ...tasks.load import model_config  # imports torch
+
+    model = model_config(config)
+    numbers = (getattr(model, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    n_experts = next((number for number in numbers if isinstance(number, int)), 1)
+    yield from (n for n in (2, 4, 8, 16) if target.ranks_per_node % n == target.world_size % n == n_experts % n == 0)
+
+
+AXES: dict[str, Callable[[RunConfig, Target], Iterable[int]]] = {
+    "cp": _parts_of_sequences,
+    "tp": _parts_of_layers,
+    "ep": _parts_of_experts,
+}
+"""Keys of `parallel` that let ranks share samples or experts → the sizes to try beside 1. What a model cannot do is
+refused by its plan."""
+SHARING = ("cp", "tp")
+"""Of `AXES`, those whose ranks have the same samples; ranks that share experts have samples of their own."""
+
+
+def ranks_to_a_sample(sizes: Iterable[int]) -> int:
+    """How many ranks share a sample in groups of these sizes along `AXES`."""
+    return prod(size for key, size in zip(AXES, sizes, strict=True) if key in SHARING)
+
+
+def layout(engine: str, sizes: Iterable[int]) -> str:
+    """The engine and the axes along which ranks share samples or experts, to show."""
+    return ", ".join([engine, *(f"{key} {n}" for key, n in zip(AXES, sizes, strict=True) if n > 1)])
 
 
 @dataclass(frozen=True)
@@ -39,6 +90,11 @@ class Combination:
     policy: str
     precision: str
     settings: tuple[str, ...]  # overrides as on the command line
+    sizes: tuple[int, ...] = (1,) * len(AXES)  # of the groups along each of `AXES`
+
+    @property
+    def layout(self) -> str:
+        return layout(self.engine, self.sizes)
 
 
 def combinations(config: RunConfig, target: Target, fixed_keys: Collection[str]) -> list[Combination]:
@@ -49,14 +105,38 @@ def combinations(config: RunConfig, target: Target, fixed_keys: Collection[str])
     # bf16 is an alternative to fp32 if the card supports it.
     is_fast = target.gpu is not None and target.gpu.capability >= (8, 0)
     precisions = (mode, "bf16") if is_fast and mode in ("fp32", "tf32") else (mode,)
-    axes = engines(config, target), policies, precisions
-    for (engine, engine_settings), policy, precision in product(*axes):
+    # A step keeps its samples.
+    groups = [
+        sizes
+        for sizes in group_sizes(config, target, fixed_keys)
+        if micro_batches(config, target, fixed_keys, ranks_to_a_sample(sizes))[1]
+    ]
+    for (engine, engine_settings), policy, precision, sizes in product(
+        engines(config, target), policies, precisions, groups
+    ):
         settings = {**engine_settings, "activation.policy": policy, "precision.mode": precision}
+        shared = {f"parallel.{key}": str(size) for key, size in zip(AXES, sizes, strict=True)}
+        settings |= {key: size for key, size in shared.items() if size != as_override(attrgetter(key)(config))}
+        splits_model = int(shared["parallel.tp"]) > 1 or int(shared["parallel.ep"]) > 1
+        refused = splits_model and engine != "fsdp" and not engine.startswith("hsdp")
+        if refused or (engine == "single" and prod(sizes) > 1):
+            continue
         present = {key: as_override(attrgetter(key)(config)) for key in settings}
         if all(value == present[key] for key, value in settings.items() if key in fixed_keys):
             free = tuple(f"{key}={value}" for key, value in settings.items() if key not in fixed_keys)
-            allowed.append(Combination(engine, policy, precision, free))
+            allowed.append(Combination(engine, policy, precision, free, sizes))
     return allowed
+
+
+def group_sizes(config: RunConfig, target: Target, fixed_keys: Collection[str]) -> list[tuple[int, ...]]:
+    """The sizes of groups to try along `AXES`, the smallest groups first; those of `fixed_keys` stay as they are."""
+    present = [int(getattr(config.parallel, key)) for key in AXES]
+    choices = [
+        {size} if f"parallel.{key}" in fixed_keys else {1, size, *sizes(config, target)}
+        for size, (key, sizes) in zip(present, AXES.items(), strict=True)
+    ]
+    every = sorted(product(*choices), key=lambda sizes: (prod(sizes), sizes))
+    return [sizes for sizes in every if target.world_size % ranks_to_a_sample(sizes) == 0]
 
 
 def engines(config: RunConfig, target: Target) -> Iterator[tuple[str, dict[str, str]]]:
@@ -77,7 +157,8 @@ def engines(config: RunConfig, target: Target) -> Iterator[tuple[str, dict[str, 
         settings = {"parallel.strategy": strategy}
         changes = {"offload_optimizer": "none", "offload_param": "none", **keys}
         if strategy != parallel.strategy:  # another engine starts from the section's defaults
-            defaults = ParallelConfig().model_dump(exclude={"strategy", "cp", "cp_across_nodes"})
+            chosen = {"strategy", "ep_imbalance", *AXES, *(f"{key}_across_nodes" for key in AXES)}
+            defaults = ParallelConfig().model_dump(exclude=chosen)
             others = {key: as_override(value) for key, value in defaults.items() if value != getattr(parallel, key)}
             changes = {**others, **changes}
         settings |= {
@@ -88,20 +169,34 @@ def engines(config: RunConfig, target: Target) -> Iterator[tuple[str, dict[str, 
         yield f"{strategy} ({keys['dp_shard']} to a shard group)" if "dp_shard" in keys else name, settings
 
 
-def micro_batches(config: RunConfig, target: Target, fixed_keys: Collection[str]) -> tuple[int, list[int]]:
-    """(samples per rank and step, the micro-batch sizes that divide them): the global batch does not change."""
+def micro_batches(
+    config: RunConfig, target: Target, fixed_keys: Collection[str], sharing: int | None = None
+) -> tuple[int, list[int]]:
+    """(samples per step of the ranks that share them, the micro-batch sizes that divide them): the global batch does
+    not change. `sharing`: how many ranks share a sample, by default as in the config."""
     train = config.train
-    if train.global_batch_size is not None:
-        data_ranks = target.world_size // config.parallel.cp
-        samples, remainder = divmod(train.global_batch_size, data_ranks)
-        if remainder or not samples:
-            cause = f"train.global_batch_size={train.global_batch_size} is no multiple of {data_ranks} data ranks"
-            raise ConfigError(cause, f"set a multiple of {data_ranks}")
-    else:
-        samples = train.micro_batch_size * (train.grad_accum_steps or 1)
-    if {"train.micro_batch_size", "train.grad_accum_steps"} & set(fixed_keys):
+    present = prod(getattr(config.parallel, key) for key in SHARING)
+    if target.world_size % present:
+        shared = " × ".join(f"parallel.{key}={n}" for key in SHARING if (n := getattr(config.parallel, key)) > 1)
+        fix = "plan for a multiple of them, or remove the key"
+        raise ConfigError(f"{shared} ranks share their samples, which {target.world_size} ranks cannot", fix)
+    accumulated, data_ranks = train.grad_accum_steps or 1, target.world_size // (sharing or present)
+    total = train.global_batch_size or train.micro_batch_size * accumulated * (target.world_size // present)
+    samples, remainder = divmod(total, data_ranks)
+    if remainder or not samples:
+        if sharing is not None:
+            return 0, []
+        cause = f"train.global_batch_size={total} is no multiple of {data_ranks} data ranks"
+        raise ConfigError(cause, f"set a multiple of {data_ranks}")
+    fixed = {"train.micro_batch_size", "train.grad_accum_steps"} & set(fixed_keys)
+    if fixed and sharing in (None, present):
         return samples, [train.micro_batch_size]
-    return samples, [n for n in range(1, samples + 1) if samples % n == 0]
+    sizes = [n for n in range(1, samples + 1) if samples % n == 0]
+    if "train.micro_batch_size" in fixed:
+        sizes = [n for n in sizes if n == train.micro_batch_size]
+    if "train.grad_accum_steps" in fixed:
+        sizes = [n for n in sizes if samples // n == accumulated]
+    return samples, sizes
 
 
 Load = Callable[[Sequence[str]], RunConfig]
@@ -124,10 +219,12 @@ class Setting:
 
     combination: Combination
     micro_batch: int
+    passes: int  # micro-batches of a step
     settings: tuple[str, ...]  # overrides as on the command line
     needed: int  # bytes on the device
     filled: float  # share of the usable memory that it takes, on device or host, whichever is larger; up to 1 it fits
     waits: Mapping[str, float]  # seconds per token of all ranks for each part of the hardware
+    sent: float  # bytes that a rank sends in collectives in a step
     estimate: MemoryEstimate | None = None  # `None` if interpolated between two rough traces
 
     @property
@@ -143,7 +240,7 @@ class SearchResult:
     misfits: tuple[Setting, ...]  # combinations that fit at no micro-batch size, each at the one that needs least
     refused: Mapping[Combination, str]  # combinations that cannot be planned, with the reason
     sizes: tuple[Setting, ...]  # the best combination at every micro-batch size
-    samples: int  # samples per rank and step
+    samples: int  # samples per step, of all ranks
     stopped: str = ""  # why the search ended early; empty if it finished
     left_out: tuple[Combination, ...] = ()  # combinations that were not planned for lack of time
 
@@ -183,8 +280,15 @@ class Search:
         self._load, self._target, self._fixed_keys = load, target, fixed_keys
         self._margin, self._report = margin, report
         config = load(())
-        self.samples, self._sizes = micro_batches(config, target, fixed_keys)
-        self._data_ranks = target.world_size // config.parallel.cp
+        self._present = prod(getattr(config.parallel, key) for key in SHARING)
+        samples, _ = micro_batches(config, target, fixed_keys)
+        self.samples = samples * target.world_size // self._present
+        # samples per step of the ranks that share them, and the micro-batch sizes that divide them, by how many share
+        self._batches = {
+            n: micro_batches(config, target, fixed_keys, n)
+            for n in range(1, target.world_size + 1)
+            if target.world_size % n == 0
+        }
         self._stack = ExitStack()
         self._planners: list[Planner] = []
         self._idle: queue.Queue[Planner] = queue.Queue()
@@ -196,6 +300,7 @@ class Search:
         self._at_one_end: set[Combination] = set()
         self._refused: dict[Combination, str] = {}
         self._left_out: set[Combination] = set()
+        self._unneeded: set[Combination] = set()  # ranks need not share that many samples
         self._every: list[Combination] = []
 
     def __enter__(self) -> Search:
@@ -217,7 +322,7 @@ class Search:
         self._begun, stopped = time.monotonic(), ""
         try:
             self._look_roughly(every)
-            if not self._settings_by_key and len(self._refused) == len(every):
+            if not self._settings_by_key and not self._left_out:
                 reason = next(iter(self._refused.values()))
                 raise ConfigError(f"no setting can be planned: {reason}", "plan without --auto first")
             self._look_exactly()
@@ -234,26 +339,65 @@ class Search:
             stopped = f"out of time for more after {_FOR_ROUGH * (self._budget or 0.0):g} s"
         return self._sorted_out(stopped)
 
-    def _look_roughly(self, all_combinations: Sequence[Combination]) -> None:
+    def _look_roughly(self, every: Sequence[Combination]) -> None:
         """Trace combinations at their largest micro-batch, then the misfits at their smallest, while time allows."""
         until = None if self._budget is None else self._begun + _FOR_ROUGH * self._budget
-        self._left_out = set(all_combinations)
-        # The combination of each engine that keeps the config's checkpointing, with the fastest precision offered, is
-        # first: a search that is cut short has compared the engines.
-        policy, by_engine = self._load(()).activation.policy, dict[str, Combination]()
-        for combination in all_combinations:
-            if combination.engine not in by_engine or combination.policy == policy:
-                by_engine[combination.engine] = combination
-        one_each = list(by_engine.values())
-        for group in (one_each, [combination for combination in all_combinations if combination not in one_each]):
-            self._trace_roughly(group, self._sizes[-1], until)
-            misfits = [c for c in group if c in self._largest and c in self._left_out]
-            self._trace_roughly(misfits, self._sizes[0], until)
+        self._left_out = set(every)
+        policy = self._load(()).activation.policy
+        for sizes, layer in groupby(sorted(every, key=_sharing), key=attrgetter("sizes")):
+            todo = []
+            for combination in layer:
+                if self._hardly_fits(combination):
+                    todo.append(combination)
+                else:
+                    self._unneeded.add(combination)
+            self._left_out -= self._unneeded
+            # The combination of each engine that keeps the config's checkpointing, with the fastest precision offered,
+            # is first: a search that is cut short has compared the engines.
+            by_engine = dict[str, Combination]()
+            for combination in todo:
+                if combination.engine not in by_engine or combination.policy == policy:
+                    by_engine[combination.engine] = combination
+            one_each = list(by_engine.values())
+            for group in (one_each, [combination for combination in todo if combination not in one_each]):
+                if prod(sizes) > 1 and group and self._refused.keys() >= set(one_each):  # the model cannot be split so
+                    self._refused |= dict.fromkeys(group, self._refused[one_each[0]])
+                    self._left_out -= set(group)
+                    continue
+                self._trace_roughly(group, until, largest=True)
+                misfits = [c for c in group if c in self._largest and c in self._left_out]
+                self._trace_roughly(misfits, until)
 
-    def _trace_roughly(self, todo: Collection[Combination], size: int, until: float | None = None) -> None:
+    def _hardly_fits(self, combination: Combination) -> bool:
+        """Whether none of the same combinations with fewer ranks to a sample fits for certain."""
+        return not any(
+            less in self._unneeded
+            or any(s.filled <= 1 / _LOOSE for (c, _), s in self._settings_by_key.items() if c == less)
+            for less in self._every
+            if _same_but_axes(less, combination)
+            and less.sizes != combination.sizes
+            and all(
+                a <= b if key in SHARING else a == b
+                for key, a, b in zip(AXES, less.sizes, combination.sizes, strict=True)
+            )
+        )
+
+    def _neighbours(self, best: Combination) -> list[Combination]:
+        """The same combination with another size along one axis, where that was not planned."""
+        traced = {combination for combination, _ in self._settings_by_key} | self._largest.keys() | self._refused.keys()
+        return [
+            c
+            for c in self._every
+            if c not in traced
+            and _same_but_axes(c, best)
+            and sum(a != b for a, b in zip(c.sizes, best.sizes, strict=True)) == 1
+        ]
+
+    def _trace_roughly(self, todo: Collection[Combination], until: float | None = None, largest: bool = False) -> None:
+        """Trace combinations at their smallest micro-batch, or at their largest."""
         began = time.monotonic()
         self._at_one_end -= set(todo)
-        pairs = [(combination, size) for combination in todo]
+        pairs = [(combination, self._sizes(combination)[-1 if largest else 0]) for combination in todo]
         for n_done, ((combination, _), answer) in enumerate(self._traced(pairs, rough=True, until=until), 1):
             if isinstance(answer, str):
                 self._refused[combination] = answer
@@ -263,16 +407,21 @@ class Search:
             remaining = (len(pairs) - n_done) * (time.monotonic() - began) / n_done
             self._tell(f"traced {n_done} of {len(pairs)} roughly, about {remaining:.0f} s for the rest")
 
+    def _sizes(self, combination: Combination) -> list[int]:
+        """The micro-batch sizes of a combination, the smallest first."""
+        return self._batches[ranks_to_a_sample(combination.sizes)][1]
+
     def _learn(self, combination: Combination, rough: Setting) -> None:
         """Store a rough setting. The smallest micro-batch's setting also adds interpolations up to the largest's."""
-        if rough.micro_batch < self._sizes[-1]:
+        sizes = self._sizes(combination)
+        if rough.micro_batch < sizes[-1]:
             for setting in self._between(rough, self._largest[combination]):
                 self._settings_by_key.setdefault((combination, setting.micro_batch), setting)
-        elif rough.filled <= 1 or len(self._sizes) == 1:
+        elif rough.filled <= 1 or len(sizes) == 1:
             self._settings_by_key[combination, rough.micro_batch] = replace(rough, estimate=None)
-            self._at_one_end |= {combination} if len(self._sizes) > 1 else set()
+            self._at_one_end |= {combination} if len(sizes) > 1 else set()
         self._largest.setdefault(combination, rough)
-        if any((combination, size) in self._settings_by_key for size in self._sizes):
+        if any((combination, size) in self._settings_by_key for size in sizes):
             self._left_out.discard(combination)
 
     def _look_exactly(self) -> None:
@@ -288,12 +437,18 @@ class Search:
             if not hopes:
                 able = [s for s in best_of_each(settings.values()) if s.filled <= 1]
                 hopes = [s for s in pareto(able) if s.estimate is None]
-            if not hopes and best is not None and best.combination in self._at_one_end:
+            if not hopes and best is not None:  # for the report; the best is certain without these
                 try:
-                    self._trace_roughly([best.combination], self._sizes[0])  # for the report
+                    if best.combination in self._at_one_end:
+                        self._trace_roughly([best.combination])
+                        continue
+                    if neighbours := self._neighbours(best.combination):
+                        self._trace_roughly(neighbours, largest=True)
+                        planned = {combination for combination, _ in settings}
+                        self._trace_roughly([c for c in neighbours if c in self._largest and c not in planned])
+                        continue
                 except _OutOfTime:
-                    return  # the best combination is certain without these
-                continue
+                    return
             if not hopes:
                 return
             todo = [(setting.combination, setting.micro_batch) for setting in hopes[: self._workers]]
@@ -305,7 +460,7 @@ class Search:
                 seen += 1
                 self._tell(f"traced {seen} exactly, at least {len(hopes) - len(todo)} to go")
             misfits = [key[0] for key in todo if key not in settings or settings[key].filled > 1]
-            self._trace_roughly(self._at_one_end.intersection(misfits), self._sizes[0])
+            self._trace_roughly(self._at_one_end.intersection(misfits))
 
     def _tell(self, progress: str) -> None:
         if self._budget is not None:
@@ -313,7 +468,7 @@ class Search:
         able = [s for s in self._settings_by_key.values() if s.filled <= 1]
         if able:
             best = max(able, key=lambda s: s.tokens_per_s)
-            progress += f"; best so far: {named(best, self.samples)}: {best.tokens_per_s:,.0f} tokens/s, roughly"
+            progress += f"; best so far: {named(best)}: {best.tokens_per_s:,.0f} tokens/s, roughly"
         self._report(progress)
 
     def _traced(
@@ -350,17 +505,21 @@ class Search:
         assert estimate.time is not None
         filled = self._filled(estimate, estimate.needed, estimate.host_peak)
         waits = {name: seconds / estimate.time.targets for name, seconds in estimate.time.parts.items()}
-        return Setting(combination, size, settings, estimate.needed, filled, waits, estimate)
+        passes = self._batches[ranks_to_a_sample(combination.sizes)][0] // size
+        sent = estimate.time.sent
+        return Setting(combination, size, passes, settings, estimate.needed, filled, waits, sent, estimate)
 
     def _settings(self, combination: Combination, size: int) -> tuple[str, ...]:
-        if len(self._sizes) == 1:
+        sharing = ranks_to_a_sample(combination.sizes)
+        if len(self._sizes(combination)) == 1 and sharing == self._present:
             return combination.settings
-        return (
-            *combination.settings,
-            f"train.micro_batch_size={size}",
-            "train.grad_accum_steps=null",
-            f"train.global_batch_size={self.samples * self._data_ranks}",
-        )
+        batch = {
+            "train.micro_batch_size": size,
+            "train.grad_accum_steps": "null",
+            "train.global_batch_size": self.samples,
+        }
+        free = (f"{key}={value}" for key, value in batch.items() if key not in self._fixed_keys)
+        return (*combination.settings, *free)
 
     def _filled(self, estimate: MemoryEstimate, needed: float, on_host: float) -> float:
         usable = 1 / (1 + estimate.uncertainty) if self._margin is None else 1 - self._margin
@@ -370,7 +529,8 @@ class Search:
     def _between(self, smallest: Setting, largest: Setting) -> Iterator[Setting]:
         """Interpolate to every micro-batch size: the phases' peaks linearly, time linearly in 1 / micro-batch."""
         assert smallest.estimate is not None and largest.estimate is not None
-        for size in self._sizes:
+        samples, sizes = self._batches[ranks_to_a_sample(smallest.combination.sizes)]
+        for size in sizes:
             settings = self._settings(smallest.combination, size)
             up = (size - smallest.micro_batch) / (largest.micro_batch - smallest.micro_batch)
             in_time = (1 / size - 1 / smallest.micro_batch) / (1 / largest.micro_batch - 1 / smallest.micro_batch)
@@ -381,7 +541,8 @@ class Search:
             needed = _line(low.needed - low.peak.allocated, high.needed - high.peak.allocated, up)
             needed += max(_line(low.phases[name].allocated, high.phases[name].allocated, up) for name in phases)
             filled = self._filled(high, needed, _line(low.host_peak, high.host_peak, up))
-            yield Setting(smallest.combination, size, settings, round(needed), filled, waits)
+            sent = _line(smallest.sent, largest.sent, in_time)
+            yield Setting(smallest.combination, size, samples // size, settings, round(needed), filled, waits, sent)
 
     def _sorted_out(self, stopped: str) -> SearchResult:
         settings = self._settings_by_key
@@ -398,7 +559,7 @@ class Search:
                 counts = f"of {len(best)} combinations none seems to fit, {len(self._left_out)} were not planned"
                 raise ConfigError(f"the search was {stopped}: {counts}", _LONGER)
             policy = f"activation.policy={least.combination.policy}"
-            setting = f"{least.combination.engine} with {policy} and micro_batch_size={least.micro_batch}"
+            setting = f"{least.combination.layout} with {policy} and micro_batch_size={least.micro_batch}"
             needs = f"{setting}, needs {gib(least.needed)} of {gib(self._target.device_memory or 0)}"
             fix = "use more GPUs or larger ones, a smaller model, shorter samples, or fix fewer settings"
             raise DoesNotFit(f"no setting fits: the least, {needs}", fix)
@@ -409,11 +570,18 @@ class Search:
         )  # fmt: skip
 
 
-def named(setting: Setting, samples: int) -> str:
+def _sharing(combination: Combination) -> tuple[int, tuple[int, ...]]:
+    return prod(combination.sizes), combination.sizes
+
+
+def _same_but_axes(a: Combination, b: Combination) -> bool:
+    return (a.engine, a.policy, a.precision) == (b.engine, b.policy, b.precision)
+
+
+def named(setting: Setting) -> str:
     combination = setting.combination
-    passes = samples // setting.micro_batch
-    batch = f"micro-batch {setting.micro_batch}" + (f" × {passes}" if passes > 1 else "")
-    return f"{combination.engine}; checkpointing {combination.policy}; {combination.precision}; {batch}"
+    batch = f"micro-batch {setting.micro_batch}" + (f" × {setting.passes}" if setting.passes > 1 else "")
+    return f"{combination.layout}; checkpointing {combination.policy}; {combination.precision}; {batch}"
 
 
 def best_of_each(settings: Iterable[Setting]) -> list[Setting]:

@@ -10,7 +10,7 @@ from ...hardware.cards import said_of
 from ..model.cost import SPEED_ERROR
 from ..show import columns, other_cards
 from ..target import Target
-from .search import Combination, SearchResult, Setting, named
+from .search import AXES, Combination, SearchResult, Setting, named
 from .trial import Trial
 
 _WAITS = {
@@ -19,6 +19,7 @@ _WAITS = {
     "dispatch": "operators are issued more often, each for less work",
     "issue": "more operators are issued",
     "links": "more time in collectives",
+    "exchanges": "layers wait for other ranks",
     "copies": "more over the bus to the host",
     "host": "the CPU updates the weights",
 }
@@ -42,14 +43,15 @@ def show_found(title: str, result: SearchResult, target: Target) -> str:
         needed = gib(best.estimate.host_peak)
         host_note = [f"host       {needed} per rank; pass --host-memory to check that a machine has it"]
     lines = [
-        f"{title} on {hardware}, {gib(target.device_memory or 0)} each; {result.samples} samples per rank and step",
+        f"{title} on {hardware}, {gib(target.device_memory or 0)} each; {result.samples} samples per step",
         f"{tried} combinations traced, {len(result.fitting)} fit, {len(result.refused)} cannot be planned",
         *_stopped(result),
         *(f"note: {note}" for note in other_cards(target)),
         "",
-        f"best       {named(best, result.samples)}",
+        f"best       {named(best)}",
         f"settings   {' '.join(best.settings) or 'unchanged'}",
-        f"needs      {gib(best.needed)}, {best.filled:.0%} of what may be used",
+        f"needs      {gib(best.needed)}, {best.filled:.0%} of what may be used"
+        + (best.estimate.condition if best.estimate is not None else ""),
         f"speed      {best.tokens_per_s:,.0f} tokens/s predicted, from "
         + ("speeds measured here" if measured else "typical speeds (shardkit doctor --calibrate measures them)"),
         f"           the order of settings was tested, on CPUs; on GPUs tokens/s were {SPEED_ERROR} off",
@@ -77,10 +79,10 @@ def _stopped(result: SearchResult) -> list[str]:
 
 def not_tried(left_out: Sequence[Combination], traced: Sequence[Setting]) -> Iterator[str]:
     """The combinations that a search did not plan, by engine; engines of which nothing was traced come first."""
-    engines = {setting.combination.engine for setting in traced}
+    engines = {setting.combination.layout for setting in traced}
     by_engine: dict[str, list[str]] = {}
     for combination in left_out:
-        by_engine.setdefault(combination.engine, []).append(f"{combination.policy} ({combination.precision})")
+        by_engine.setdefault(combination.layout, []).append(f"{combination.policy} ({combination.precision})")
     if unseen := [engine for engine in by_engine if engine not in engines]:
         yield f"not tried at all: {'; '.join(unseen)}"
     by_rest: dict[str, list[str]] = {}
@@ -95,7 +97,7 @@ def front_rows(result: SearchResult) -> list[tuple[str, ...]]:
     """The front, fastest first, under `FRONT_HEAD`."""
     return [
         (
-            setting.combination.engine, setting.combination.policy, setting.combination.precision,
+            setting.combination.layout, setting.combination.policy, setting.combination.precision,
             str(setting.micro_batch), gib(setting.needed), f"{setting.tokens_per_s:,.0f}",
             f"{setting.tokens_per_s / result.best.tokens_per_s:.0%}",
         )
@@ -110,6 +112,7 @@ def reasons(result: SearchResult) -> Iterator[str]:
         ("", lambda s: s.combination.engine),
         ("checkpointing ", lambda s: s.combination.policy),
         ("", lambda s: s.combination.precision),
+        *((f"{key} ", lambda s, at=at: str(s.combination.sizes[at])) for at, key in enumerate(AXES)),
     ]
     for label, value in axes:
         alternatives: dict[str, Setting] = {}
@@ -117,8 +120,15 @@ def reasons(result: SearchResult) -> Iterator[str]:
             if value(setting) != value(best):
                 alternatives.setdefault(value(setting), setting)
         for name, setting in alternatives.items():
-            end = ", at the least" if setting.filled > 1 else f" (at best: {named(setting, result.samples)})"
-            yield f"{label}{name}: {_compared(setting, best)}{end}"
+            end = ", at the least" if setting.filled > 1 else f" (at best: {named(setting)})"
+            sent = f"{gib(round(setting.sent))} a step in place of {gib(round(best.sent))}"
+            collectives = f"; a rank sends {sent}" if label.strip() in AXES else ""
+            yield f"{label}{name}: {_compared(setting, best)}{collectives}{end}"
+    for at, key in enumerate(AXES):
+        planned = {setting.combination.sizes[at] for setting in (*result.fitting, *result.misfits)}
+        refused = {combination.sizes[at]: reason for combination, reason in result.refused.items()}
+        for size in sorted(refused.keys() - planned):
+            yield f"{key} {size}: {refused[size]}"
     larger = next((s for s in result.sizes if s.micro_batch > best.micro_batch), None)
     smaller = next((s for s in reversed(result.sizes) if s.micro_batch < best.micro_batch), None)
     for neighbour in (larger, smaller):
@@ -149,11 +159,11 @@ class Verified:
     trial: Trial
 
 
-def show_verified(verified: Sequence[Verified], samples: int) -> str:
+def show_verified(verified: Sequence[Verified]) -> str:
     rows: list[tuple[str, ...]] = [("measured", "needs", "predicted", "tokens/s", "predicted")]
     for pair in verified:
         trial, setting = pair.trial, pair.setting
         peak = "–" if trial.peak is None else gib(trial.peak)
         speed = trial.outcome if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
-        rows.append((named(setting, samples), peak, gib(setting.needed), speed, f"{setting.tokens_per_s:,.0f}"))
+        rows.append((named(setting), peak, gib(setting.needed), speed, f"{setting.tokens_per_s:,.0f}"))
     return "\n".join(columns(rows))

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...config.libraries import Feature
 
@@ -61,6 +62,7 @@ PLANS.take("torch.ops.aten.add.Tensor._overloadpacket")
 LOCAL_SCALAR = PLANS.take("torch.ops.aten._local_scalar_dense.default")
 PIN_MEMORY = PLANS.take("torch.ops.aten._pin_memory.default")
 ALL_GATHER = PLANS.take("torch.ops.c10d._allgather_base_.default")
+WAIT = PLANS.take("torch.ops._c10d_functional.wait_tensor.default")
 GROUPED_MM = PLANS.take("torch.ops.aten._grouped_mm.default")
 _make_subclass = PLANS.take("torch.Tensor._make_subclass")
 own_apply = PLANS.take("torch.nn.Module._apply")
@@ -279,6 +281,15 @@ def _gather_flat(gather: Callable[..., Any], output: torch.Tensor, shard: torch.
     return output, gather(output.view(-1), shard.view(-1), *options)[1]
 
 
+_init_mesh = DeviceMesh.__init__
+
+
+def _mesh_of_real_ranks(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+    """A mesh looks for this rank's number among real ones; FSDP2 makes one for parameters that ranks share."""
+    with unset_fake_temporarily():
+        _init_mesh(self, *args, **kwargs)
+
+
 @contextmanager
 def torch_on_fakes(
     apply: Callable[..., Any], split: type, move: Callable[..., None], step: Callable[..., Any]
@@ -288,6 +299,7 @@ def torch_on_fakes(
         stack.enter_context(patch.object(nn.Module, "_apply", apply))
         stack.enter_context(patch.object(GradScaler, "_maybe_opt_step", step))
         stack.enter_context(patch(_split.path, split))
+        stack.enter_context(patch.object(DeviceMesh, "__init__", _mesh_of_real_ranks))
         for moves in _moves:
             if moves.exists():
                 stack.enter_context(patch(moves.path, move))

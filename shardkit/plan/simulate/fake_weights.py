@@ -17,9 +17,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from ...config.schema import RunConfig
 from ...launch.ranks.env import RankEnv
-from ...parallel.context import new_group
 from ...parallel.draws import CHUNK, InitRecipe
+from ...parallel.mesh import split_ranks
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from . import compat
@@ -119,7 +120,9 @@ class FakeWeights(Weights):
                 return values
         return []
 
-    def fill(self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0) -> None:
+    def fill(
+        self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0, run: int = 0, stride: int = 0
+    ) -> None:
         """Allocate the host memory that drawing a parameter takes, without drawing."""
         if out.numel():
             self._draw(fqn, shape)
@@ -159,9 +162,9 @@ def _moved(tensor: torch.Tensor, device: torch.device, is_param: bool) -> Any:
 
 @contextmanager
 def fake_world(
-    device: torch.device, world_size: int, ranks_per_node: int, rank: int = 0, zero: bool = False, cp: int = 1
+    device: torch.device, world_size: int, ranks_per_node: int, rank: int, config: RunConfig
 ) -> Iterator[World]:
-    """Pretend to be one of `world_size` ranks, of DeepSpeed's too if `zero`; every tensor made inside is fake."""
+    """Pretend to be one of the `world_size` ranks of a run; every tensor made inside is fake."""
     local = min(ranks_per_node, world_size)
     env = RankEnv(rank, world_size, rank % local, local, rank // local, -(-world_size // local), "group")
     # The group is never destroyed, because DeepSpeed keeps groups for as long as its process lives.
@@ -175,11 +178,12 @@ def fake_world(
     with ExitStack() as stack:
         stack.enter_context(Fakes())
         stack.enter_context(compat.torch_on_fakes(_apply_to_fakes, _Chunks, _move_fakes, _step_all_the_same))
-        if zero:
+        if config.parallel.sharding.stage:
             stack.enter_context(compat.deepspeed_alone(_CPUAdam))
         stack.enter_context(compat.transformers_in_training())
-        context = new_group(rank, world_size, cp) if cp > 1 else None
-        yield _EqualRanks(env, device, group, group, context=context)
+        with compat.unset_fake_temporarily():  # a mesh needs real rank numbers
+            context, mesh, experts = split_ranks(config, device.type, env)
+        yield _EqualRanks(env, device, group, group, context=context, mesh=mesh, experts=experts)
 
 
 class _EqualRanks(World):

@@ -17,6 +17,7 @@ from .compat import (
     GROUPED_MM,
     LOCAL_SCALAR,
     PIN_MEMORY,
+    WAIT,
     FakeTensor,
     FakeTensorMode,
     copy_of_fake,
@@ -80,6 +81,14 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._pin(self._run(torch.ops.aten.clone.default, types, args[:1], {}))
         if func is ALL_GATHER:
             return self._gather(types, args, kwargs)
+        if func is WAIT:  # torch's fake kernel makes a tensor; the real one returns what it has waited for
+            return args[0]
+        if func in _FROM_STORAGE:  # both memories, torch's and this one, would keep the storage
+            self.cache_enabled, before = False, self.cache_enabled
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self.cache_enabled = before
         return NotImplemented
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -227,8 +236,9 @@ _ONE_DTYPE = {
 
 Batched products are not here: their fake kernels check it too.
 """
+_FROM_STORAGE = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 _IS_PINNED = torch.ops.aten.is_pinned.default
-_ANSWERED = (LOCAL_SCALAR, _IS_PINNED, GROUPED_MM, PIN_MEMORY, ALL_GATHER)
+_ANSWERED = (*_FROM_STORAGE, LOCAL_SCALAR, _IS_PINNED, GROUPED_MM, PIN_MEMORY, ALL_GATHER, WAIT)
 
 
 class _Traits(NamedTuple):

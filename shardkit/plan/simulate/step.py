@@ -190,9 +190,9 @@ def wrapped(config: RunConfig, world: World, task: Task, weights: Weights) -> It
     strategy = make_strategy(config, world, planned_engine)
     try:
         parallelize(
-            config, world.device, strategy, task.build_model,
+            config, world, strategy, task.build_model,
             lambda model: make_optimizer(config.optim, model, blocks),
-            weights, blocks, getattr(task, "attention_classes", ()), world.context,
+            weights, blocks, getattr(task, "attention_classes", ()),
         )  # fmt: skip
         yield strategy
     finally:
@@ -207,7 +207,7 @@ def take_step(
     blocks = enumerate(find_blocks(strategy.model, getattr(task, "block_classes", ())))
     train_step(
         strategy, phases, [(batch, False)] * accum, getattr(task, "plan_loss", task.loss),
-        n_targets * accum * world.size, world.size, world.device,
+        n_targets * accum * world.loss_size, world.loss_size, world.device,
         StepRequest(config, {str(index): block for index, block in blocks}),
     )  # fmt: skip
 
@@ -224,7 +224,7 @@ def take_evaluation(
         with tracing.phase("evaluate"):
             getattr(task, "plan_loss", task.loss)(model, to_device(batch, device))
         if prompts is not None:
-            rows, width = prompts.batch(config.train, world.size)
+            rows, width = prompts.batch(config.train, world.loss_size)
             # A run keeps no keys and values of earlier tokens: each is a forward over prompt and answer, of one shape.
             with tracing.phase("sample"), alone:
                 tokens = torch.zeros(rows, width, dtype=torch.long)

@@ -91,7 +91,7 @@ class Assumed:
         rows: list[dict[str, str | int]] = []
         for (name, filename, line), count in self.counts.most_common():
             text = linecache.getline(filename, line).strip()
-            source_line = f"{filename}:{line}: {text}" if filename else "in backward"
+            source_line = f"{filename}:{line}: {text}" if line else filename or "in backward"
             rows.append({"assumption": name, "count": count, "source_line": source_line})
         return rows
 

@@ -478,6 +478,12 @@ def attach() -> None:
         atexit.register(lambda: RECORDING.finish("exit") if RECORDING is not None else None)
 
 
+def assume_rows(imbalance: float) -> None:
+    """Record that a rank's experts get so many times the average rows, since no router computes (`parallel.ep`)."""
+    if RECORDING is not None:
+        RECORDING.assumed.counts["rows", f"parallel.ep_imbalance={imbalance:g}", 0] += 1
+
+
 def _begin_in_child() -> None:
     if RECORDING is not None:
         RECORDING.__init__(RECORDING.folder, RECORDING.max_steps, RECORDING.until)  # type: ignore[misc]

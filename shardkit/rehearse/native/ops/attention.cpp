@@ -42,7 +42,8 @@ double scale_of(const std::optional<double>& scale, const Tensor& query) {
 struct Weights {
   Tensor softmax, dropped, log_sum_exp, kept;  // kept: undefined without dropout
 };
-Weights weights_of(const Inputs& in, const Options& options) {
+// `log_sum_exp`: the forward's, if there was one.
+Weights weights_of(const Inputs& in, const Options& options, const Tensor& log_sum_exp = {}) {
   Tensor scores = at::matmul(in.query, in.key.transpose(-2, -1)) * options.scale;
   if (has(options.bias)) scores = scores + float_on_host(*options.bias);
   if (options.causal) {
@@ -55,8 +56,9 @@ Weights weights_of(const Inputs& in, const Options& options) {
     if (options.after >= 0) scores = scores.masked_fill(ahead > options.after, -INFINITY);
   }
   Weights result;
-  result.log_sum_exp = at::logsumexp(scores, -1);
-  result.softmax = result.dropped = at::softmax(scores, -1);
+  result.log_sum_exp = log_sum_exp.defined() ? log_sum_exp : at::logsumexp(scores, -1);
+  result.softmax = log_sum_exp.defined() ? at::exp(scores - log_sum_exp.unsqueeze(-1)) : at::softmax(scores, -1);
+  result.dropped = result.softmax;
   if (options.dropout > 0) {
     SeededCpu seeded(options.seed);
     double keep = 1 - options.dropout;
@@ -91,22 +93,24 @@ Forward forward(const char* name, const Tensor& query, const Tensor& key, const 
 struct Backward {
   Tensor query, key, value, bias;
 };
-// Gradients in float32, of all the query's heads.
-Backward gradients_of(const Inputs& in, const Tensor& grad, const Options& options) {
-  Weights weights = weights_of(in, options);
+// Gradients in float32, of all the query's heads. As a card's kernels do, it takes the sums from the forward's results:
+// ring attention gives those of all keys with a part of the keys.
+Backward gradients_of(const Inputs& in, const Tensor& grad, const Tensor& out, const Tensor& log_sum_exp,
+                      const Options& options) {
+  Weights weights = weights_of(in, options, float_on_host(log_sum_exp).reshape(grad.sizes().slice(0, 3)));
   Tensor grad_value = at::matmul(weights.dropped.transpose(-2, -1), grad);
   Tensor grad_softmax = at::matmul(grad, in.value.transpose(-2, -1));
   if (weights.kept.defined()) grad_softmax = grad_softmax * weights.kept;
   const Tensor& p = weights.softmax;
-  Tensor grad_scores = p * (grad_softmax - (grad_softmax * p).sum(-1, true));
+  Tensor grad_scores = p * (grad_softmax - (grad * float_on_host(out)).sum(-1, true));
   Tensor grad_query = at::matmul(grad_scores, in.key) * options.scale;
   Tensor grad_key = at::matmul(grad_scores.transpose(-2, -1), in.query) * options.scale;
   return {grad_query, grad_key, grad_value, grad_scores};
 }
 Backward backward(const char* name, const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                  const Tensor& value, const Options& options) {
+                  const Tensor& value, const Tensor& out, const Tensor& log_sum_exp, const Options& options) {
   Kernel kernel(name, query.device(), Kernel::PRODUCT);
-  Backward grads = gradients_of(inputs_of(query, key, value), float_on_host(grad_out), options);
+  Backward grads = gradients_of(inputs_of(query, key, value), float_on_host(grad_out), out, log_sum_exp, options);
   Backward result;
   result.query = laid_out(grads.query, query);
   result.key = laid_out(summed_to_heads(grads.key, key.size(1)), key);
@@ -144,12 +148,12 @@ FlashResult flash(const Tensor& query, const Tensor& key, const Tensor& value, d
           at::empty({0}, query.options())};
 }
 Gradients flash_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
-                         const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt, double dropout,
-                         bool causal, const Tensor& seed, const Tensor&, std::optional<double> scale) {
+                         const Tensor& out, const Tensor& log_sum_exp, const Tensor&, const Tensor&, SymInt, SymInt,
+                         double dropout, bool causal, const Tensor& seed, const Tensor&, std::optional<double> scale) {
   static const char* name = "aten::_scaled_dot_product_flash_attention_backward";
   Recorded recorded(name);
   Options options{std::nullopt, dropout, causal, scale_of(scale, query), seed_in(seed)};
-  Backward result = backward(name, grad, query, key, value, options);
+  Backward result = backward(name, grad, query, key, value, out, log_sum_exp, options);
   return {result.query, result.key, result.value};
 }
 
@@ -165,15 +169,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const 
 }
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad, const Tensor& query,
                                                               const Tensor& key, const Tensor& value,
-                                                              const Tensor& bias, const Tensor&, const Tensor&,
-                                                              const Tensor& seed, const Tensor&, double dropout,
+                                                              const Tensor& bias, const Tensor& out,
+                                                              const Tensor& log_sum_exp, const Tensor& seed, const Tensor&, double dropout,
                                                               std::array<bool, 4> needed, bool causal,
                                                               std::optional<double> scale) {
   static const char* name = "aten::_scaled_dot_product_efficient_attention_backward";
   Recorded recorded(name);
   if (!grad.defined()) return {};
   Options options{bias, dropout, causal, scale_of(scale, query), seed_in(seed)};
-  Backward result = backward(name, grad, query, key, value, options);
+  Backward result = backward(name, grad, query, key, value, out, log_sum_exp, options);
   return {result.query, result.key, result.value, needed[3] ? result.bias : Tensor()};
 }
 
@@ -187,13 +191,14 @@ FlashResult cudnn(const Tensor& query, const Tensor& key, const Tensor& value, c
           seed_tensor(result.seed, {}, at::kLong, device), seed_tensor(0, {}, at::kLong, device), Tensor()};
 }
 Gradients cudnn_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
-                         const Tensor&, const Tensor&, const Tensor& seed, const Tensor&, const Tensor& bias,
+                         const Tensor& out, const Tensor& log_sum_exp, const Tensor& seed, const Tensor&,
+                         const Tensor& bias,
                          const Tensor&, const Tensor&, SymInt, SymInt, double dropout, bool causal,
                          std::optional<double> scale) {
   static const char* name = "aten::_scaled_dot_product_cudnn_attention_backward";
   Recorded recorded(name);
   Options options{bias, dropout, causal, scale_of(scale, query), seed_in(seed)};
-  Backward result = backward(name, grad, query, key, value, options);
+  Backward result = backward(name, grad, query, key, value, out, log_sum_exp, options);
   return {result.query, result.key, result.value};
 }
 
@@ -235,6 +240,7 @@ class ByDocuments {
   Tensor part(const Tensor& all, size_t d) const {
     return all.slice(0, bounds_[d], bounds_[d + 1]).transpose(0, 1).unsqueeze(0);
   }
+  Tensor sums(size_t d) const { return tensor("logsumexp").slice(1, bounds_[d], bounds_[d + 1]).unsqueeze(0); }
   Inputs inputs(size_t d) const { return inputs_of(part(query, d), part(key, d), part(value, d)); }
   // Writes document d's result, (1, heads, length, head_dim), to `all`.
   void put(const Tensor& all, size_t d, const Tensor& result) const {
@@ -282,7 +288,9 @@ void flash_by_documents_backward(const c10::OperatorHandle& op, torch::jit::Stac
                     at::empty(given.key.sizes(), given.key.options()),
                     at::empty(given.value.sizes(), given.value.options())};
   for (size_t d = 0; d < given.count(); d++) {
-    Backward found = gradients_of(given.inputs(d), float_on_host(given.part(grad, d)), given.options(d, seed));
+    Tensor sums = given.sums(d), grad_of_part = float_on_host(given.part(grad, d));
+    Backward found =
+        gradients_of(given.inputs(d), grad_of_part, given.part(given.tensor("out"), d), sums, given.options(d, seed));
     given.put(grads[0], d, found.query);
     given.put(grads[1], d, summed_to_heads(found.key, given.key.size(1)));
     given.put(grads[2], d, summed_to_heads(found.value, given.value.size(1)));
