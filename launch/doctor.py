@@ -366,15 +366,20 @@ def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
         summary += f"; slow: {', '.join(slow)}" if slow else ""
         fix = "look for other processes, heat or power limits there (nvidia-smi -q -d PERFORMANCE)"
         checks.append(warning(f"{label} per rank", bool(slow), summary, fix))
-    for key in ("all_reduce", "all_gather", "reduce_scatter"):
-        for size, speed in constants[key]:
+    world = {key: (constants[key], "") for key in ("all_reduce", "all_gather", "reduce_scatter")}
+    axes = {
+        f"{axis} {figures['collective']}": (figures["bus"], f" in groups of {figures['ranks']} ranks")
+        for axis, figures in constants["axes"].items()
+    }
+    for name, (speeds, groups) in {**world, **axes}.items():
+        for size, speed in speeds:
             amount = f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
-            checks.append(Check(f"{key} {amount}", "pass", f"{speed / 1e9:.3g} GB/s bus bandwidth"))
+            checks.append(Check(f"{name} {amount}", "pass", f"{speed / 1e9:.3g} GB/s bus bandwidth{groups}"))
     products = ", ".join(f"{kind} {flops / 1e12:.3g}" for kind, flops in constants["matmul_flops_by_dtype"].items())
     checks.append(Check("matmul by type", "pass", f"{products} TFLOP/s"))
     memories = ("memory", "memory_bytes_per_s"), ("host memory", "host_bytes_per_s")
-    speeds = ", ".join(f"{label} {constants[key] / 1e9:.3g}" for label, key in memories)
-    checks.append(Check("bandwidth of each rank", "pass", f"{speeds} GB/s read and written"))
+    rates = ", ".join(f"{label} {constants[key] / 1e9:.3g}" for label, key in memories)
+    checks.append(Check("bandwidth of each rank", "pass", f"{rates} GB/s read and written"))
     skew = float(constants["clock_skew_s"])
     summary = f"differ by at most {skew:.3f} s"
     checks.append(warning("clocks", skew > 1.0, summary, "run chrony or ntpd on every node"))

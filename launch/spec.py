@@ -150,4 +150,5 @@ def check_world(config: RunConfig, device: str, world_size: int, ranks_per_node:
     from ..config.load import resolve_batch
 
     capability.check(config, device=device, world_size=world_size, local_world_size=ranks_per_node)
+    capability.check_model(config)
     resolve_batch(config, world_size)

@@ -12,13 +12,13 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
-from ...errors import ShardkitError, gib, printable_lines
+from ...errors import ShardkitError, gib, listed, printable_lines
 from ...files import open_regular, parse_json, read_object, read_regular, write_whole
 from . import exit_codes
 
@@ -33,7 +33,7 @@ _LOST_PEER = re.compile(
     r"|it waits for its peers",
     re.IGNORECASE,
 )
-# The watchdog's message about stopped or lost peers: the cause, unless a rank was killed before.
+# The watchdog's message about stopped or lost peers: the cause, unless a rank was killed or raised an error before.
 _MISSES_PEER = re.compile(r"rank\(s\) .* did not even answer")
 _TORCHRUN_ENTRY = re.compile(
     r"^\s*time\s*: (\S+)\s*\n\s*host\s*:.*\n\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*\n"
@@ -65,6 +65,8 @@ _GPU_CAUSE = (
 )
 
 
+Groups = Sequence[tuple[str, Sequence[int], int]]
+"""(name, ranks, number of collectives that this rank has begun) of each of a rank's process groups."""
 UNSURE = 5
 """The first kind of `Failure.order` that does not name the culprit."""
 
@@ -84,6 +86,7 @@ class Failure:
     local_rank: int | None = None  # the rank's number on its machine, if torchrun reported it
     forced: bool = False  # torchrun or srun told it to end, or killed it, after another rank's failure
     raised: bool = False  # its stderr ends with an exception's traceback
+    groups: list[Any] = field(default_factory=list)  # the rank's `Groups`, as far as known
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -112,7 +115,7 @@ class Failure:
         return bool(_LOST_PEER.search(self.message))
 
 
-def record(error: BaseException, environ: Mapping[str, str] = os.environ) -> Path | None:
+def record(error: BaseException, environ: Mapping[str, str] = os.environ, groups: Groups = ()) -> Path | None:
     """Write this rank's error to the launcher's file; returns its path, None if no launcher asked for it."""
     path = _error_file(environ)
     if path is None or getattr(error, "recorded_at", None) == path:  # keep the time of the first record
@@ -127,6 +130,7 @@ def record(error: BaseException, environ: Mapping[str, str] = os.environ) -> Pat
         "fix": error.fix if isinstance(error, ShardkitError) else "",
         "is_error": isinstance(error, ShardkitError),
         "node": environ.get("SLURMD_NODENAME", ""),
+        "groups": groups,
     }
     if not _write(path, entry):
         return None
@@ -228,7 +232,17 @@ def read(paths: Iterable[Path]) -> list[Failure]:
             when = float(seconds) if seconds.isdecimal() and len(seconds) < 19 else 0.0
             text, trace = str(message.get("message", "")), str(extra.get("py_callstack", ""))
             failures.append(Failure(rank, exit_codes.FAILED, when, text, trace))
-    return sorted(failures, key=lambda failure: failure.order)
+    return _in_order(failures)
+
+
+def _in_order(failures: Iterable[Failure]) -> list[Failure]:
+    """The failures, likely origin first."""
+    ordered = sorted(failures, key=lambda failure: failure.order)
+    if ordered and _MISSES_PEER.search(ordered[0].message):
+        # A rank that ends because of its own exception does not answer the watchdog either.
+        raised = [failure for failure in ordered if failure.order[0] == 1 and failure.when < ordered[0].when]
+        ordered = raised + [failure for failure in ordered if failure not in raised]
+    return ordered
 
 
 def in_torchrun_log(text: str) -> list[Failure]:
@@ -379,7 +393,7 @@ def merged(recorded: list[Failure], reported: list[Failure]) -> list[Failure]:
     """One failure per rank, likely origin first: a rank's own file says more than torchrun."""
     by_rank = {failure.rank: failure for failure in reversed(recorded)}
     all_ranks = {**{failure.rank: failure for failure in reported}, **by_rank}
-    return sorted(all_ranks.values(), key=lambda failure: failure.order)
+    return _in_order(all_ranks.values())
 
 
 def explain(
@@ -428,7 +442,22 @@ def explain(
         ranks = ", ".join(str(failure.rank) for failure in sorted(consequences, key=lambda f: f.rank))
         why = " because of it" if origin.order[0] < UNSURE else ""
         lines.append(f"  {len(consequences)} other rank(s) ended{why}: {ranks}")
+    if origin.order[0] < UNSURE:
+        lines += [
+            f"  in the group {name} (ranks {listed(sorted(begun))}) rank {listed(waiting)} waited for it"
+            for name, begun in uneven_groups({failure.rank: failure.groups for failure in failures})
+            if origin.rank in begun and (waiting := sorted(rank for rank, n in begun.items() if n > begun[origin.rank]))
+        ]
     return printable_lines("\n".join([*lines, f"  logs: {log_dir}"]))
+
+
+def uneven_groups(groups: Mapping[int, Groups]) -> list[tuple[str, dict[int, int]]]:
+    """(name, collectives begun by each rank) of the groups in which these differ. `groups`: by rank."""
+    begun_by_group: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
+    for rank, progress in groups.items():
+        for name, ranks, begun in progress:
+            begun_by_group.setdefault((name, tuple(ranks)), {})[rank] = begun
+    return [(name, begun) for (name, _), begun in begun_by_group.items() if len(set(begun.values())) > 1]
 
 
 def exit_code_of(failures: list[Failure]) -> int:
@@ -443,7 +472,8 @@ def _own_record(data: object) -> Failure | None:
     kinds = get_type_hints(Failure)
     fields = {name: data[name] for name in kinds if name in data}
     is_valid = all(
-        isinstance(value, (int, float) if kinds[name] is float else kinds[name]) for name, value in fields.items()
+        isinstance(value, (int, float) if kinds[name] is float else get_origin(kinds[name]) or kinds[name])
+        for name, value in fields.items()
     )
     return Failure(**fields) if is_valid and "rank" in fields and "exit_code" in fields else None
 

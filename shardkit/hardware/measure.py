@@ -1,7 +1,8 @@
 """Measure this hardware: each device on its own, and the ranks together by collectives and latency.
 
 Collectives are reported as bus bandwidth, which does not depend on the number of ranks n: bytes/s × 2(n−1)/n for
-all-reduce, × (n−1)/n for all-gather and reduce-scatter (NVIDIA nccl-tests, doc/PERFORMANCE.md).
+all-reduce, × (n−1)/n for the others (NVIDIA nccl-tests, doc/PERFORMANCE.md). The collectives of parallel.cp, tp and ep
+are measured in the groups that these make, all groups of an axis at once, as in training.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..config.capability import check
 from ..config.schema import RunConfig
 from ..parallel.compat import scaled_product
 from ..parallel.world import World, choose_device, process_groups, rank_env
@@ -40,6 +42,7 @@ def measure(config: RunConfig) -> tuple[calibration.Constants, list[str]] | None
     Constants are medians over ranks, which all measure at once; docs/launch.md lists them."""
     env = rank_env()
     device = choose_device(config, env)
+    check(config, device=device.type, world_size=env.world_size, local_world_size=env.local_world_size)
     context = _context(device)
     with process_groups(config, env) as world:
         sizes = [size for size in _SIZES if device.type == "cuda" or size <= _LARGEST_ON_CPU]
@@ -56,6 +59,17 @@ def measure(config: RunConfig) -> tuple[calibration.Constants, list[str]] | None
             **_outside(world, context),
             **_speeds(world),
         }
+        # After `_outside`, which counts the memory of one communicator.
+        axes = {
+            axis: {
+                "collective": name,
+                "ranks": group.size(),
+                "bus": [[size, _bus_speed(world, name, size, group)] for size in sizes],
+            }
+            for axis, (name, group) in _axes(world).items()
+        }
+        exchanges = axes.get("cp") or axes.get("ep") or {"bus": [], "ranks": 1}
+        constants |= {"axes": axes, "all_to_all": exchanges["bus"], "all_to_all_ranks": exchanges["ranks"]}
         hosts = [str(host) for host in world.gather(os.uname().nodename)]
     return (constants, hosts) if world.is_main else None
 
@@ -125,19 +139,35 @@ def _beyond_allocator(device: torch.device) -> int | None:
     return int(total - free) - torch.cuda.memory_reserved(device)
 
 
-def _bus_speed(world: World, name: str, n_bytes: int) -> float:
-    factor = 2 if name == "all_reduce" else 1
-    return n_bytes / _collective(world, name, n_bytes) * factor * (world.size - 1) / world.size
+def _axes(world: World) -> dict[str, tuple[str, dist.ProcessGroup]]:
+    """(the collective of a layer, this rank's group) of each axis that ranks share."""
+    axes = {}
+    if world.context is not None:
+        axes["cp"] = "all_to_all", world.context.group
+    if world.mesh is not None:
+        axes["tp"] = "all_reduce", world.mesh.get_group(2)
+    if world.experts is not None:
+        axes["ep"] = "all_to_all", world.experts.in_group.get_group()
+    return axes
 
 
-def _collective(world: World, name: str, n_bytes: int) -> float:
-    """Seconds of one collective over `n_bytes` in total; for a gather, that is each rank's result."""
-    part = torch.zeros(max(1, n_bytes // 4 // world.size), device=world.device)
-    full = torch.zeros(max(1, n_bytes // 4) if name == "all_reduce" else part.numel() * world.size, device=world.device)
+def _bus_speed(world: World, name: str, n_bytes: int, group: dist.ProcessGroup | None = None) -> float:
+    factor, ranks = 2 if name == "all_reduce" else 1, world.size if group is None else group.size()
+    return n_bytes / _collective(world, name, n_bytes, group) * factor * (ranks - 1) / ranks
+
+
+def _collective(world: World, name: str, n_bytes: int, group: dist.ProcessGroup | None = None) -> float:
+    """Seconds of one collective over `n_bytes` in total, in `group`, or among all ranks; for a gather, that is each
+    rank's result, for an all-to-all what each rank sends."""
+    ranks = world.size if group is None else group.size()
+    part = torch.zeros(max(1, n_bytes // 4 // ranks), device=world.device)
+    full = torch.zeros(max(1, n_bytes // 4) if name == "all_reduce" else part.numel() * ranks, device=world.device)
+    received = torch.empty_like(full) if name == "all_to_all" else full
     works: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(full),
-        "all_gather": lambda: _ALL_GATHER(full, part),
-        "reduce_scatter": lambda: _REDUCE_SCATTER(part, full),
+        "all_to_all": lambda: dist.all_to_all_single(received, full, group=group),
+        "all_reduce": lambda: dist.all_reduce(full, group=group),
+        "all_gather": lambda: _ALL_GATHER(full, part, group=group),
+        "reduce_scatter": lambda: _REDUCE_SCATTER(part, full, group=group),
     }
     calls = 1 if n_bytes >= _SMALL else 20
     times = [timed(world.device, works[name], calls) for _ in range(_ROUNDS + 1)]

@@ -66,6 +66,10 @@ def _for_activations(config: RunConfig, accum: int, planned: bool) -> Iterator[C
     if config.task.factory is None and config.model.loss_chunk_size == 0:
         yield {"model.loss_chunk_size": 1024}, "none to speak of"
     yield {"activation.policy": "full"}, "forward runs twice: about a third more compute"
+    # A plan tells whether MLPs can be computed in parts; without one, those of the reference transformer can.
+    is_reference = config.task.factory is None and config.task.name == "causal_lm"
+    if config.model.mlp_chunks == 1 and (config.task.may_split_sequences if planned else is_reference):
+        yield {"model.mlp_chunks": 8}, "each MLP's forward runs once more, an eighth of the positions at a time"
     divisors = [size for size in range(micro // 2, 0, -1) if micro % size == 0]
     for smaller in dict.fromkeys([*divisors[:1], *divisors[-1:]]):  # a plan tells which of them is enough
         settings: dict[str, Any] = {"train.micro_batch_size": smaller}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..memory.rows import PHASES, RankRow
-from . import measure
+from . import measure, read
 from .html import LINES, Figure, label, unit_of
 from .measure import UNATTRIBUTED, Parts, RankStepTime
 from .read import Run
@@ -129,6 +129,39 @@ def training(runs: RunsByLabel) -> Figure:
     }  # fmt: skip
     layout = {**panels(["loss", f"{units}/s"], "optimizer step"), "updatemenus": [axes]}
     return Figure(traces, layout, "no step was recorded")
+
+
+def balance(run: Run) -> Figure:
+    """How uneven routers are over steps: the busiest rank and expert over the average, and the starving experts."""
+    lines = [
+        ("busiest expert", "busiest_expert", 0),
+        ("busiest rank", "ep_busiest_rank", 0),
+        ("most in one layer of a micro-batch", "ep_peak", 0),
+        ("starving experts", "starved_experts", 1),
+    ]
+    traces = [
+        line(name, steps, ys, LINES[index], panel)
+        for index, (name, key, panel) in enumerate(lines)
+        for steps, ys in [measure.column(run, key)]
+        if ys
+    ]
+    steps, peaks = measure.column(run, "ep_peak")
+    if peaks and (planned := read.number(run.setting("parallel.ep_imbalance"))):
+        line_of_plan = line("planned: parallel.ep_imbalance", steps, [planned] * len(steps), LINES[2])
+        traces.append({**line_of_plan, "mode": "lines", "line": {"color": LINES[2], "dash": "dot"}})
+    return Figure(traces, panels(["over the average", "experts"], "optimizer step"), "no step counted rows")
+
+
+def experts(loads: Mapping[str, Sequence[float]]) -> Figure:
+    """A map of layers by experts: the rows of each over its layer's average."""
+    layers = [label(name) for name in loads]
+    trace = {
+        "type": "heatmap", "y": layers, "z": [*loads.values()], "zmin": 0, "zmax": 3, "colorscale": "Viridis",
+        "hovertemplate": "expert %{x} of %{y}: %{z} × the average<extra></extra>",
+    }  # fmt: skip
+    axes = {"xaxis": {"title": {"text": "expert"}}, "yaxis": {"automargin": True, "autorange": "reversed"}}
+    layout = {"height": 140 + 14 * len(layers), **axes}
+    return Figure([trace] if layers else [], layout, "no layer counted rows")
 
 
 def memory(run: Run) -> Figure:

@@ -16,16 +16,19 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from ..errors import ShardkitError, system_errors
+from ..errors import ShardkitError, listed, system_errors
 from ..files import write_whole
 from ..launch.failures import exit_codes, failure, job_starts
 from ..memory.rows import KINDS, LABELS, growing, pressure, quantized_bytes, summary
+from ..telemetry.catalog import STARVED
 from . import figures, measure, planned, traced
 from .html import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from .read import Run, mapping, number, sequence
 
 _MOST_SAMPLES = 1000
 """Texts of evaluations between the first and the last."""
+_MOST_DRAWN = 64
+"""Ranks of the drawing of the mesh."""
 _TENSORS = 25
 """Tensors of a post-mortem, the largest first."""
 # The fields of a post-mortem that are sizes, and those among them that only sound like one.
@@ -44,6 +47,8 @@ def run_page(run: Run, out: Path) -> str:
     page.section("training", "Loss and throughput", page.figure("training", figures.training({"": run})))
     if run.samples:
         page.section("samples", "Samples", *_samples(run))
+    if run.experts:
+        page.section("experts", "Experts", *_experts(run, run.experts, page))
     page.section("memory", "Memory over time", *_memory(run, page))
     page.section("categories", "Where the memory is", *_categories(run, page))
     page.section("phases", "Peak by phase", *_phases(run, page))
@@ -126,6 +131,33 @@ def _samples(run: Run) -> list[Markup]:
     return parts
 
 
+def _experts(run: Run, experts: Mapping[str, Any], page: Page) -> list[Markup]:
+    """How evenly the routers used the experts: over time, and of each layer at last."""
+    loads = {
+        name: [number(load) or 0.0 for load in sequence(layer)] for name, layer in mapping(experts.get("loads")).items()
+    }
+    lines = [
+        [
+            words(name),
+            Cell(f"{layer.index(max(layer))}", layer.index(max(layer))),
+            quantity(max(layer), "plain"),
+            quantity(sum(load < STARVED for load in layer), "count"),
+            words(listed([expert for expert, load in enumerate(layer) if load < STARVED]) or "–"),
+        ]
+        for name, layer in loads.items()
+        if layer
+    ]
+    caption = f"Rows of each expert over the average of its layer, in the last steps up to {experts.get('step')}. An "
+    caption += f"expert with less than {STARVED} starves: it hardly learns."
+    return [
+        page.figure("balance", figures.balance(run)),
+        heading("Each layer"),
+        paragraph(caption, "faint"),
+        page.figure("experts", figures.experts(loads)),
+        table(["layer", ">busiest expert", ">its load", ">starving", "which"], lines),
+    ]
+
+
 def _memory(run: Run, page: Page) -> list[Markup]:
     shown, world = len(measure.shown(run.last_rows)), len(run.last_rows)
     parts = [page.figure("memory", figures.memory(run))]
@@ -192,7 +224,64 @@ def _ranks(run: Run, page: Page) -> list[Markup]:
         ])  # fmt: skip
     worst = max(range(len(run.last_rows)), key=lambda i: pressure(run.last_rows[i]), default=None)
     parts.append(table(head, lines, mark=worst if len(lines) > 1 else None))
-    return [*parts, *_nodes(run)]
+    return [*parts, *_mesh(run), *_nodes(run)]
+
+
+def coordinates(run: Run) -> list[dict[str, int]]:
+    """Along which axes of the mesh the ranks differ, and each rank's number there; empty if the config is not known."""
+    world, strategy = len(run.last_rows), run.setting("parallel.strategy")
+    keys = ("tp", "cp", "ep", "dp_replicate", "dp_shard")
+    tp, cp, ep, replicas, group = (int(number(run.setting(f"parallel.{key}")) or 0) for key in keys)
+    tp, cp, ep = max(1, tp), max(1, cp), max(1, ep)
+    if world < 2 or world % (tp * cp) or not strategy:
+        return []
+    holders = world // tp  # of parts of the state; ranks that share sequences are some of them
+    shards = holders if strategy in ("fsdp", "zero1", "zero2", "zero3") else 1
+    if strategy == "hsdp":
+        on_a_node = Counter(row.identity.host for row in run.last_rows).most_common(1)[0][1]
+        shards = group or (holders // replicas if replicas else on_a_node // tp)
+    if not shards or holders % shards or shards * tp % ep:
+        return []
+    sizes = {"samples": world // (tp * cp), "replica": holders // shards, "shard": shards, "cp": cp, "ep": ep, "tp": tp}
+    several = [name for name, size in sizes.items() if size > 1]
+    coordinates_by_rank = []
+    for rank in range(world):
+        holder, part = divmod(rank, tp)
+        samples, sequence_part = divmod(holder, cp)
+        replica, shard = divmod(holder, shards)
+        numbers = {"samples": samples, "replica": replica, "shard": shard}
+        numbers |= {"cp": sequence_part, "ep": rank % ep, "tp": part}  # neighbours hold different experts
+        coordinates_by_rank.append({name: numbers[name] for name in several})
+    return coordinates_by_rank
+
+
+def _mesh(run: Run) -> list[Markup]:
+    """A drawing of what each rank holds, node by node."""
+    ranks = coordinates(run)[:_MOST_DRAWN]
+    if not ranks or not ranks[0]:
+        return []
+    width, height = 96, 22 + 15 * len(ranks[0])
+    boxes, x, y, host = list[Markup](), 0, 0, None
+    box = Markup('<rect x="{}" y="{}" width="{}" height="{}" rx="4" fill="hsl({}, 60%, 85%)" stroke="#888"/>')
+    line = Markup('<text x="{}" y="{}">{}</text>')
+    dark = Markup('<text x="{}" y="{}" fill="#111" style="fill: #111">{}</text>')
+    for row, numbers in zip(run.last_rows, ranks, strict=False):
+        if row.identity.host != host or x == 8 * width:
+            y, x = y + (height + 8 if boxes else 0), 0
+        if row.identity.host != host:
+            host, y = row.identity.host, y + 18
+            boxes.append(line.format(0, y - 4, host))
+        boxes.append(box.format(x, y, width - 6, height, numbers.get("samples", 0) * 67 % 360))
+        texts = [f"rank {row.identity.rank}", *(f"{name} {number}" for name, number in numbers.items())]
+        boxes += [dark.format(x + 6, y + 16 + 15 * at, text) for at, text in enumerate(texts)]
+        x += width
+    chart = Markup('<svg class="chart mesh" style="max-width: {0}px" viewBox="0 0 {0} {1}">{2}</svg>')
+    caption = "Which rank holds what, as far as there are several: samples (a colour each), replica and shard of the "
+    caption += "state, part of each sequence (cp), of each layer's experts (ep) and of each layer (tp)."
+    if len(run.last_rows) > _MOST_DRAWN:
+        caption += f" The first {_MOST_DRAWN} of {len(run.last_rows)} ranks."
+    drawn = chart.format(8 * width, y + height + 2, Markup("").join(boxes))
+    return [heading("Mesh"), paragraph(caption, "faint"), drawn]
 
 
 def _nodes(run: Run) -> list[Markup]:

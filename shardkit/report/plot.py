@@ -111,7 +111,7 @@ def front_plot(plan: SearchResult) -> Figure:
         traces.append({
             "type": "scatter", "mode": "markers", "name": label(engine),
             "x": [setting.needed / scale for setting in settings], "y": [setting.tokens_per_s for setting in settings],
-            "text": [label(named(setting, plan.samples)) for setting in settings],
+            "text": [label(named(setting)) for setting in settings],
             "marker": {"size": [15 if setting is plan.best else 9 for setting in settings],
                        "color": LINES[number % len(LINES)]},
             "hovertemplate": f"%{{text}}<br>%{{x:.2f}} {unit}<br>%{{y:,.0f}} tokens/s<extra></extra>",
@@ -131,5 +131,5 @@ def save_front(plan: SearchResult, folder: Path) -> Path:
     """Write `auto.html`; returns its path."""
     head = [*FRONT_HEAD[:3], *(f">{title}" for title in FRONT_HEAD[3:])]
     rows = [[*map(words, row[:3]), *map(Cell, row[3:])] for row in front_rows(plan)]
-    best = f"The best: {named(plan.best, plan.samples)}, {gib(plan.best.needed)}."
+    best = f"The best: {named(plan.best)}, {gib(plan.best.needed)}."
     return write_page(folder / "auto.html", "Automatic plan", front_plot(plan), head, rows, best, *reasons(plan))

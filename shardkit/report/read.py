@@ -45,6 +45,7 @@ class Run:
     gathers: list[Gather]  # every rank's memory, in order of steps; at least one rank in each
     traces: dict[int, dict[str, Any]]  # the traced step by rank, from `trace/rank{r}.json`
     plan: dict[str, Any] | None  # the prediction; None if the run was not planned
+    experts: dict[str, Any] | None  # how evenly each layer's experts were used at last; None without experts
     ooms: dict[int, dict[str, Any]]  # post-mortems of ranks that ran out of memory, by rank
     restarts: list[str]  # the reasons why earlier starts ended, in order
     failures: list[tuple[int, str]]  # (rank, message) of the last start's errors, likely origin first
@@ -91,6 +92,7 @@ def read_run(path: Path) -> Run:
         gathers=list(_gathers(path / "memory.jsonl", notes)),
         traces=_by_rank(path / "trace", notes),
         plan=_json(path / "plan.json", notes),
+        experts=_json(path / "experts.json", notes),
         ooms=_by_rank(path / "oom", notes),
         restarts=[start.ended for start in job_starts.history(path, {})[0]]
         + [f"step {step}: {reason}" for step, reason in job_starts.restarts(path)],

@@ -438,10 +438,11 @@ def make_loader(
     return StepLoader(
         samples,
         schedule,
-        collate_of(task, world.rank, config.parallel.cp),
+        collate_of(task, world.loss_rank, config.parallel.cp),
         state=state,
         n_steps=n_steps,
         workers=config.data.workers,
         prefetch=config.data.prefetch,
         pin_memory=world.device.type == "cuda",
+        filler=getattr(task, "filler", lambda batch: batch),
     )

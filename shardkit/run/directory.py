@@ -28,7 +28,10 @@ from . import owner
 from .owner import Owner
 
 # The names that a run writes, in the run directory and in its folders. Nothing else there is ever deleted.
-FILES = ("report.html", "compare.html", "memory.jsonl", "env.json", "samples.jsonl", "metrics.jsonl", "config.yaml")
+FILES = (
+    "report.html", "compare.html", "memory.jsonl", "env.json", "samples.jsonl", "metrics.jsonl", "experts.json",
+    "config.yaml",
+)  # fmt: skip
 _PLAN = "plan.json"
 FOLDERS = {
     "checkpoints": r"latest|step_\d{8,}(\.\w+)?",

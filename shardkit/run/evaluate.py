@@ -68,7 +68,7 @@ def _sums(job: Job, task: Task, data: Dataset, limit: int, is_over: Callable[[],
     sums: dict[str, torch.Tensor] = {}
     count = 0.0
     measure = getattr(task, "measure", None) or (lambda model, batch: {"loss": task.loss(model, batch)})
-    collate = collate_of(task, world.rank, job.config.parallel.cp)
+    collate = collate_of(task, world.loss_rank, job.config.parallel.cp)
     for batch, is_filler in eval_batches(
         data, train.micro_batch_size, world.data_rank, world.data_size, limit, collate
     ):
@@ -130,13 +130,13 @@ def write_samples(
     as they are. Returns on rank 0, in the order of the prompts, {"step", "prompt", "text", "tokens"}, new ones.
     """
     world = job.world
-    rows, _ = prompts.batch(job.config.train, world.size)
+    rows, _ = prompts.batch(job.config.train, world.loss_size)
     answers: dict[int, list[int]] = {}
     job.model.eval()
     alone = nullcontext() if world.context is None else world.context.whole_sequences()
     with torch.no_grad(), job.strategy.evaluating(), alone:
-        for begin in range(0, len(prompts.ids), rows * world.size):
-            indices = range(begin + world.rank, begin + rows * world.size, world.size)
+        for begin in range(0, len(prompts.ids), rows * world.loss_size):
+            indices = range(begin + world.loss_rank, begin + rows * world.loss_size, world.loss_size)
             answers |= _continue(job, task, prompts, indices, step, is_over)
     job.model.train()
     gathered: dict[int, list[int]] = {}
@@ -155,7 +155,7 @@ def _continue(
 ) -> dict[int, list[int]]:
     """Generate the new tokens of this rank's prompts; fillers for missing prompts let all ranks call alike."""
     train, device = job.config.train, job.world.device
-    _, width = prompts.batch(train, job.world.size)
+    _, width = prompts.batch(train, job.world.loss_size)
     tokens = torch.zeros(len(indices), width, dtype=torch.long)
     answers: dict[int, list[int]] = {index: [] for index in indices if index < len(prompts.ids)}
     lengths = [1] * len(indices)

@@ -24,6 +24,7 @@ from ..memory.ledger import MemoryLedger
 from ..oom.postmortem import PostMortem
 from ..oom.shortage import MemoryCap, memory_cap
 from ..parallel.blocks import find_blocks, packable_shares
+from ..parallel.compat import progress_of_groups
 from ..parallel.optim import make_optimizer as default_optimizer
 from ..parallel.precision import set_matmul_precision
 from ..parallel.weights import Init, Weights
@@ -135,9 +136,8 @@ class Job:
         with self.ledger.phase("wrap"):
             weights = Weights(self.config.train.seed, init_parameter, drawn)
             parallelize(
-                self.config, self.world.device, self.strategy, build, factory, weights, block_classes,
-                attention_classes, self.world.context,
-            )  # fmt: skip
+                self.config, self.world, self.strategy, build, factory, weights, block_classes, attention_classes
+            )
             self.world.set_timeout(self.config.run.init_timeout_s)  # groups that the engine made
             wrapped = self.strategy.model
             blocks = find_blocks(wrapped, block_classes)
@@ -178,7 +178,7 @@ class Job:
         if self.step_index == 1:  # building the model is no part of it
             self._last_step = time.perf_counter()
         counts = [n_targets(batch) for batch in batches]
-        count = self.world.sum([float(sum(counts))])[0]
+        count = self.world.sum([float(sum(counts))])[0] / self.world.tp
         micro_batches = [(counted, False) for counted in zip(batches, counts, strict=True)]
         due = self.ledger.due(self.step_index)
         self.ledger.begin_step(self.step_index, due)
@@ -262,8 +262,8 @@ def start(
     libraries.quiet()
     libraries.say_untested()
     set_matmul_precision(loaded.config.precision)
-    # Dropout and the like differ on each rank; weights do not use this generator.
-    torch.manual_seed(loaded.config.train.seed * 1_000_003 + env.rank)
+    # Dropout and the like differ on each rank, but not where ranks compute the same; weights do not use this generator.
+    torch.manual_seed(loaded.config.train.seed * 1_000_003 + env.rank // loaded.config.parallel.tp)
     if loaded.config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -281,7 +281,8 @@ def start(
                 with job.explaining():
                     yield job
             except Exception as error:
-                failure.record(error)  # the cleanup may wait for other ranks until the launcher ends this process
+                # Before the cleanup, which may wait for other ranks until the launcher ends this process.
+                failure.record(error, groups=progress_of_groups())
                 raise
             finally:
                 strategy.teardown()

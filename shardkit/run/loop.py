@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +34,9 @@ from .records import LoopStep, Record, Span, StepRecords
 from .requests import Requests
 from .resume import Saves
 from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from .routing import Routing
 
 
 @dataclass(kw_only=True)
@@ -62,6 +64,7 @@ class Loop:
     records: StepRecords
     first_update: FirstUpdate
     profiler: Profiler | None
+    routing: Routing | None
     # what it wrote at the last evaluation, on rank 0, until somebody records it
     texts: list[dict[str, Any]] = field(default_factory=list)
 
@@ -82,7 +85,7 @@ class Loop:
         began = self.records.start()
         self._batch = next(self.loader)
         self._reads = [(began, Mark(self.job.world.device))]
-        self._counts = self.job.world.sum(self._count(self._batch))
+        self._set_counts(self.job.world.sum(self._count(self._batch)))
         while not self._is_last(self.step):
             step = self._begin_step()
             self._take(step)
@@ -92,6 +95,7 @@ class Loop:
             step.refuse_bad_loss()
             self.sums.judge()
             self.job.ledger.end_step(self.step)
+            self._count_rows(step)
             if self._record_may_wait():
                 self.records.postpone(step)
                 self._gather_memory()
@@ -117,10 +121,13 @@ class Loop:
             self._batch = next(self.loader)
             self._reads.append((since, Mark(self.job.world.device)))
             counts = self._count(self._batch)
-        step.reduction.add("counts", counts, partial(setattr, self, "_counts"))
+        step.reduction.add("counts", counts, self._set_counts)
         self.requests.add_to(step.reduction)
         step.begin_agreement()
         self.watchdog.beat(self.step, "backward or update")
+
+    def _set_counts(self, sums: Sequence[float]) -> None:
+        self._counts = [count / self.job.world.tp for count in sums]
 
     def _count(self, batch: StepBatch) -> list[float]:
         """This rank's targets, and the positions that the model computes for them (0 if the task does not say)."""
@@ -197,6 +204,14 @@ class Loop:
         rows = self.job.ledger.gather(self.step)
         if rows is not None:
             append_jsonl(self.run_dir / "memory.jsonl", gather_json(self.step, time.time(), rows))
+
+    def _count_rows(self, step: LoopStep) -> None:
+        """Sum the rows of each expert over ranks, as often as the memory's rows are gathered."""
+        if self.routing is None or not self._gather_due(self.step):
+            return
+        step.routing, loads = self.routing.take(self.job.world)
+        if self.job.world.is_main and loads:
+            write_whole(self.run_dir / "experts.json", json.dumps({"step": self.step, "loads": loads}) + "\n")
 
     def _evaluation_due(self) -> bool:
         every = self.config.train.eval_every

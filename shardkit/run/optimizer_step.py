@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import SHOWN, TrainingError, listed
+from ..errors import SHOWN, ConfigError, TrainingError, listed
 from ..memory.probe import Phases
+from ..parallel.context import digest, refuse_whole_sequences
 from ..parallel.world import World
 from ..strategies.base import StepRequest
 from ..strategies.step import HostValue, Mark, MicroBatch, StepOutput, Stopwatch, accumulate, update
@@ -100,9 +101,19 @@ class OptimizerStep:
         for other ranks, even if that costs something.
         """
         job, world = self.job, self.job.world
+        context = world.context
+        if context is not None and not context.is_checked:
+            digests = world.gather(digest(batch for batch, _ in self.micro_batches))
+            refuse_whole_sequences(context, digests[:: world.tp], world.tp)
         with job.calls.waits.watching(watches_gathers) as self.gather_waits:
             self.loss_sum, self._turns = accumulate(
-                job.strategy, phases, self.micro_batches, self.loss_fn, self.n_targets, world.size, world.device
+                job.strategy, phases, self.micro_batches, self.loss_fn, self.n_targets, world.loss_size, world.device
+            )
+        if context is not None and not context.is_used and not job.config.compile.enabled:
+            raise ConfigError(
+                f"parallel.cp={context.size}: no attention exchanged heads: each rank attended to its part of the "
+                "sequences alone",
+                "call context.to_heads and to_positions in its forward (docs/long.md)",
             )
 
     @property
@@ -126,7 +137,7 @@ class OptimizerStep:
         self.reduction.begin()
 
     def _set_loss(self, sums: Sequence[float]) -> None:
-        loss = sums[0] / max(self.n_targets, 1.0)
+        loss = sums[0] / self.job.world.tp / max(self.n_targets, 1.0)
         self.loss = loss if math.isfinite(loss) else math.nan
 
     def busy_s(self) -> float:
@@ -189,8 +200,9 @@ def _own_gradients(step: OptimizerStep) -> str:
     with watching_gradients(job.model, largest):
         try:
             accumulate(
-                job.strategy, job.ledger, step.micro_batches, step.loss_fn, step.n_targets, world.size, world.device
-            )
+                job.strategy, job.ledger, step.micro_batches, step.loss_fn, step.n_targets, world.loss_size,
+                world.device,
+            )  # fmt: skip
         except Exception as error:  # the error is then reported without its origin
             _LOG.warning("cannot repeat step %d to find its bad gradient: %s: %s", number, type(error).__name__, error)
     sizes = {fqn: float(value) for fqn, value in largest.items()}

@@ -143,7 +143,8 @@ def describe(estimate: MemoryEstimate) -> str:
     if estimate.device_memory is None:
         return f"{gib(estimate.needed)} predicted"
     on = "" if estimate.device == "cpu" else " on each GPU"
-    return f"{gib(estimate.needed)} of {gib(estimate.device_memory)}{on} predicted ({estimate.verdict})"
+    verdict = f"{estimate.verdict}{estimate.condition}"
+    return f"{gib(estimate.needed)} of {gib(estimate.device_memory)}{on} predicted ({verdict})"
 
 
 def planned_advice(config: RunConfig, target: Target, run_dir: Path) -> list[Advice]:

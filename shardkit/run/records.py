@@ -37,6 +37,7 @@ class LoopStep(OptimizerStep):
     batch: StepBatch  # its data; `micro_batches` are those of the batch
     n_positions: float  # positions that the model computes for the targets, over all ranks; 0 if the task does not tell
     lr: float  # the learning rate
+    routing: Record = field(default_factory=dict)  # how evenly experts were used until this step
     # when the host began to read data, and when it had them, between the ends of the last update and of this
     reads: list[Span] = field(default_factory=list)
     early_read: Span | None = None  # such a span that lies between the step's forward and its update
@@ -88,7 +89,7 @@ class StepRecords:
         record = {
             "step": step.number, "loss": step.loss, **figures, "lr": step.lr, "tokens": int(step.n_targets),
             "tokens_total": self.tokens_total, "step_time_s": step_time_s, "data_wait_s": data_wait_s,
-            **output.times(early_s), "tokens_per_s": step.n_targets / step_time_s, **self.pauses,
+            **output.times(early_s), "tokens_per_s": step.n_targets / step_time_s, **step.routing, **self.pauses,
         }  # fmt: skip
         self.pauses, self.n_skipped = {}, self.n_skipped + int(figures.get("skipped", 0))
         if step.n_positions:

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
 
 from ..checkpoint.save import Checkpointer
 from ..config.schema import RunConfig
@@ -19,6 +22,7 @@ from ..errors import DataError
 from ..launch.failures import failure
 from ..launch.local import restart
 from ..parallel.blocks import describe_blocks
+from ..parallel.compat import progress_of_groups
 from ..parallel.world import World
 from ..strategies.build import slower_than_single
 from ..tasks.base import Dataset, Task
@@ -35,6 +39,9 @@ from .records import Record, StepRecords, open_recorder
 from .requests import Requests, StopRequest
 from .resume import Saves, StartingPoint, note_save
 from .watchdog import WATCHED_S, Watchdog
+
+if TYPE_CHECKING:
+    from .routing import Routing
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Trainer:
     val_data: dict[str, Dataset]  # the validation split by the names of its parts
     prompts: Prompts | None
     schedule: BatchSchedule
+    routing: Routing | None = None  # None = the model has no experts, or is compiled
 
     run_dir: Path
     owner: Owner | None  # of the run directory, on rank 0
@@ -108,7 +116,7 @@ class Trainer:
         job, task = self.job, self.task
         self.start = StartingPoint(job, task, self.run_dir, self.schedule.n_samples, self._digests())
         job.wrap(
-            partial(build_model, self.config, task),
+            self._build_counted,
             block_classes=getattr(task, "block_classes", ()),
             attention_classes=getattr(task, "attention_classes", ()),
             init_parameter=getattr(task, "init_parameter", None),
@@ -122,6 +130,16 @@ class Trainer:
         )  # fmt: skip
         self._say(f"blocks: {describe_blocks(job.model, [*job.blocks.values()])}")
         self.start.freeze_base(self._say)
+
+    def _build_counted(self) -> nn.Module:
+        """Build the model, whose routers are counted if it has experts; compiled blocks would be cut by the hooks."""
+        model = build_model(self.config, self.task)
+        has_experts = any(isinstance(getattr(module, "num_experts", None), int) for module in model.modules())
+        if has_experts and not self.config.compile.enabled:
+            from .routing import Routing  # DTensor's class takes 0.4 s to import
+
+            self.routing = Routing(model)
+        return model
 
     def _begin(self) -> None:
         """Load weights and checkpoint, and make the loop that goes on from there."""
@@ -161,7 +179,7 @@ class Trainer:
             requests=Requests(world, self.stop, owner, self.checkpoints.time_is_up),
             checkpoints=self.checkpoints, saves=self.saves,
             records=StepRecords(job, self.watchdog, resumed.tokens_total),
-            first_update=FirstUpdate(world, job.strategy),
+            first_update=FirstUpdate(world, job.strategy), routing=self.routing,
             profiler=None if config.profile.start is None
             else Profiler(config, world, job.ledger, self.run_dir),
         )  # fmt: skip
@@ -233,7 +251,8 @@ class Trainer:
                 recorder.ended(records.pauses.get("save_s", 0.0) + records.rest_s())
             failed = False
         except Exception as error:
-            failure.record(error)  # closing waits for a background save, perhaps longer than the launcher does
+            # Before closing, which waits for a background save, perhaps longer than the launcher does.
+            failure.record(error, groups=progress_of_groups())
             raise
         finally:
             if failed:

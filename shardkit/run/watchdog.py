@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -20,9 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-from ..errors import TrainingError, report
+import torch.distributed as dist
+
+from ..errors import TrainingError, listed, report
 from ..launch.failures import failure
-from ..parallel.compat import nccl_trace
+from ..parallel.compat import nccl_trace, progress_of_groups
 
 Loss = TypeVar("Loss")
 
@@ -152,7 +155,7 @@ class Watchdog:
         at, waits = innermost(sys._current_frames().get(threading.main_thread().ident or 0))
         state = {"rank": self._rank, "step": self._step, "doing": self._doing, "beats": self._beats}
         state |= {"at": at, "waits": waits, "block": self._block(), "host": self._host(self._rank)}
-        state |= {"phase": part.phase(self._rank) if part.phase is not None else ""}
+        state |= {"phase": part.phase(self._rank) if part.phase is not None else "", "groups": progress_of_groups()}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._file(self._rank).open("w") as file:
@@ -234,9 +237,13 @@ def innermost(frame: FrameType | None) -> tuple[str, bool]:
     while frame is not None:
         name = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in name:
+            # `World.sum` waits for a piece of work itself, without a frame of torch.
+            waits = waits or isinstance(frame.f_locals.get("work"), dist.Work)
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", waits
-        # In Python a collective is a call in torch.distributed, or the autograd engine waiting for its hooks.
+        # In Python a collective is a call in torch.distributed, one of its operators, or the autograd engine that waits
+        # for its hooks.
         waits = waits or f"{os.sep}distributed{os.sep}" in name or name.endswith(f"autograd{os.sep}graph.py")
+        waits = waits or (name.endswith(f"torch{os.sep}_ops.py") and "c10d" in str(frame.f_locals.get("self")))
         frame = frame.f_back
     return "nowhere", waits
 
@@ -252,6 +259,8 @@ def behind(states: list[dict[str, Any] | None], name: Callable[[int], str] = str
     answered = [state for state in states if state is not None]
     least = min(state["beats"] for state in answered)
     late = [state for state in answered if state["beats"] == least]
+    # Of ranks that share a layer, those that wait in it for another one have made as little progress.
+    late = [state for state in late if not state["waits"]] or late
     if len(late) == len(answered) and any(
         state.get("phase") for state in answered
     ):  # in a save: those that work, or are stuck
@@ -259,13 +268,41 @@ def behind(states: list[dict[str, Any] | None], name: Callable[[int], str] = str
     if len(late) in (0, len(answered)):  # equal progress: ranks outside a collective keep the others waiting
         late = [state for state in answered if not state["waits"]]
     if len(late) in (0, len(answered)):
+        if waits := _groups_of(answered, []):
+            return f"all {len(answered)} ranks wait for each other{waits}"
         return f"all {len(answered)} ranks are at the same place, {answered[0]['at']}{_last_blocks(answered)}"
+    # Who left out a collective goes on: those that wait for it there have made less progress.
+    if all(state["waits"] for state in late):
+        ranks = {state["rank"] for state in late}
+        for _, begun in _uneven(answered):
+            if all(begun.get(rank, 0) == max(begun.values()) for rank in ranks):
+                late = [state for state in answered if begun.get(state["rank"], math.inf) < max(begun.values())]
+                break
     named = []
     for state in late:
         phase, host = (f", {state['phase']}" if state.get("phase") else ""), state.get("host")
         at = f"(step {state['step']}, {state['doing']}{phase}, {state['at']})"
         named.append(f"rank {state['rank']}{f' on {host}' if host else ''} {at}")
-    return f"did not arrive: {'; '.join(named)}{_last_blocks(answered)}"
+    return f"did not arrive: {'; '.join(named)}{_last_blocks(answered)}{_groups_of(answered, late)}"
+
+
+def _uneven(states: list[dict[str, Any]]) -> list[tuple[str, dict[int, int]]]:
+    return failure.uneven_groups({state["rank"]: state.get("groups", ()) for state in states})
+
+
+def _groups_of(states: list[dict[str, Any]], late: list[dict[str, Any]]) -> str:
+    """The groups in which ranks wait: for `late`, or for any rank that has begun fewer collectives there."""
+    texts = []
+    for name, begun in _uneven(states):
+        most = max(begun.values())
+        behind = [rank for rank, number in begun.items() if number < most]
+        if not late or any(state["rank"] in behind for state in late):
+            fewest = min(begun.values())
+            texts.append(
+                f"; in the group {name} (ranks {listed([*begun])}) {most} collectives have begun, {fewest} on rank "
+                f"{listed(behind)}"
+            )
+    return "".join(texts)
 
 
 def _last_blocks(states: list[dict[str, Any]]) -> str:

@@ -1,10 +1,10 @@
 """A training script that knows nothing of shardkit: DDP on the CPU, checkpoints of its own, `how` it goes wrong.
 
-    plain.py FOLDER [--how HOW] [--steps N] [--listen term|usr1|usr2|file] [--wait S] [--save-s S] [--held-while FILE]
+    plain.py FOLDER [--how HOW] [--steps N] [--listen term|usr1|usr2|file] [--wait S] [--save-s S] [--hold]
 
 Rank 1 does HOW at step 3 of its first start. Rank 0 appends each step's loss to FOLDER/losses.jsonl; a start continues
 from FOLDER/checkpoints/last.pt. When the job is preempted, all ranks agree, rank 0 saves, and the script ends with 0.
-FOLDER/phase says whether rank 0 is training or writing. After 10 steps it waits as long as --held-while is there.
+FOLDER/phase says whether rank 0 is training or writing. With --hold, each rank waits after 10 steps until it is told.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ def listen(how: str) -> None:
         signal.signal(getattr(signal, f"SIG{how.upper()}"), note)
 
 
+def is_told(how: str) -> bool:
+    return told or (how == "file" and os.path.exists(os.environ["SHARDKIT_PREEMPT_FILE"]))
+
+
 def is_preempted(how: str) -> bool:
-    mine = told or (how == "file" and os.path.exists(os.environ["SHARDKIT_PREEMPT_FILE"]))
-    agreed = torch.tensor([float(mine)])
+    agreed = torch.tensor([float(is_told(how))])
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     return bool(agreed.item())
 
@@ -83,7 +86,7 @@ def train(
         loss.backward()
         optimizer.step()
         time.sleep(args.wait)
-        while step == 9 and args.held_while and os.path.exists(args.held_while):
+        while step == 9 and args.hold and not is_told(args.listen):
             time.sleep(0.05)
         if "SHARDKIT_HEARTBEAT" in os.environ:
             Path(os.environ["SHARDKIT_HEARTBEAT"], os.environ["LOCAL_RANK"]).touch()
@@ -116,7 +119,7 @@ def main() -> None:
     parser.add_argument("--listen", default="")
     parser.add_argument("--wait", type=float, default=0.0)
     parser.add_argument("--save-s", type=float, default=0.0)
-    parser.add_argument("--held-while", default="")
+    parser.add_argument("--hold", action="store_true")
     args = parser.parse_args()
     listen(args.listen)
     dist.init_process_group("gloo")

@@ -43,7 +43,9 @@ def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> No
     found = json.loads(process.stdout)
     measured = found["measured"]
     assert measured["world_size"] == 2 and len(measured["matmul_flops"]) == 2
-    assert all(speed > 0 for _, speed in measured["all_reduce"] + measured["all_gather"] + measured["reduce_scatter"])
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    assert all(len(measured[kind]) == 5 and all(speed > 0 for _, speed in measured[kind]) for kind in kinds)
+    assert measured["all_to_all_ranks"] == 2 and [*measured["axes"]] == ["cp"]
     assert set(measured["matmul_flops_by_dtype"]) == {"fp32", "bf16"}
     names = ("memory_bytes_per_s", "host_bytes_per_s", "new_page_bytes_per_s", "operator_s", "collective_s")
     figures = [measured[key] for key in names]
@@ -58,15 +60,36 @@ def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> No
     assert all(check["fix"] for check in found["checks"] if check["status"] != "pass")
 
 
+@pytest.mark.slow
+def test_each_axis_is_measured_in_its_groups(tmp_path: Path) -> None:
+    axes = ["--tp", "2", "--cp", "2", "--ep", "2"]
+    args = ["--json", "--device", "cpu", "--run-dir", tmp_path / "runs", *axes]
+    process = python_m("shardkit.cli", "doctor", *args, ranks=4)
+    measured = json.loads(process.stdout)["measured"]
+    found = {axis: (figures["collective"], figures["ranks"]) for axis, figures in measured["axes"].items()}
+    assert found == {"cp": ("all_to_all", 2), "tp": ("all_reduce", 2), "ep": ("all_to_all", 2)}
+    assert all(len(f["bus"]) == 5 and min(speed for _, speed in f["bus"]) > 0 for f in measured["axes"].values())
+    assert measured["all_to_all"] == measured["axes"]["cp"]["bus"]
+
+
+@pytest.mark.parametrize("axis", ["--tp", "--cp", "--ep"])
+def test_an_axis_that_does_not_divide_the_ranks_is_refused(tmp_path: Path, axis: str) -> None:
+    args = ["--device", "cpu", "--run-dir", tmp_path / "runs", axis, "3"]
+    process = python_m("shardkit.cli", "doctor", *args, ranks=2, code=2)
+    assert f"parallel.{axis[2:]}=3 does not divide" in process.stderr
+
+
 def test_slow_ranks_and_wrong_clocks_are_named() -> None:
     constants = {
         "matmul_flops": [1e13, 1e13, 0.5e13, 1e13], "copy_bytes_per_s": [1e10] * 4, "all_reduce": [], "all_gather": [],
         "reduce_scatter": [], "clock_skew_s": 7.5,
+        "axes": {"tp": {"collective": "all_reduce", "ranks": 2, "bus": [[2**20, 4e10]]}},
         "matmul_flops_by_dtype": {"bf16": 1e13}, "memory_bytes_per_s": 2e12, "host_bytes_per_s": 1e11,
     }  # fmt: skip
     found = {check.name: check for check in doctor.findings(constants, ["a", "a", "b", "b"])}
     assert found["matmul per rank"].status == "warn" and "slow: rank 2@b" in found["matmul per rank"].found
     assert found["copies per rank"].status == "pass"
+    assert found["tp all_reduce 1 MiB"].found == "40 GB/s bus bandwidth in groups of 2 ranks"
     assert found["clocks"].status == "warn" and "chrony" in found["clocks"].fix
 
 

@@ -85,6 +85,8 @@ CASES: dict[str, Case] = {
     # On GPUs they wait for it, deaf to torchrun's signals, until their watchdog ends them.
     "a rank that was killed before the others missed it": ({0: SILENT}, TORCHRUN, 137, "error: rank 2 failed", []),
     "a stopped rank, killed because it did not end": ({0: SILENT}, LATER, 1, "error: no progress for 5 s", []),
+    "a rank that does not answer because it raised": (
+        {3: BAD, 0: SILENT}, "", 1, "error: rank 3 failed: ValueError: bad sample", []),
     "nor another rank's exception": (
         {3: RuntimeError("CUDA error: unknown error")}, FORCED, 1,
         "error: rank 3 failed: RuntimeError: CUDA error: unknown error", ["likely cause: its GPU failed", "Xid"]),
@@ -143,6 +145,25 @@ def test_what_a_library_wrote_before_it_aborted_is_shown(log: str, words: list[s
     assert shown.startswith("error: rank 2 failed: killed by SIGABRT")
     for word in words:
         assert word in shown
+
+
+def test_the_groups_in_which_the_others_waited_are_named(tmp_path: Path) -> None:
+    def failed(rank: int, error: BaseException, groups: Any) -> Path:
+        with pytest.raises(type(error)) as raised:
+            raise error
+        environ = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"{rank}.json"), "RANK": str(rank)}
+        return record(raised.value, environ, groups)
+
+    paths = [
+        failed(0, RuntimeError("Broken pipe"), [("tp", [0, 1], 8), ("dp_shard", [0, 2], 5)]),
+        failed(2, LOST, [("tp", [2, 3], 8), ("dp_shard", [0, 2], 4)]),
+        failed(3, BAD, [("tp", [2, 3], 7), ("dp_shard", [1, 3], 4)]),
+    ]
+    shown = explain(read(paths), "L")
+    assert (
+        "\n  2 other rank(s) ended because of it: 0, 2\n  in the group tp (ranks 2, 3) rank 2 waited for it\n" in shown
+    )
+    assert "dp_shard" not in shown, "rank 0 waited for rank 2"
 
 
 def test_files_of_other_programs_and_half_written_ones(tmp_path: Path) -> None:

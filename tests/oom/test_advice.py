@@ -91,6 +91,16 @@ def test_whole_logits_are_cut_into_chunks() -> None:
     assert not any("loss_chunk" in change for change in changes([]))
 
 
+@pytest.mark.parametrize(("is_advised", "overrides", "planned"), [
+    (True, [], False), (True, ["activation.policy=full"], True), (True, LORA, True),
+    (False, LORA, False),  # its MLPs may be experts, which a plan would tell
+    (False, ["model.mlp_chunks=2"], True), (False, ["activation.policy=selective_op"], True),
+    (False, ["task.name=image_classification"], True),
+])  # fmt: skip
+def test_mlps_are_cut_into_parts(is_advised: bool, overrides: list[str], planned: bool) -> None:
+    assert ("model.mlp_chunks=8" in changes(overrides, planned=planned)) is is_advised
+
+
 def test_a_full_host() -> None:
     overrides = ["parallel.strategy=zero2", "parallel.offload_optimizer=cpu", "data.workers=4",
                  "checkpoint.async_save=true"]  # fmt: skip

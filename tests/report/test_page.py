@@ -19,7 +19,7 @@ import pytest
 
 from shardkit.errors import ConfigError
 from shardkit.report.html import Figure, Page
-from shardkit.report.page import compare_page, facts, run_page, show_post_mortem
+from shardkit.report.page import compare_page, coordinates, facts, run_page, show_post_mortem
 from shardkit.report.read import read_run
 from tests.cli.test_main import shardkit
 from tests.memory.samples import MIB
@@ -92,6 +92,55 @@ def test_a_page_has_every_part_of_a_run(hostile: Path) -> None:
     assert page.links() == ["profile/rank0_a%26b%3Ci%3E_memory.html"]
     exact = {str(6 * 2**30 + 20 * MIB), str(3 * 2**30), str(200 * MIB)}
     assert exact <= set(page.of("data-value"))  # largest peak, OOM's request, trace
+
+
+@pytest.mark.parametrize(
+    ("parallel", "drawn"),
+    [
+        ({"strategy": "fsdp", "cp": 2}, ["samples 0|shard 0|cp 0", "samples 0|shard 1|cp 1", "samples 1|shard 2|cp 0"]),
+        ({"strategy": "ddp", "cp": 4}, ["replica 0|cp 0", "replica 1|cp 1", "replica 2|cp 2"]),
+        ({"strategy": "hsdp", "cp": 2}, ["samples 0|replica 0|shard 0|cp 0", "samples 0|replica 0|shard 1|cp 1",
+          "samples 1|replica 1|shard 0|cp 0"]),
+        ({"strategy": "fsdp", "cp": 2, "tp": 2}, ["shard 0|cp 0|tp 0", "shard 0|cp 0|tp 1", "shard 1|cp 1|tp 0"]),
+        ({"strategy": "fsdp", "ep": 2}, ["samples 0|shard 0|ep 0", "samples 1|shard 1|ep 1", "samples 2|shard 2|ep 0"]),
+        ({"strategy": "fsdp", "cp": 2, "ep": 4}, ["samples 0|shard 0|cp 0|ep 0", "samples 0|shard 1|cp 1|ep 1",
+          "samples 1|shard 2|cp 0|ep 2"]),
+        ({"strategy": "fsdp", "tp": 2, "ep": 4}, ["samples 0|shard 0|ep 0|tp 0", "samples 0|shard 0|ep 1|tp 1",
+          "samples 1|shard 1|ep 2|tp 0"]),
+        ({"strategy": "hsdp", "dp_shard": 2, "ep": 4}, []),
+        ({"strategy": "fsdp", "cp": 3}, []),
+        ({"strategy": EVIL, "cp": EVIL}, ["samples 0|replica 0", "samples 1|replica 1", "samples 2|replica 2"]),
+    ],
+)  # fmt: skip
+def test_what_each_rank_holds_is_drawn(parallel: dict[str, Any], drawn: list[str], tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", gpu=True)
+    (path / "config.yaml").write_text(json.dumps({"parallel": parallel}))
+    found = coordinates(read_run(path))
+    assert ["|".join(f"{name} {number}" for name, number in numbers.items()) for numbers in found[:3]] == drawn
+    text = run_page(read_run(path), tmp_path / "report.html")
+    mesh = text.partition('class="chart mesh"')[2].partition("</svg>")[0]
+    assert [name in mesh for name in ("node0", "node1", "rank 3")] == [bool(drawn)] * 3
+    assert all(line in mesh for numbers in drawn for line in numbers.split("|"))
+
+
+def test_the_balance_of_experts_is_drawn(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    assert 'id="experts"' not in run_page(read_run(path), path / "report.html")
+    loads = {"layers.0.mlp.experts": [2.5, 0.0, 0.05, 1.45], EVIL: [1.0, 1.0, 1.0, 1.0]}
+    (path / "experts.json").write_text(json.dumps({"step": 20, "loads": loads}))
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    (path / "config.yaml").write_text(json.dumps({"parallel": {"ep_imbalance": 1.72}}))
+    balance = {"busiest_expert": 2.5, "starved_experts": 2, "ep_busiest_rank": 1.2, "ep_peak": 1.7}
+    (path / "metrics.jsonl").write_text("".join(json.dumps({**line, **balance}) + "\n" for line in lines))
+    text = run_page(read_run(path), path / "report.html")
+    page = Reader(text)
+    assert {"experts", "figure-experts", "figure-balance"} <= set(page.of("id"))
+    assert {"2.5", "1.0"} <= set(page.of("data-value")) and ">1, 2<" in text.replace(" <", "<")
+    assert "<script>alert" not in text
+    drawn = page.scripts[1]
+    assert all(name in drawn for name in ("busiest expert", "busiest rank", "starving experts", "planned: ", "heatmap"))
+    (path / "experts.json").write_text('{"step": "?", "loads": {"a": "none", "b": [null, 1]}}')
+    run_page(read_run(path), path / "report.html")
 
 
 def test_links_are_relative_to_the_file(hostile: Path, tmp_path: Path) -> None:

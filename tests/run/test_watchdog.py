@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,8 +19,11 @@ import torch
 from torch import nn
 
 from shardkit.launch.failures import job_starts
+from shardkit.parallel.context import ATTRIBUTE
 from shardkit.run import watchdog
 from shardkit.run.watchdog import Part, Watchdog, behind, dump_collectives
+from shardkit.tasks.causal_lm import CausalLM
+from shardkit.tasks.hf_text import HFCausalLM
 from tests.commands import python_m
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, started, until_line, with_marker
 from tests.launch.tasks import Troubled
@@ -47,6 +51,22 @@ WRITES = {"phase": "writing step_00000010.tmp/rank_00001.bin", "host": "n2"}
         (
             [waits | {"block": f"layers.{waits['rank'] % 2}"} for waits in WAITS],
             "last blocks: layers.0 on rank 0, 2, layers.1 on rank 1",
+        ),
+        (  # rank 1 left out an exchange, and waits for the next reduction
+            [
+                state(0, 8, True) | {"groups": [["cp", [0, 1], 12], ["the whole job", [0, 1], 2]]},
+                state(1, 9, True) | {"groups": [["cp", [0, 1], 11], ["the whole job", [0, 1], 3]]},
+            ],
+            "rank 1 (step 7, forward, task.py:3 in loss); in the group cp (ranks 0, 1) 12 collectives have begun, 11 "
+            "on rank 1",
+        ),
+        (
+            [state(0, 10, True), state(1, 8, True), state(2, 8, False)],  # rank 1 waits for rank 2 in a layer
+            "did not arrive: rank 2 (step 7, forward, task.py:3 in loss)",
+        ),
+        (
+            [state(rank, 9 - rank, rank == 0) | {"groups": [["cp", [0, 1], 12 - rank]]} for rank in range(2)],
+            "did not arrive: rank 1 (step 7, forward, task.py:3 in loss); in the group cp (ranks 0, 1) 12 collectives",
         ),
     ],
 )
@@ -254,6 +274,93 @@ def test_a_hanging_rank_is_named_and_the_job_restarts(tmp_path: Path) -> None:
     assert "started 2 times; ended before: 1 x rank 0: no progress" in done.stdout
     assert "go_wrong" in (tmp_path / "run/logs/hang/rank_1.earlier.txt").read_text()
     assert os.listdir(tmp_path) == ["run"]
+
+
+class SkipsExchange(CausalLM):
+    """Rank 1 leaves out the last exchange of heads in the forward of step 2."""
+
+    steps = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        self.steps += 1
+        if self.steps == 2 and os.environ["RANK"] == "1":
+            context: Any = next(module.context_parallel for module in model.modules() if hasattr(module, ATTRIBUTE))
+            exchange, calls = context.to_positions, itertools.count(1)
+
+            def skip(heads: torch.Tensor) -> torch.Tensor:
+                if next(calls) < self.config.model.n_layers:
+                    return exchange(heads)
+                return heads[:, context.rank :: context.size].repeat(1, 1, context.size, 1)
+
+            context.to_positions = skip
+        return super().loss(model, batch)
+
+
+@pytest.mark.slow
+def test_the_group_is_named_in_which_ranks_wait_for_one_that_left_out_an_exchange(tmp_path: Path) -> None:
+    argv = settings(
+        tmp_path / "run", task__factory="tests.run.test_watchdog:SkipsExchange", parallel__cp=2, model__preset="debug",
+        train__seq_len=64, run__step_timeout_s=4,
+    )  # fmt: skip
+    argv = [item for item in argv if not item.startswith("task.args.how=")]
+    done = run(command("--nproc-per-node", "2", *argv), timeout=100, code=1)
+    assert "no progress for 4 s at step 2" in done.stderr, done.stderr
+    words = r"in the group cp \(ranks 0, 1\) \d+ collectives have begun, \d+ on rank 1"
+    assert re.search(words, done.stderr), done.stderr
+
+
+class Absent:
+    """In step 2 rank 3 does not come to a part of the first layer: it stops before it, or raises."""
+
+    def __init__(self, config: Any, how: str) -> None:
+        super().__init__(config)
+        self.how = how
+
+    def build_model(self) -> nn.Module:
+        model, calls = super().build_model(), itertools.count(1)
+
+        def stay_away(*_: object) -> None:
+            if next(calls) == 2 and os.environ["RANK"] == "3":
+                if self.how == "raise":
+                    raise ValueError("the cat sat on the GPU")
+                threading.Event().wait()
+
+        parts = (module for name, module in model.named_modules() if name.endswith(("mlp.proj", "mlp.experts")))
+        next(parts).register_forward_pre_hook(stay_away)
+        return model
+
+
+class AbsentInLayer(Absent, CausalLM):
+    pass
+
+
+class AbsentExpert(Absent, HFCausalLM):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (
+            "hang",
+            [
+                r"did not arrive: rank 3 on [^;]*; in the group",
+                r"in the group AXIS \(ranks 2, 3\) \d+ collectives have begun, \d+ on rank 3",
+            ],
+        ),
+        ("raise", ["rank 3 failed: ValueError: the cat", r"in the group AXIS \(ranks 2, 3\) rank 2 waited for it"]),
+    ],
+)
+def test_the_axis_is_named_in_whose_group_a_rank_waits(tmp_path: Path, axis: str, how: str, words: list[str]) -> None:
+    file, task = {"tp": ("tp.yaml", "AbsentInLayer"), "ep": ("moe.yaml", "AbsentExpert")}[axis]
+    argv = settings(
+        tmp_path / "run", how, task__factory=f"tests.run.test_watchdog:{task}", train__seq_len=32,
+        activation__policy="none", run__step_timeout_s=6 if how == "hang" else 60,
+    )  # fmt: skip
+    done = run(command("--nproc-per-node", "4", *argv, config=REPO / "configs" / file), timeout=100, code=1)
+    assert all(re.search(each.replace("AXIS", axis), done.stderr) for each in words), done.stderr
 
 
 @pytest.mark.slow

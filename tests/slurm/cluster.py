@@ -84,13 +84,6 @@ class Cluster:
         options = ["-p", "high", "--nodes=2", "--exclusive", "-o", "/dev/null", "--wrap=true"]
         return self.call("sbatch", "--parsable", *options).strip()
 
-    def preempt_held(self, held: Path, output: Path) -> str:
-        """Preempt a job that waits as long as a file is there, which is removed once its ranks are told."""
-        other = self.preempt()
-        until(lambda: "the ranks are told to save" in read(output), 60, lambda: read(output))
-        held.unlink()
-        return other
-
     def wait(self, job: str, output: Path, seconds: float = 240) -> str:
         """The state that the job ended in."""
 

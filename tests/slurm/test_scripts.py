@@ -38,13 +38,12 @@ def undisturbed(tmp_path: Path, *words: str) -> None:
 def test_a_plain_script_is_preempted_and_resumed_with_the_same_losses(
     how: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    mine, run_dir, held = tmp_path / "mine", tmp_path / "run", tmp_path / "held"
-    held.touch()
-    words = ["--listen", how, "--held-while", str(held), "--steps", "60"]
+    mine, run_dir = tmp_path / "mine", tmp_path / "run"
+    words = ["--listen", how, "--hold", "--steps", "60"]
     watch = ["--on-preempt", how, "--checkpoints", str(mine / "checkpoints")]
     job, output = submit(cluster, run_dir, *watch, "--", PLAIN, str(mine), *words)
     until(lambda: len(losses(mine / "losses.jsonl")) > 5, 120, lambda: read(output))
-    cluster.preempt_held(held, output)
+    cluster.preempt()
     assert cluster.wait(job, output) == "COMPLETED", read(output)
     assert cluster.field(job, "Restarts") == "1", read(output)
     assert [event["event"] for event in record(run_dir)] == ["start", "end", "start", "end"]
