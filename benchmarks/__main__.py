@@ -21,9 +21,15 @@ ON_CPU: dict[str, list[str]] = {
     "plan": [],
     "plan_accuracy": [],
     "auto": [],
+    "long": [],
     "speed": [],
+    "context": [],
+    "context_peers": [],
+    "wide": [],
+    "wide_peers": [],
+    "wide_plans": [],
 }
-ON_GPU = ("gpu",)
+ON_GPU = ("gpu", "longest", "card_axes")
 PAGE = "report"
 
 
@@ -39,7 +45,7 @@ def listing() -> str:
     width = max(map(len, [*ON_CPU, *ON_GPU, "all"]))
     rows = [f"  {name:{width}}  {summary(name)}" for name in ON_CPU]
     rows += [f"  {'all':{width}}  All of these, one after the other, and the page; takes hours."]
-    rows += [f"  {PAGE:{width}}  {summary(PAGE)}", "", "with a GPU:"]
+    rows += [f"  {PAGE:{width}}  {summary(PAGE)}", "", "with a GPU (longest, card_axes: emulated ones):"]
     rows += [f"  {name:{width}}  {summary(name)}" for name in ON_GPU]
     return "\n".join(["usage: python -m benchmarks NAME [OPTION …]   (--help after a name: its options)", "", *rows])
 

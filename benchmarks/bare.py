@@ -69,9 +69,13 @@ def groups(model: Any, names: set[str] | None = None) -> list[dict[str, Any]]:
 
 
 def adamw(model: Any, names: set[str] | None = None) -> Any:
+    return adamw_of(groups(model, names))
+
+
+def adamw_of(groups: list[dict[str, Any]]) -> Any:
     import torch
 
-    return torch.optim.AdamW(groups(model, names), lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 def loop(

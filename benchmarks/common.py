@@ -159,10 +159,9 @@ def measure_each(
         is_resumed: leave out what this commit has measured.
         about: the other keys of the result.
     """
-    measured = earlier(name).get(group, {})
-    for arm in unmeasured(list(chosen), measured) if is_resumed else chosen:
-        measured[arm] = measure(arm)
-        publish(name, {**about, group: measured})
+    for arm in unmeasured(list(chosen), earlier(name).get(group, {})) if is_resumed else chosen:
+        figures = measure(arm)
+        publish(name, {**about, group: {**earlier(name).get(group, {}), arm: figures}})
 
 
 def write_json(path: Path, payload: Mapping[str, Any]) -> Path:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,6 +27,8 @@ from .common import REPO, in_turns, measure_each, paired_ratio, stamp
 from .options import RESUME, options, samples
 
 ENGINES = ("ddp", "fsdp", "zero2")
+WARMUP = 3
+"""Steps of each arm before those that count."""
 GOALS = {"step_time": 1.02, "peak_tensor_memory": 1.01, "first_step": 1.10}
 
 
@@ -66,13 +68,15 @@ class Ours:
         self._started.__exit__(None, None, None)
 
 
-def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str, Any]:
+def paired_steps(settings: Sequence[str], theirs: bare.Step, data: Iterator[list[Any]], pairs: int) -> dict[str, Any]:
+    """Steps of the trainer and of a hand-written loop, in turns in one process group; collective.
+
+    `settings`: those of a run of at least `pairs + WARMUP` steps.
+    """
     import torch.distributed as dist
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    warmup = 3
-    ours = Ours(overrides(engine, tokens, f"{folder}/run", pairs + warmup))
-    theirs, data = bare.ENGINES[engine](), bare.batches(tokens, rank, world)
+    world = dist.get_world_size()
+    ours = Ours(settings)
 
     def timed(step: Callable[[], float]) -> tuple[float, float, float]:
         dist.barrier()
@@ -81,9 +85,9 @@ def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str
         return loss, time.perf_counter() - began, time.process_time() - cpu
 
     arms = {"shardkit": partial(timed, ours.step), "bare": partial(timed, lambda: theirs(next(data)))}
-    taken = in_turns(arms, pairs + warmup)
+    taken = in_turns(arms, pairs + WARMUP)
     losses, times, spent = ({arm: [step[i] for step in steps] for arm, steps in taken.items()} for i in range(3))
-    times, spent = ({arm: steps[warmup:] for arm, steps in figures.items()} for figures in (times, spent))
+    times, spent = ({arm: steps[WARMUP:] for arm, steps in figures.items()} for figures in (times, spent))
     every: list[Any] = [None] * world
     dist.all_gather_object(every, losses["bare"])
     mean = [sum(values) / world for values in zip(*every, strict=True)]
@@ -92,6 +96,25 @@ def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str
     share = ledger.overhead_s / sum(times["shardkit"])
     ours.close()
     return {"times": times, "spent": spent, "loss_difference": worst, "ledger_share": share}
+
+
+def paired_figures(paired: dict[str, Any]) -> dict[str, Any]:
+    """The ratios of `paired_steps`, with their samples."""
+    return {
+        key: {
+            "ratio": paired_ratio(paired[name]["shardkit"], paired[name]["bare"]),
+            "median_s": median(paired[name]["bare"]), "samples": paired[name],
+        }
+        for key, name in (("step_time", "times"), ("processor_time", "spent"))
+    } | {"loss_difference": paired["loss_difference"]}  # fmt: skip
+
+
+def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    settings = overrides(engine, tokens, f"{folder}/run", pairs + WARMUP)
+    data = bare.batches(tokens, dist.get_rank(), dist.get_world_size())
+    return paired_steps(settings, bare.ENGINES[engine](), data, pairs)
 
 
 def measure_peak(arm: str, engine: str, tokens: str, folder: str) -> int:
@@ -112,8 +135,9 @@ def measure_peak(arm: str, engine: str, tokens: str, folder: str) -> int:
     return tracker.peak("cpu")
 
 
-def torchrun(module_args: list[str]) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *module_args]
+def torchrun(module_args: list[str], ranks: int = 2) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, "-m", *module_args]
 
 
 def rank_environ() -> dict[str, str]:
@@ -179,8 +203,6 @@ def main() -> None:
 
 def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> dict[str, Any]:
     paired = on_two_ranks(measure_pairs, engine=engine, tokens=tokens, folder=f"{folder}/{engine}-pairs", pairs=pairs)
-    times = paired["times"]
-    ratios, spent = (paired_ratio(figures["shardkit"], figures["bare"]) for figures in (times, paired["spent"]))
     arms = ("shardkit", "bare")
     peaks = {
         arm: on_two_ranks(measure_peak, arm=arm, engine=engine, tokens=tokens, folder=f"{folder}/{engine}-{arm}")
@@ -190,9 +212,7 @@ def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> 
     start_ratio = paired_ratio(begins["shardkit"], begins["bare"])
     return {
         "measured": stamp(),
-        "step_time": {"ratio": ratios, "median_s": median(times["bare"]), "samples": times},
-        "processor_time": {"ratio": spent, "median_s": median(paired["spent"]["bare"]), "samples": paired["spent"]},
-        "loss_difference": paired["loss_difference"],
+        **paired_figures(paired),
         "ledger_share_of_step_time": paired["ledger_share"],
         "peak_tensor_memory": {"ratio": peaks["shardkit"] / peaks["bare"], **peaks},
         "first_step": {"ratio": start_ratio, "median_s": median(begins["bare"]), "samples": begins},

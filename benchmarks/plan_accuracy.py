@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
@@ -53,6 +54,7 @@ MODELS: dict[str, list[str]] = {
     "vit": ["task.name=image_classification", "train.micro_batch_size=8", _hf("vit")],
     "swinir": ["task.name=super_resolution", "model.preset=swin2sr-debug", "data.crop_size=128",
                "train.micro_batch_size=2"],
+    "mixtral": ["task.name=hf_causal_lm", *TEXT, _hf("mixtral")],
     "mlp": ["task.factory=benchmarks.plan_models:MLP", "train.micro_batch_size=64"],
     "cnn": ["task.factory=benchmarks.plan_models:CNN", "train.micro_batch_size=4"],
 }  # fmt: skip
@@ -89,6 +91,21 @@ ZERO: dict[str, tuple[int, list[str]]] = {
         ),
     }.items()
 }
+AXES: dict[str, list[str]] = {
+    "": [],
+    "tp2": ["parallel.tp=2"],
+    "tp4": ["parallel.tp=4"],
+    "cp2": ["parallel.cp=2"],
+    "cp4": ["parallel.cp=4"],
+    "ep2": ["parallel.ep=2"],
+    "ep4": ["parallel.ep=4"],
+    "ep4, uneven": ["parallel.ep=4", "parallel.ep_imbalance=2.5"],
+    "tp2 x cp2": ["parallel.tp=2", "parallel.cp=2"],
+    "tp2 x ep2": ["parallel.tp=2", "parallel.ep=2"],
+    "cp2 x ep2": ["parallel.cp=2", "parallel.ep=2"],
+    "tp2 x replicas": ["parallel.tp=2", "parallel.dp_shard=1"],
+}
+"""What ranks share beside rows."""
 NAME = "plan_accuracy"
 STEPS = 3
 _MARKER = 12_347  # bytes; allocated at the end of each step, to find that moment among the allocator's events
@@ -98,16 +115,17 @@ def cases() -> dict[str, tuple[int, list[str]]]:
     """Name → (ranks, overrides)."""
     named: dict[str, tuple[int, list[str]]] = {}
 
-    def add(model: str, strategy: str, precision: str, policy: str, optimizer: str) -> None:
+    def add(model: str, strategy: str, precision: str, policy: str, optimizer: str, axes: str = "") -> None:
         world, sharding = (STRATEGIES | ZERO)[strategy]
-        name = f"{model} {strategy} {precision} {policy} {optimizer}"
+        name = " ".join(filter(None, (model, strategy, axes, precision, policy, optimizer)))
         named[name] = world, [
-            *MODELS[model], *sharding, *POLICIES[policy],
+            *MODELS[model], *sharding, *POLICIES[policy], *AXES[axes],
+            *(["model.dropout=0"] if model == "transformer" and "tp" in axes else []),
             f"precision.mode={precision}", f"optim.name={optimizer}", "run.device=cpu",
             *([] if "offload" in strategy else ["optim.implementation=foreach"]),
         ]  # fmt: skip
 
-    for model in (name for name in MODELS if "lora" not in name):
+    for model in (name for name in MODELS if "lora" not in name and name != "mixtral"):
         for precision in ("fp32", "bf16"):
             add(model, "single@1", precision, "none", "adamw")
             add(model, "single@1", precision, "full", "adamw")
@@ -133,6 +151,25 @@ def cases() -> dict[str, tuple[int, list[str]]]:
         add("qlora-experts", strategy, "bf16", "full", "adamw")
     for model in ("qlora", "qlora-double", "qlora-experts"):
         add(model, "single@1", "fp32", "none", "adamw")
+    for model in ("transformer", "llama"):
+        for axes in ("tp2", "cp2"):
+            add(model, "fsdp@2", "fp32", "none", "adamw", axes)
+            add(model, "fsdp@4", "fp32", "full", "sgd", axes)
+            add(model, "fsdp@4", "bf16", "selective_op", "adamw", axes)
+        for axes in ("cp4", "tp2 x cp2", *(["tp4"] if model == "transformer" else [])):  # llama has 2 key heads
+            add(model, "fsdp@4", "fp32", "full", "adamw", axes)
+        add(model, "hsdp@4", "fp32", "none", "adamw", "tp2 x replicas")
+    for strategy in ("ddp@2", "zero1@2", "zero2@2", "zero3@2"):
+        add("llama", strategy, "bf16", "none", "adamw", "cp2")
+    add("lora", "fsdp@2", "bf16", "full", "adamw", "cp2")
+    add("lora", "fsdp@4", "bf16", "full", "adamw", "tp2")
+    add("llama", "fsdp@2", "fp32", "packed", "adamw", "cp2")
+    for axes in ("ep2", "ep4"):
+        add("mixtral", "fsdp@4", "fp32", "none", "adamw", axes)
+    add("mixtral", "fsdp@4", "fp32", "full", "sgd", "ep4, uneven")
+    add("mixtral", "hsdp@4", "bf16", "full", "adamw", "ep2")
+    add("mixtral", "fsdp@4", "bf16", "full", "adamw", "tp2 x ep2")
+    add("mixtral", "fsdp@4", "fp32", "full", "adamw", "cp2 x ep2")
     return named
 
 
@@ -144,7 +181,7 @@ def measured(overrides: list[str]) -> tuple[int, int]:
 
     from shardkit.config.load import load_config
     from shardkit.launch.ranks.env import RankEnv
-    from shardkit.parallel.context import new_group
+    from shardkit.parallel.mesh import split_ranks
     from shardkit.parallel.weights import Weights
     from shardkit.parallel.world import World
     from shardkit.plan.simulate.step import sample_batch
@@ -154,11 +191,14 @@ def measured(overrides: list[str]) -> tuple[int, int]:
     env = RankEnv(rank, world_size, rank, world_size, 0, 1, "group")
     group = dist.group.WORLD
     assert group is not None
-    cp = config.parallel.cp
-    context = new_group(rank, world_size, cp) if cp > 1 else None
-    world = World(env, torch.device("cpu"), group, group, context=context)
-    task = load_task(config)
-    batch = splitting(task, rank, cp)(sample_batch(task, config))
+    cp, ep, imbalance = (getattr(config.parallel, key) for key in ("cp", "ep", "ep_imbalance"))
+    context, mesh, experts = split_ranks(config, "cpu", env)
+    world = World(env, torch.device("cpu"), group, group, context=context, mesh=mesh, experts=experts)
+    task: Any = load_task(config)
+    if ep > 1:
+        build = task.build_model
+        task.build_model = lambda: routed(build(), ep, imbalance)
+    batch = splitting(task, world.loss_rank, cp)(sample_batch(task, config))
     weights = Weights(config.train.seed, getattr(task, "init_parameter", None))
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -172,6 +212,23 @@ def measured(overrides: list[str]) -> tuple[int, int]:
     totals = allocated(profiler, alive)
     after = next(total - size for size, total in reversed(totals) if size == _MARKER)
     return max(total for _, total in totals), after
+
+
+def routed(model: Any, ep: int, imbalance: float) -> Any:
+    """The model, whose routers send each group's first rank `imbalance` times the average, as a plan assumes."""
+    import torch
+
+    def choose(router: Any, inputs: Any, outputs: Any) -> Any:
+        logits, weights, index = outputs
+        n, local = index.numel(), router.weight.shape[0] // ep
+        busiest = min(n, math.ceil(imbalance * n / ep))
+        chosen = [pair % local if pair < busiest else local + pair % (local * (ep - 1)) for pair in range(n)]
+        return logits, weights, torch.tensor(chosen).view_as(index)
+
+    for module in model.modules():
+        if hasattr(module, "top_k") and hasattr(module, "weight"):
+            module.register_forward_hook(choose)
+    return model
 
 
 def allocated(profiler: Any, alive: set[int]) -> list[tuple[int, int]]:
@@ -306,6 +363,7 @@ def main() -> None:
         names = [name for name in names if name in known]
     rows = compare({name: cases()[name] for name in names}, known if args.predict else None)
     print(summary(rows))
+    known = recorded()  # other cases may have been measured meanwhile
     rows = {name: row for name in cases() if (row := rows.get(name, known.get(name)))}
     publish(NAME, {"summary": summary(rows), "steps": STEPS, "cases": rows})
 

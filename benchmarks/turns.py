@@ -35,13 +35,16 @@ class Ranks:
             `arguments`; it yields the answers.
         folder: directory for the ranks' files.
         limit_s: the most seconds that ranks may take to start, and for an answer.
+        checkout: the folder whose packages the ranks import.
         arguments: in JSON's types.
 
     Raises:
         RuntimeError: a rank ended early, or took too long; includes the ranks' output.
     """
 
-    def __init__(self, name: str, target: str, folder: Path, limit_s: float = LIMIT_S, **arguments: Any) -> None:
+    def __init__(
+        self, name: str, target: str, folder: Path, limit_s: float = LIMIT_S, checkout: Path = REPO, **arguments: Any
+    ) -> None:
         self.limit_s = limit_s
         self.name, self.scratch = name, Path(tempfile.mkdtemp(dir=folder))
         self.log = self.scratch / "log"
@@ -53,8 +56,8 @@ class Ranks:
             self.began = time.time()
             self.process = subprocess.Popen(
                 torchrun(["benchmarks.turns", target, json.dumps(arguments), str(self.scratch)]),
-                cwd=REPO,
-                env=rank_environ(),
+                cwd=checkout,
+                env=rank_environ() | {"PYTHONPATH": str(checkout)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
