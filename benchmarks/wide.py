@@ -211,14 +211,14 @@ def by_exchange(model: Any) -> bare.Step:
 LOOPS: dict[str, Callable[[Any], bare.Step]] = {"tp": by_megatron, "ep": by_exchange}
 
 
-def measure_pairs(axis: str, model: str, tokens: str, folder: str, pairs: int) -> dict[str, Any]:
+def measure_pairs(part: str, model: str, tokens: str, folder: str, pairs: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    reference = [f"model.{key}={value}" for key, value in bare.SIZES.items()]
+    axis, reference = part[:2], [f"model.{key}={value}" for key, value in bare.SIZES.items()]
     settings = [
-        *(word for word in overrides("fsdp", tokens, f"{folder}/run-{axis}", pairs + WARMUP) if word not in reference),
+        *(word for word in overrides("fsdp", tokens, f"{folder}/run-{part}", pairs + WARMUP) if word not in reference),
         "task.name=hf_causal_lm", f"model.init_from={model}", f"parallel.{axis}=2", f"train.seq_len={SEQ}",
         f"train.micro_batch_size={ROWS}",
     ]  # fmt: skip
@@ -241,7 +241,7 @@ def main() -> None:
                 result[part] = {"measured": stamp(), **unsplit(BEFORE, tokens, Path(folder), args.pairs)}
             else:
                 arguments = {"model": write_model(part, folder), "tokens": tokens, "folder": folder}
-                paired = on_two_ranks(measure_pairs, axis=part[:2], pairs=args.pairs, **arguments)
+                paired = on_two_ranks(measure_pairs, part=part, pairs=args.pairs, **arguments)
                 result[part] = {"measured": stamp(), **paired_figures(paired)}
             publish("wide", result)
 

@@ -43,6 +43,7 @@ EXPERTS = Feature("experts in 4 bits (model.quantize.experts)")
 PACKING = Feature("data.packing with transformers models")
 FLASH = Feature("fused attention by documents on GPUs (data.packing)")
 CONTEXT = Feature("parallel.tp, parallel.cp and parallel.ep")
+ONE_SHARD = Feature("computing with whole parameters where they lie, under fsdp and hsdp with dp_shard=1")
 PROGRESS = Feature("the group in which ranks hang, named by the watchdog")
 
 if TYPE_CHECKING:
@@ -488,6 +489,10 @@ _nn_of_fsdp = PACKED.use(f"{_FSDP}._fsdp_param.nn", _INTEGERS, until="2.13.0")
 PACKED.use(f"{_FSDP}._fsdp_param.FSDPParam.init_dtype_attrs", _INTEGERS, until="2.13.0")
 REACH.use(f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param")
 REACH.use(f"{_FSDP}._fsdp_param.FSDPParam.sharded_param")
+_one_shard = [
+    ONE_SHARD.use(f"{_FSDP}._fsdp_param.FSDPParam.{name}")
+    for name in ("init_all_gather_outputs", "free_unsharded_param", "to_sharded_dtensor", "_get_grad_inner_tensor")
+]
 
 
 def shard(modules: Any, **options: Any) -> None:
@@ -497,17 +502,76 @@ def shard(modules: Any, **options: Any) -> None:
     """
     from unittest.mock import patch
 
-    from torch.distributed.fsdp import fully_shard  # FSDP2 takes 0.4 s, and other engines do not need it
+    # FSDP2 takes 0.4 s, and other engines do not need it.
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+    unit = modules[0] if isinstance(modules, list) else modules
     if not _nn_of_fsdp.needed():
         fully_shard(modules, **options)
+    else:
+        _nn_of_fsdp.find()
+        with patch(f"{_FSDP}._fsdp_param.nn", _NnWithIntegerParameters()):
+            fully_shard(modules, **options)
+        for param in _fsdp_params(unit):
+            if not param.sharded_param.is_floating_point():
+                param.init_dtype_attrs = partial(_init_without_cast, param, param.init_dtype_attrs)
+    mesh = options["mesh"]
+    if mesh.size(-1) == 1 and not isinstance(options["offload_policy"], CPUOffloadPolicy):
+        _compute_in_place(unit, is_replicated=mesh.ndim == 2)
+
+
+def _compute_in_place(unit: Any, is_replicated: bool) -> None:
+    """Let a rank that has all of a unit's parameters compute with them where they lie, if not in another type, and keep
+    gradients where backward left them: torch copies both, as it must where ranks have shards."""
+    gone = next((name for name in _one_shard if not name.exists()), None)
+    if gone is not None:
+        ONE_SHARD.lost(gone, instead="they are copied")
         return
-    _nn_of_fsdp.find()
-    with patch(f"{_FSDP}._fsdp_param.nn", _NnWithIntegerParameters()):
-        fully_shard(modules, **options)
-    for param in _fsdp_params(modules[0] if isinstance(modules, list) else modules):
-        if not param.sharded_param.is_floating_point():
-            param.init_dtype_attrs = partial(_init_without_cast, param, param.init_dtype_attrs)
+    for param in _fsdp_params(unit):
+        param.init_all_gather_outputs = partial(_init_in_place, param, param.init_all_gather_outputs)
+        param.free_unsharded_param = partial(_free_copy, param, param.free_unsharded_param)
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None and not is_replicated:
+        group.post_backward = partial(_keep_gradients, group, group.post_backward)
+
+
+def _init_in_place(param: Any, init: Callable[..., None], *args: Any) -> None:
+    if param.param_dtype is None:
+        param.all_gather_outputs = [param._sharded_param_data]  # to copy a tensor to itself is nothing
+    else:
+        init(*args)
+
+
+def _free_copy(param: Any, free: Callable[[], None]) -> None:
+    if param.param_dtype is not None:
+        free()
+
+
+def _keep_gradients(group: Any, reduce: Callable[..., None], *args: Any) -> None:
+    """The end of a unit's backward."""
+    if not group.reduce_grads or group.gradient_divide_factor is not None:
+        reduce(*args)
+        return
+    group.reduce_grads = False
+    reduce(*args)
+    group.reduce_grads = True
+    for param in group.fsdp_params:
+        computed, held = getattr(param, "_unsharded_param", None), param.sharded_param.grad
+        if computed is None:
+            continue
+        grad, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad, None
+        if grad is None:
+            grad, computed.grad = computed.grad, None
+        counts_as_zero = getattr(group, "reduce_scatter_unused_params", False)  # since torch 2.13
+        if grad is None and held is None and counts_as_zero and computed.requires_grad:
+            grad = torch.zeros_like(computed)
+        if grad is None:
+            continue
+        local = param._get_grad_inner_tensor(grad).to(param.orig_dtype)
+        if held is None:
+            param.sharded_param.grad = param.to_sharded_dtensor(local)
+        else:
+            held._local_tensor += local
 
 
 def _init_without_cast(param: Any, init: Callable[[Any], None], policy: Any) -> None:
@@ -534,7 +598,8 @@ def is_one_unit(module: Any, other: Any) -> bool:
 def gathered_params(module: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors into which FSDP2 gathers a module's parameters; their storages have bytes only while needed."""
     for param in _fsdp_params(module):
-        yield from getattr(param, "all_gather_outputs", ())
+        outputs = getattr(param, "all_gather_outputs", ())
+        yield from (tensor for tensor in outputs if tensor is not param._sharded_param_data)
 
 
 def unreduced_grads(module: Any) -> Iterator[torch.Tensor]:

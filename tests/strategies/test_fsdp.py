@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -42,6 +43,46 @@ def test_so_many_blocks_are_gathered_ahead_as_is_asked_for() -> None:
         "forward": {0: [1, 2], 1: [2, 3], 2: [3], 3: []},
         "backward": {3: [2, 1], 2: [1, 0], 1: [0], 0: []},
     }
+
+
+def gathered_bytes(settings: dict[str, Any]) -> tuple[cases.Curve, int]:
+    """(each step's loss and norm, the most bytes of gathered parameters after a forward); for `run_ranks`."""
+    most, rank, world = 0, dist.get_rank(), dist.get_world_size()
+    with start(None, settings) as job:
+        cases.wrap(job)
+
+        def loss_fn(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            nonlocal most
+            loss = cases.loss_fn(model, batch)
+            most = max(most, sum(t.untyped_storage().nbytes() for t in job.strategy.communication_tensors()))
+            return loss
+
+        steps = [job.step(cases.micro_batches(i, rank, world), loss_fn, cases.n_targets) for i in range(cases.STEPS)]
+        return [(step.loss, step.grad_norm) for step in steps], most
+
+
+WITHOUT_SHARDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "one rank, without reductions": (1, {"parallel.no_sync": True}),
+    "one rank that keeps blocks": (1, {"parallel.reshard_after_forward": False}),
+    "replicas": (2, {"parallel.strategy": "hsdp", "parallel.dp_replicate": 2, "parallel.dp_shard": 1}),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_SHARDS)
+def test_a_rank_that_has_all_parameters_computes_with_them_where_they_lie(case: str) -> None:
+    world, keys = WITHOUT_SHARDS[case]
+    (one,) = run_ranks(1, "tests.strategies.cases:curves", names=["single"])
+    settings = cases.overrides("fsdp", world) | keys
+    for curve, gathered in run_ranks(world, "tests.strategies.test_fsdp:gathered_bytes", settings=settings):
+        cases.assert_curve(curve, one["single"], case)
+        assert gathered == 0
+
+
+def test_a_rank_that_has_all_parameters_gathers_what_it_computes_with_in_another_type() -> None:
+    settings = cases.overrides("fsdp", 1, **{"precision.mode": "bf16"})
+    ((_, gathered),) = run_ranks(1, "tests.strategies.test_fsdp:gathered_bytes", settings=settings)
+    assert gathered > 0
 
 
 class Two:
