@@ -491,8 +491,11 @@ REACH.use(f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param")
 REACH.use(f"{_FSDP}._fsdp_param.FSDPParam.sharded_param")
 _one_shard = [
     ONE_SHARD.use(f"{_FSDP}._fsdp_param.FSDPParam.{name}")
-    for name in ("init_all_gather_outputs", "free_unsharded_param", "to_sharded_dtensor", "_get_grad_inner_tensor")
-]
+    for name in (
+        "_get_grad_inner_tensor", "_sharded_param_data", "free_unsharded_param", "init_all_gather_outputs",
+        "to_sharded_dtensor",
+    )
+]  # fmt: skip
 
 
 def shard(modules: Any, **options: Any) -> None:
