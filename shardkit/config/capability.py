@@ -340,9 +340,7 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored(
         "parallel.offload_ratio", lambda c: c.parallel.offload_optimizer == "none", "no optimizer states are offloaded"
     ),
-    Ignored("parallel.tp_across_nodes", lambda c: c.parallel.tp == 1, "parallel.tp=1"),
     Ignored("parallel.tp_sequence", lambda c: c.parallel.tp == 1, "parallel.tp=1"),
-    Ignored("parallel.cp_across_nodes", lambda c: c.parallel.cp == 1, "parallel.cp=1"),
     *(
         Ignored(f"adapter.{key}", lambda c: c.adapter.type == "none", "adapter.type=none")
         for key in ("r", "alpha", "dropout", "targets", "use_rslora")

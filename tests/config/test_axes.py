@@ -40,8 +40,7 @@ CASES: list[tuple[int, int, dict[str, Any], dict[str, Any], str, str]] = [
     (8, 4, {**FSDP, "tp": 8}, {}, "a node has 4 ranks", "one of 1, 2, 4, or set parallel.tp_across_nodes=true"),
     (4, 1, {**FSDP, "tp": 2}, {}, "a node has 1 rank", "remove parallel.tp, or set parallel.tp_across_nodes=true"),
     (4, 2, {**FSDP, "tp": 2, "cp": 2}, {}, "= 4, but a node has 2 ranks", "or set parallel.cp_across_nodes=true"),
-    (4, 4, {**FSDP, "tp_across_nodes": True}, {}, "would be ignored: parallel.tp=1", "remove parallel.tp_across_nodes"),
-    (4, 4, {**FSDP, "cp_across_nodes": True}, {}, "would be ignored: parallel.cp=1", "remove parallel.cp_across_nodes"),
+    (4, 4, {**FSDP, "tp_sequence": True}, {}, "would be ignored: parallel.tp=1", "remove parallel.tp_sequence"),
     # the engine
     *(
         (4, 4, {"strategy": engine, axis: 2}, {"hf": MOE}, f"parallel.strategy={engine}", "parallel.strategy=fsdp")
@@ -99,6 +98,7 @@ def test_axes_that_cannot_be_are_refused_by_the_config(
     ("world", "node", "parallel"),
     [
         (16, 4, {**FSDP, "tp": 8, "tp_across_nodes": True}),
+        (4, 4, {**FSDP, "tp_across_nodes": True, "cp_across_nodes": True}),  # it only allows what others ask for
         (4, 2, {**FSDP, "tp": 2, "cp": 2, "cp_across_nodes": True}),
         (4, 4, {**FSDP, "tp": 2, "dp_shard": 2}),
         (8, 8, {**HSDP, "tp": 2, "cp": 2, "dp_shard": 2}),

@@ -97,6 +97,9 @@ class TestAxes:
             one.settings for one in combinations(load(["parallel.cp=2"]), target(), ()) if one.sizes == (4, 1, 1)
         }
         assert all("parallel.cp=4" in settings for settings in changed)
+        split = load(["parallel.tp=2", "parallel.tp_sequence=true"])
+        for one in combinations(split, target(), ()):
+            assert ("parallel.tp_sequence=false" in one.settings) is (one.sizes[1] == 1), "of whom shares layers"
         with pytest.raises(ConfigError, match=r"parallel\.cp=3 ranks share their samples"):
             combinations(load(["parallel.cp=3"]), target(), ())
 

@@ -9,17 +9,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Literal
 
+from ...config.load import as_override
 from ...config.schema import ModelConfig, RunConfig
 from ...errors import ConfigError, ShardkitError, gib
 from ..client import Planner
 from ..model.estimate import DoesNotFit, MemoryEstimate
 from ..show import columns, misfit
 from ..target import Target
-from .search import AXES, group_sizes, layout, ranks_to_a_sample
+from .search import AXES, axis_settings, group_sizes, layout, ranks_to_a_sample
 from .trial import Trial, writing
 
 Load = Callable[[Sequence[str]], RunConfig]
@@ -224,9 +225,9 @@ def layouts_to_try(
     layouts = []
     for groups in dict.fromkeys((present, *group_sizes(config, target, fixed_keys))):
         changes = tuple(
-            f"parallel.{key}={n}"
-            for key, n, n_present in zip(AXES, groups, present, strict=True)
-            if n > 1 or n != n_present
+            f"{key}={value}"
+            for key, value in axis_settings(groups).items()
+            if value not in ("1", "false") or value != as_override(attrgetter(key)(config))
         )
         named = [Size((*size.settings, *changes), size.amount) for size in sizes(ranks_to_a_sample(groups))]
         layouts.append(Layout(layout(config.parallel.strategy, groups), groups, named))

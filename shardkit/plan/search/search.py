@@ -77,6 +77,14 @@ def ranks_to_a_sample(sizes: Iterable[int]) -> int:
     return prod(size for key, size in zip(AXES, sizes, strict=True) if key in SHARING)
 
 
+def axis_settings(sizes: Iterable[int]) -> dict[str, str]:
+    """The settings of groups of these sizes along `AXES`."""
+    settings = {f"parallel.{key}": str(size) for key, size in zip(AXES, sizes, strict=True)}
+    if settings["parallel.tp"] == "1":
+        settings["parallel.tp_sequence"] = "false"
+    return settings
+
+
 def layout(engine: str, sizes: Iterable[int]) -> str:
     """The engine and the axes along which ranks share samples or experts, to show."""
     return ", ".join([engine, *(f"{key} {n}" for key, n in zip(AXES, sizes, strict=True) if n > 1)])
@@ -115,7 +123,7 @@ def combinations(config: RunConfig, target: Target, fixed_keys: Collection[str])
         engines(config, target), policies, precisions, groups
     ):
         settings = {**engine_settings, "activation.policy": policy, "precision.mode": precision}
-        shared = {f"parallel.{key}": str(size) for key, size in zip(AXES, sizes, strict=True)}
+        shared = axis_settings(sizes)
         settings |= {key: size for key, size in shared.items() if size != as_override(attrgetter(key)(config))}
         splits_model = int(shared["parallel.tp"]) > 1 or int(shared["parallel.ep"]) > 1
         refused = splits_model and engine != "fsdp" and not engine.startswith("hsdp")
@@ -157,7 +165,7 @@ def engines(config: RunConfig, target: Target) -> Iterator[tuple[str, dict[str, 
         settings = {"parallel.strategy": strategy}
         changes = {"offload_optimizer": "none", "offload_param": "none", **keys}
         if strategy != parallel.strategy:  # another engine starts from the section's defaults
-            chosen = {"strategy", "ep_imbalance", *AXES, *(f"{key}_across_nodes" for key in AXES)}
+            chosen = {"strategy", "ep_imbalance", "tp_sequence", *AXES, *(f"{key}_across_nodes" for key in AXES)}
             defaults = ParallelConfig().model_dump(exclude=chosen)
             others = {key: as_override(value) for key, value in defaults.items() if value != getattr(parallel, key)}
             changes = {**others, **changes}
