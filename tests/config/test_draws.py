@@ -314,6 +314,7 @@ def test_fresh_draws_train_as_in_one_process_or_are_refused(splits: bool) -> Non
     campaign = Campaign(limit_s=120, splits=splits)
     until = None if last else time.monotonic() + 60 * FRESH_MINUTES
     campaign.run(range(int(first), int(last or int(first) + 1000)), until)
+    assert campaign.verdicts
     print(dict(Counter(verdict.outcome for verdict in campaign.verdicts)))
     assert not told(campaign), told(campaign)
 
