@@ -220,3 +220,41 @@ def test_the_scratch_of_attention_by_documents_is_counted_to_the_byte() -> None:
     settings = {"EMUCUDA_COMPUTE": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     for size, (taken, counted) in zip(SIZES, call(attend_by_documents, **settings), strict=True):
         assert taken == counted, size
+
+
+LAYOUTS = [  # (batch, query heads, key heads, sequence, width), and whether heads or positions lie outside
+    ((1, 96, 8, 512, 128), "heads"), ((1, 96, 8, 512, 128), "positions"), ((2, 4, 4, 1000, 64), "heads"),
+    ((2, 4, 2, 256, 40), "positions"),
+]  # fmt: skip
+
+
+def attend() -> list[list[int]]:
+    """As `attend_by_documents`, of the kernel for whole sequences, for each of `LAYOUTS`."""
+    from shardkit.memory.tracing.tracker import scratch
+
+    found = []
+    for (batch, heads, shared, length, width), outside in LAYOUTS:
+
+        def made(count: int, sizes: tuple[int, ...] = (batch, length, width), outside: str = outside) -> torch.Tensor:
+            rows, positions, columns = sizes
+            shape = (rows, count, positions, columns) if outside == "heads" else (rows, positions, count, columns)
+            tensor = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            return (tensor if outside == "heads" else tensor.transpose(1, 2)).requires_grad_()
+
+        inputs = made(heads), made(shared), made(shared)
+        out = nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=heads != shared)
+        grad = torch.empty_like(out)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        grads = torch.autograd.grad(out, inputs, grad)
+        taken = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+        counted = scratch(backward, (grad, *inputs, out), grads)
+        found.append([taken, counted[1] if counted else -1])
+    return found
+
+
+def test_the_scratch_of_attention_is_counted_to_the_byte() -> None:
+    settings = {"EMUCUDA_COMPUTE": "0", "EMUCUDA_SM": "8.0", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for size, (taken, counted) in zip(LAYOUTS, call(attend, **settings), strict=True):
+        assert taken == counted, size

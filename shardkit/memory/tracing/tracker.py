@@ -53,16 +53,17 @@ def _counted_by(func: Any, kind: str) -> Count | None:
 def _flash_attention_backward(args: Any, out: Any) -> int:
     """FlashAttention-2's backward: row sums and an fp32 accumulator of dQ, rows rounded up to 128 and widths to 32.
 
-    With fewer key heads than query heads, dK and dV are first made with as many heads as the query.
-    Args are (grad_out, query, key, ...), each [batch, heads, sequence, head width].
+    With fewer key heads than query heads, dK and dV are first made with as many heads as the query. The results of the
+    forward lie as the query does, and are copied, like their gradient, if that is not [batch, sequence, heads, width].
+    Args are (grad_out, query, key, value, out, ...), each [batch, heads, sequence, head width].
     """
-    query, key = args[1], args[2]
+    grad, query, key, _, attended = args[:5]
     batch, heads, rows, width = query.shape
     rows_up, width_up = -(-rows // 128) * 128, -(-width // 32) * 32
     n_bytes: int = 4 * batch * heads * rows_up * (1 + width_up)
     if key.shape[1] != heads:
         n_bytes += 2 * batch * key.shape[2] * heads * width * query.element_size()
-    return n_bytes
+    return n_bytes + sum(part.nbytes for part in (grad, attended) if not part.transpose(1, 2).is_contiguous())
 
 
 def _flash_by_documents_backward(args: Any, out: Any) -> int:
