@@ -56,7 +56,9 @@ def choose_target(
     if gpus > gpus_per_node and gpus % gpus_per_node:
         fewer = gpus // gpus_per_node * gpus_per_node
         cause = f"--gpus {gpus} is not a whole number of machines with --gpus-per-node {gpus_per_node}"
-        raise ConfigError(cause, f"ask for {fewer} or {fewer + gpus_per_node} GPUs")
+        raise ConfigError(
+            cause, f"say how many a machine has: --gpus-per-node; or ask for {fewer} or {fewer + gpus_per_node} GPUs"
+        )
     per_node = min(gpus, gpus_per_node)
     on_host = None if host_memory is None else parse_bytes(host_memory, "--host-memory") // per_node
     cap = None if memory_cap is None else parse_bytes(memory_cap, "--memory-cap")
