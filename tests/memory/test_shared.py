@@ -58,9 +58,11 @@ def counted(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
             steps = iter(trainer.steps())
             list(steps)
             gc.collect()
-            state = {id(local) for _, tensor in job.strategy.state_tensors() for local in local_tensors(tensor)}
-            others = [tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor and id(tensor) not in state]
-            beyond = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in others}
+            state = [local for _, tensor in job.strategy.state_tensors() for local in local_tensors(tensor)]
+            every = [tensor.untyped_storage() for tensor in gc.get_objects() if type(tensor) is torch.Tensor]
+            beyond = {storage.data_ptr(): storage.nbytes() for storage in every}
+            for local in state:
+                beyond.pop(local.untyped_storage().data_ptr(), None)
             rows = [{kind: b.total for kind, b in (row.state or {}).items()} for row in job.ledger.last_rows]
             results[name] = plain, rows, sum(beyond.values())
         gc.collect()
