@@ -570,7 +570,8 @@ def _keep_gradients(group: Any, reduce: Callable[..., None], *args: Any) -> None
             grad = torch.zeros_like(computed)
         if grad is None:
             continue
-        local = param._get_grad_inner_tensor(grad).to(param.orig_dtype)
+        # Contiguous as the parameter is: torch's fused optimizers on CPUs read both in the order of their bytes.
+        local = param._get_grad_inner_tensor(grad).to(param.orig_dtype).contiguous()
         if held is None:
             param.sharded_param.grad = param.to_sharded_dtensor(local)
         else:
