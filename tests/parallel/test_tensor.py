@@ -23,9 +23,10 @@ from tests.ranks import run_ranks
 from tests.strategies.cases import assert_curve
 
 RUNS = "tests.parallel.tensor_runs:runs"
-GRADIENT, SGD, ADAMW = 3e-6, 1e-6, 1e-4
-"""How far a gradient of the first step, and a weight after all steps, may be off: shares of its tensor's largest. AdamW
-divides small gradients by their size, and makes a step of what is rounding."""
+GRADIENT, SGD, ADAMW = 1e-5, 1e-5, 1e-4
+"""How far a gradient of the first step, and a weight after all steps, may be off: shares of its tensor's largest, by
+rounding, which differs between CPUs' libraries. AdamW divides small gradients by their size, and makes a step of what
+is rounding."""
 TP, TP_CP = {"parallel.tp": 2}, {"parallel.tp": 2, "parallel.cp": 2}
 SPLIT_RESIDUALS = {**TP, "parallel.tp_sequence": True}
 BF16, ROUNDED = {"precision.mode": "bf16"}, ("bf16", "fp32")
