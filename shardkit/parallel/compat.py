@@ -559,23 +559,23 @@ def _keep_gradients(group: Any, reduce: Callable[..., None], *args: Any) -> None
     reduce(*args)
     group.reduce_grads = True
     for param in group.fsdp_params:
-        computed, held = getattr(param, "_unsharded_param", None), param.sharded_param.grad
+        computed, so_far = getattr(param, "_unsharded_param", None), param.sharded_param.grad
         if computed is None:
             continue
         grad, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad, None
         if grad is None:
             grad, computed.grad = computed.grad, None
         counts_as_zero = getattr(group, "reduce_scatter_unused_params", False)  # since torch 2.13
-        if grad is None and held is None and counts_as_zero and computed.requires_grad:
+        if grad is None and so_far is None and counts_as_zero and computed.requires_grad:
             grad = torch.zeros_like(computed)
         if grad is None:
             continue
         # Contiguous as the parameter is: torch's fused optimizers on CPUs read both in the order of their bytes.
         local = param._get_grad_inner_tensor(grad).to(param.orig_dtype).contiguous()
-        if held is None:
+        if so_far is None:
             param.sharded_param.grad = param.to_sharded_dtensor(local)
         else:
-            held._local_tensor += local
+            so_far._local_tensor += local
 
 
 def _init_without_cast(param: Any, init: Callable[[Any], None], policy: Any) -> None:
