@@ -63,7 +63,9 @@ def _flash_attention_backward(args: Any, out: Any) -> int:
     n_bytes: int = 4 * batch * heads * rows_up * (1 + width_up)
     if key.shape[1] != heads:
         n_bytes += 2 * batch * key.shape[2] * heads * width * query.element_size()
-    return n_bytes + sum(part.nbytes for part in (grad, attended) if not part.transpose(1, 2).is_contiguous())
+    for part in (grad, attended):
+        n_bytes += 0 if part.transpose(1, 2).is_contiguous() else part.nbytes
+    return n_bytes
 
 
 def _flash_by_documents_backward(args: Any, out: Any) -> int:
